@@ -1,0 +1,1 @@
+"""Presets and their committed results."""

@@ -1,0 +1,1 @@
+"""The site's half as a Flower app."""

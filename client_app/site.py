@@ -1,0 +1,53 @@
+"""What a site says of itself: the SuperNode's `--node-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedveil.errors import ConfigError
+from fedveil.tasks.base import Share
+
+
+class Site(BaseModel):
+    """One site.
+
+    Attributes:
+        site: its name; the registered one where empty.
+        data: its own data folder; `task.data` of the run where empty.
+        state_dir: where its private state lies.
+        device: "auto", "cpu", "cuda", "cuda:1".
+        partition_id, num_partitions: for demonstrations and the simulation engine, where sites share one data folder.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, alias_generator=lambda n: n.replace("_", "-"), populate_by_name=True
+    )
+
+    site: str = ""
+    data: str = ""
+    state_dir: Path = Path("~/.local/state/fedveil")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    partition_id: int = Field(0, ge=0)
+    num_partitions: int = Field(1, ge=1)
+
+    @property
+    def share(self) -> Share | None:
+        """This site's part of a shared data folder; None where the folder is its own."""
+        return Share(self.partition_id, self.num_partitions) if self.num_partitions > 1 else None
+
+
+def parse_site(node_config: Mapping[str, Any]) -> Site:
+    """The site from its node config. Raises ConfigError naming the key."""
+    try:
+        return Site.model_validate(dict(node_config))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        known = [f.alias or name for name, f in Site.model_fields.items()]
+        raise ConfigError(
+            f"node config: {key}: {first['msg']}, found {first['input']!r}; known keys: {known}"
+        ) from None

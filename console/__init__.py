@@ -1,0 +1,1 @@
+"""The `fedveil` command, one file a sub-command."""

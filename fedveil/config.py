@@ -1,0 +1,159 @@
+"""The run config: `[tool.flwr.app.config]` of pyproject.toml, overridden by `flwr run . -c "..."`.
+
+It arrives flat ("train.batch-size" = 16) and is parsed once, here. Unknown keys are refused. The defaults stand in these
+classes; pyproject.toml repeats them because Flower refuses an override of a key without a default, and a test keeps
+the two equal.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedveil.errors import ConfigError
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, alias_generator=_kebab, populate_by_name=True, allow_inf_nan=False
+    )
+
+
+class MethodConfig(_Section):
+    """`fields` is TOML text, the fields of that method's dataclass: "rho = 0.5"."""
+
+    name: str = "fedrand"
+    fields: str = ""
+
+
+class TaskConfig(_Section):
+    """What is learned, and on which data.
+
+    `data` is where rows lie unless a site's node config names its own folder; `evaluation` is the server's own
+    test data ("" = the server scores nothing). `label_pattern` is a regular expression with one group, which cuts
+    the label for partitioning out of `label_column` ("" = the column itself).
+    """
+
+    name: str = "text-generation"
+    model: str = "tiny"
+    data: str = ""
+    evaluation: str = ""
+    source_column: str = "mr"
+    target_column: str = "ref"
+    label_column: str = "mr"
+    label_pattern: str = ""
+    partition: Literal["iid", "dirichlet", "pathological", "natural"] = "iid"
+    alpha: float = Field(0.5, gt=0)
+    classes_per_site: int = Field(2, ge=1)
+    max_examples: int = Field(0, ge=0, description="training rows a site; 0 = all")
+    max_tokens: int = Field(96, ge=8, description="longest sequence, source and target together")
+
+
+class TrainConfig(_Section):
+    """Local training. The optimiser is AdamW, fresh at every participation."""
+
+    epochs: int = Field(1, ge=0)
+    batch_size: int = Field(16, ge=1)
+    max_steps: int = Field(0, ge=0, description="steps a participation; 0 = the epochs decide")
+    learning_rate: float = Field(3e-4, gt=0)
+    weight_decay: float = Field(1e-6, ge=0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    quantized_base: Literal["none", "4bit", "8bit"] = "none"
+
+
+class EvaluateConfig(_Section):
+    """Scoring on the server's own test data."""
+
+    every: int = Field(1, ge=0, description="rounds between two losses; 0 = the last round only")
+    generate: Literal["never", "last", "always"] = "last"
+    max_examples: int = Field(200, ge=1)
+    max_new_tokens: int = Field(48, ge=1)
+    beams: int = Field(1, ge=1)
+
+
+class CohortConfig(_Section):
+    """Who takes part in a round. The cohort is ceil(fraction x sites), drawn without replacement."""
+
+    fraction: float = Field(1.0, gt=0, le=1)
+    min_sites: int = Field(2, ge=1, description="quorum: accepted uploads a round needs")
+    sites: int = Field(0, ge=0, description="sites to wait for before round 0; 0 = min-sites")
+    wait_seconds: float = Field(120.0, gt=0)
+    deadline_seconds: float = Field(900.0, gt=0)
+    repeats: int = Field(2, ge=0, description="times a round below the quorum is repeated")
+
+
+class RunSection(_Section):
+    """The run itself. `dir` is absolute, or relative to the SuperLink's folder."""
+
+    rounds: int = Field(5, ge=1)
+    seed: int = Field(0, ge=0)
+    deterministic: bool = False
+    dir: str = "runs"
+    name: str = ""
+    tap: bool = False
+    resume: bool = False
+
+
+class RunConfig(_Section):
+    """The whole run config."""
+
+    method: MethodConfig = MethodConfig()
+    task: TaskConfig = TaskConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    cohort: CohortConfig = CohortConfig()
+    run: RunSection = RunSection()
+
+    def flat(self) -> dict[str, bool | int | float | str]:
+        """The config as Flower carries it: {"train.batch-size": 16, ...}."""
+        return {
+            f"{section}.{key}": value
+            for section, values in self.model_dump(by_alias=True).items()
+            for key, value in values.items()
+        }
+
+
+def parse(flat: Mapping[str, Any]) -> RunConfig:
+    """The run config from Flower's flat mapping. Raises ConfigError, one line for every bad key."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        section, _, name = key.partition(".")
+        if not name:
+            raise ConfigError(
+                f'{key}: unknown key; expected "section.name" with a section of {list(RunConfig.model_fields)}'
+            )
+        nested.setdefault(section, {})[name] = value
+    try:
+        return RunConfig.model_validate(nested)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_line(e) for e in error.errors())) from None
+
+
+def _line(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        section = str(error["loc"][0])
+        model = RunConfig.model_fields.get(section)
+        known = [_kebab(n) for n in model.annotation.model_fields] if model and model.annotation else []  # type: ignore[attr-defined]
+        where = (
+            f"expected one of {known} in [{section}]"
+            if known
+            else f"expected a section of {list(RunConfig.model_fields)}"
+        )
+        return f"{key}: unknown key; {where}"
+    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, found {error['input']!r}"
+
+
+def parse_toml(text: str, what: str) -> dict[str, Any]:
+    """TOML text of one config value. Raises ConfigError naming `what`."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f'{what}: expected TOML such as "rho = 0.5", found {text!r} ({error})') from None

@@ -1,0 +1,45 @@
+"""Every error that FedVeil raises on purpose.
+
+    FedVeilError
+    ├── ConfigError      a run config, a method's fields or a site's config: refused before any node is contacted
+    ├── TaskError        a base model or a data file that is missing or does not fit
+    ├── WireError        bytes that are not the message they should be
+    ├── UploadRefused    a well-formed upload that the intake gate does not let into the aggregate
+    ├── QuorumError      too few uploads, more often than the run allows
+    ├── StateError       a checkpoint, private state or run folder that cannot be read or written
+    └── PolicyError      this site does not permit what was asked
+
+A message names the field, what was expected, what was found, and the next step.
+"""
+
+
+class FedVeilError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(FedVeilError):
+    """A configuration that cannot be run."""
+
+
+class TaskError(FedVeilError):
+    """A base model or a data file that is missing or does not fit."""
+
+
+class WireError(FedVeilError):
+    """Bytes that are not the message they should be."""
+
+
+class UploadRefused(FedVeilError):
+    """An upload that the intake gate does not let into the aggregate."""
+
+
+class QuorumError(FedVeilError):
+    """Too few uploads, more often than the run allows."""
+
+
+class StateError(FedVeilError):
+    """A checkpoint, private state or run folder that cannot be read or written."""
+
+
+class PolicyError(FedVeilError):
+    """This site does not permit what was asked."""

@@ -1,0 +1,70 @@
+"""One exchange between a server and a client, as bytes. Flower, the in-process runner and the attacks all go through here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fedveil.method import Layout, Local, Method, RoundContext, Spec, State, Trained, Weights
+from fedveil.wire.envelope import Message, Stamp, pack, unpack
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A method on a spec: what both ends must share.
+
+    Attributes:
+        method: with its hyper-parameters.
+        name: its file name, as the envelope carries it.
+        spec: what is trained.
+    """
+
+    method: Method
+    name: str
+    spec: Spec = field(repr=False)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Every field on the wire."""
+        return self.method.layout(self.spec)
+
+    def broadcast(self, server: State, ctx: RoundContext) -> bytes:
+        """The message to one client."""
+        payload = self.method.broadcast(server, ctx)
+        return pack(self.layout, Stamp.of(self.method, self.name, ctx.round, "down"), payload)
+
+    def participate(
+        self, data: bytes, private: State | None, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, bytes]:
+        """The client's whole turn: decode, train, encode. Returns the new private state and the message back."""
+        down = unpack(data, self.layout, Stamp.of(self.method, self.name, ctx.round, "down")).payload
+        reporting = _Reporting(local)
+        private, payload = self.method.client(private, down, reporting, ctx)
+        stamp = Stamp.of(self.method, self.name, ctx.round, "up")
+        return private, pack(self.layout, stamp, payload, local.num_examples, reporting.report)
+
+    def receive(self, data: bytes, round_: int) -> Message:
+        """A client's message, decoded; the gate has still to judge it. Raises WireError."""
+        return unpack(data, self.layout, Stamp.of(self.method, self.name, round_, "up"))
+
+
+class _Reporting:
+    """A Local that remembers what the last training reported."""
+
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self.report: Mapping[str, float] = {}
+
+    @property
+    def num_examples(self) -> int:
+        return self._local.num_examples
+
+    @property
+    def spec(self) -> Spec:
+        return self._local.spec
+
+    def train(self, weights: Weights) -> Trained:
+        trained = self._local.train(weights)
+        self.report = trained.report
+        return trained

@@ -1,0 +1,235 @@
+"""The contract between a federated method and everything that runs it.
+
+A method is one file in `strategies/` with both halves of its maths: what the server sends, what a client
+does with it and returns, and how the server folds the returns. It never sees Flower, a model or a file:
+it sees tensors by name.
+
+    down = method.broadcast(server, ctx)                      # server, one client; pure, may be replayed
+    private, up = method.client(private, down, local, ctx)    # client; private never leaves the site
+    server = method.aggregate(server, uploads)                # server; uploads is an iterator
+
+Methods are final frozen dataclasses. Their fields are the hyper-parameters, validated on creation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from fedveil.adapters import Adapter
+from fedveil.rng import Stream
+from fedveil.wire.codec import Codec, Value
+
+Direction = Literal["down", "up"]
+Weights = Mapping[str, Tensor]
+
+# What a client may report beside its payload. Anything else is refused by the codec on both sides.
+REPORT_FIELDS = frozenset({"loss_received", "loss_trained", "steps", "tokens", "train_seconds"})
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one trained tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+Spec = Mapping[str, TensorSpec]
+
+
+def spec_of(weights: Weights) -> Spec:
+    """The spec that `weights` fulfils."""
+    return {name: TensorSpec(tuple(w.shape), w.dtype) for name, w in weights.items()}
+
+
+@dataclass(frozen=True)
+class State:
+    """Flat state of a server or of a client: named tensors and JSON values, so one checkpoint format serves all."""
+
+    tensors: Weights = field(default_factory=dict)
+    scalars: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field on the wire.
+
+    Attributes:
+        name: unique within its direction.
+        direction: "down" (server to client) or "up" (client to server).
+        codec: how the value becomes bytes.
+        shape: entries of the value; None stands for a length that only the sender knows.
+        unit: what an entry is, for the wire table ("weight", "mask bit", ...).
+        variants: the payload variants that carry it; empty means every payload of its direction.
+        when: the same in words, for the wire table.
+    """
+
+    name: str
+    direction: Direction
+    codec: Codec
+    shape: tuple[int | None, ...]
+    unit: str = "weight"
+    variants: tuple[str, ...] = ()
+    when: str = "always"
+
+
+@dataclass(frozen=True)
+class Word:
+    """A value outside the tensors that every payload of its direction carries: one of a few public choices."""
+
+    name: str
+    direction: Direction
+    choices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything that may be on the wire, in both directions. What is not here is refused.
+
+    Attributes:
+        fields: the tensors.
+        scalars: words that every payload of a direction carries beside its tensors.
+    """
+
+    fields: tuple[Field, ...]
+    scalars: tuple[Word, ...] = ()
+
+    def variants(self, direction: Direction) -> tuple[str, ...]:
+        """Names of the payload variants of one direction; ("",) when there is only one form."""
+        named = {v for f in self.fields if f.direction == direction for v in f.variants}
+        return tuple(sorted(named)) or ("",)
+
+    def fields_of(self, direction: Direction, variant: str) -> dict[str, Field]:
+        """The fields that a payload of this direction and variant carries, all of them and no other."""
+        return {
+            f.name: f for f in self.fields if f.direction == direction and (not f.variants or variant in f.variants)
+        }
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What one side hands to the other.
+
+    Attributes:
+        fields: values by name, as the layout declares them.
+        variant: which of the layout's variants this is ("" where it has one form only).
+        scalars: the layout's words of this direction.
+    """
+
+    fields: Mapping[str, Value]
+    variant: str = ""
+    scalars: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoundContext:
+    """Where and when a half of a method runs.
+
+    Server and client hold different secrets, so neither can replay the other's draws.
+
+    Attributes:
+        round: 0-based.
+        client: the site's name.
+        is_new: the server has accepted no upload of this site yet (or the site reported that it lost its state).
+        secret: this side's secret; never on the wire.
+    """
+
+    round: int
+    client: str
+    is_new: bool
+    secret: bytes = field(repr=False)
+
+    def rng(self, purpose: str) -> Stream:
+        """A fresh stream derived from (secret, round, client, purpose): the same call gives the same draws."""
+        return Stream.derive(self.secret, self.round, self.client, purpose)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What local training returns: new weights under the names it was given, and figures to report."""
+
+    weights: Weights
+    report: Mapping[str, float]
+
+
+class Local(Protocol):
+    """A client's own data and model, as a method sees them."""
+
+    @property
+    def num_examples(self) -> int:
+        """Training examples of this client, at least 1."""
+        ...
+
+    @property
+    def spec(self) -> Spec:
+        """What is trained: names, shapes and dtypes."""
+        ...
+
+    def train(self, weights: Weights) -> Trained:
+        """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` stay as they are."""
+        ...
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An accepted reply, as aggregate sees it.
+
+    Attributes:
+        payload: decoded; its tensors may be read-only views of the received bytes.
+        num_examples: training examples behind it, validated.
+        ctx: the server's own context of that client and round, never the client's.
+        report: figures that the client reports (see REPORT_FIELDS).
+    """
+
+    payload: Payload
+    num_examples: int
+    ctx: RoundContext
+    report: Mapping[str, float] = field(default_factory=dict)
+
+
+class Method(ABC):
+    """A federated method. Subclasses are final: `@final @dataclass(frozen=True)`."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}  # an unknown field in the run config is refused
+    version: ClassVar[int] = 1
+    adapter: Adapter
+
+    @abstractmethod
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """The server's state before round 0, from the adapter's initial weights."""
+
+    @abstractmethod
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """What one client gets. Pure: the same arguments give the same payload, so aggregate may replay it."""
+
+    @abstractmethod
+    def client(
+        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """One participation. `private` is None at the first one; the returned state stays on the site."""
+
+    @abstractmethod
+    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+        """The next server state. Holds O(model) memory however many uploads come; none leaves `server` unchanged."""
+
+    @abstractmethod
+    def deployed(
+        self, server: State, private: State | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """The models that exist: "server" always, "client" where `private` is given. These are scored and attacked."""
+
+    @abstractmethod
+    def layout(self, spec: Spec) -> Layout:
+        """Every field on the wire."""
+
+    def dp_event(self, plan: object) -> object:
+        """The dp-accounting event of a run. Default: non-private, epsilon = inf."""
+        from dp_accounting import NonPrivateDpEvent
+
+        return NonPrivateDpEvent()

@@ -1,0 +1,99 @@
+"""Randomness as named streams.
+
+A stream is a keyed generator: BLAKE2b of (secret, round, client, purpose) gives the key, AES-256 in counter mode the
+bytes. Without the secret its output is not predictable; with it, the same call gives the same draws on every machine.
+Masks, lots and seeds come from the stream itself; `torch_generator` is for initial weights and batch order, where
+nothing needs hiding.
+
+Noise that protects people never comes from here: it comes from the operating system (`fedveil.privacy`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from torch import Tensor
+
+SECRET_BYTES = 32
+
+
+def fresh_secret() -> bytes:
+    """A secret from the operating system."""
+    return os.urandom(SECRET_BYTES)
+
+
+def secret(side: str, seed: int, deterministic: bool) -> bytes:
+    """The secret of one side: "server", or "client:" and the site's name. It repeats only where `deterministic`."""
+    return _digest(f"fedveil deterministic {seed} {side}".encode()) if deterministic else fresh_secret()
+
+
+def initial(seed: int, purpose: str) -> Stream:
+    """A stream for what is drawn before round 0 and public anyway: runs of one seed start from equal weights."""
+    return Stream.derive(_digest(f"fedveil initial {seed}".encode()), 0, "", purpose)
+
+
+def _digest(*parts: bytes) -> bytes:
+    h = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        h.update(len(part).to_bytes(8, "little"))
+        h.update(part)
+    return h.digest()
+
+
+@dataclass
+class Stream:
+    """A stream of random bytes under a key of 32 bytes. Draws advance it."""
+
+    key: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.key) != 32:
+            raise ValueError(f"key: expected 32 bytes, found {len(self.key)}")
+        self._keystream = Cipher(algorithms.AES(self.key), modes.CTR(bytes(16))).encryptor()
+
+    @classmethod
+    def derive(cls, secret: bytes, round_: int, client: str, purpose: str) -> Stream:
+        """The stream of one purpose of one client in one round."""
+        return cls(_digest(secret, str(round_).encode(), client.encode(), purpose.encode()))
+
+    def bytes(self, n: int) -> bytes:
+        """The next n bytes."""
+        return self._keystream.update(bytes(n))
+
+    def bernoulli(self, probability: float, shape: tuple[int, ...]) -> Tensor:
+        """Independent booleans, True with `probability` (to within 2**-32; exactly so at 0 and 1)."""
+        if not 0.0 <= probability <= 1.0:
+            raise ValueError(f"probability: expected 0 to 1, found {probability}")
+        n = int(np.prod(shape, dtype=np.int64))
+        out = np.empty(n, dtype=bool)
+        threshold, step = round(probability * 2**32), 1 << 22
+        for start in range(0, n, step):
+            count = min(step, n - start)
+            words = np.frombuffer(self.bytes(4 * count), dtype="<u4")
+            out[start : start + count] = True if threshold == 2**32 else words < np.uint32(threshold)
+        return torch.from_numpy(out).reshape(shape)
+
+    def choice(self, n: int, k: int) -> list[int]:
+        """k distinct integers below n, uniform, in the order drawn."""
+        if not 0 <= k <= n:
+            raise ValueError(f"k: expected 0 to {n}, found {k}")
+        pool = list(range(n))
+        for i in range(k):  # Fisher-Yates
+            j = i + self._below(n - i)
+            pool[i], pool[j] = pool[j], pool[i]
+        return pool[:k]
+
+    def _below(self, bound: int) -> int:
+        limit = 2**64 - 2**64 % bound  # rejection keeps every value equally likely
+        while (word := int.from_bytes(self.bytes(8), "little")) >= limit:
+            pass
+        return word % bound
+
+    def torch_generator(self) -> torch.Generator:
+        """A torch generator on the CPU, seeded from this stream. Not for secrets."""
+        return torch.Generator().manual_seed(int.from_bytes(self.bytes(8), "little") >> 1)

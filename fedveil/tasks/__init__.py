@@ -1,0 +1,31 @@
+"""A task is a model, its data, a loss and metrics. One file each; found by its file name, as methods are."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING
+
+from fedveil.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedveil.adapters import Adapter
+    from fedveil.config import RunConfig
+    from fedveil.tasks.base import Task
+
+_NOT_TASKS = {"base", "partition", "tiny", "text_metrics"}
+
+
+def names() -> list[str]:
+    """Names of all tasks, with hyphens ("text-generation")."""
+    found = (m.name for m in pkgutil.iter_modules(__path__))
+    return sorted(n.replace("_", "-") for n in found if n not in _NOT_TASKS)
+
+
+def load(config: RunConfig, adapter: Adapter, device: str = "auto") -> Task:
+    """The task that `config.task.name` names. Raises ConfigError for an unknown name, TaskError for a missing base."""
+    if config.task.name not in names():
+        raise ConfigError(f'task.name: expected one of {names()}, found "{config.task.name}"')
+    module = importlib.import_module(f"fedveil.tasks.{config.task.name.replace('-', '_')}")
+    task: Task = module.create(config, adapter, device)
+    return task

@@ -1,0 +1,285 @@
+"""The envelope: one message as bytes.
+
+    offset 0   magic "FVL1" (4 bytes)
+    4          length of the header (uint32, little endian)
+    8          xxh3-64 of the header (uint64, little endian)
+    16         header: zlib of JSON, see `_header`
+    ...        each field's bytes, at the next multiple of 8, in the header's order
+
+The header names method, version, round, direction, variant, the layout's digest, and each field's name, codec, shape,
+size and xxh3-64. A receiver refuses what does not match its own layout, and names the field. The checksums find
+accidents; against an adversary on the line stands TLS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from fedveil.errors import WireError
+from fedveil.method import REPORT_FIELDS, Direction, Layout, Method, Payload
+from fedveil.wire.codec import Buffer, Value
+
+_MAGIC = b"FVL1"
+_PREFIX = 16
+_MAX_HEADER = 16 << 20  # decompressed; a million fields would need more
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What both ends must agree on before a byte of a field is looked at."""
+
+    method: str
+    version: int
+    round: int
+    direction: Direction
+
+    @classmethod
+    def of(cls, method: Method, name: str, round_: int, direction: Direction) -> Stamp:
+        """The stamp of a method's message."""
+        return cls(name, method.version, round_, direction)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A decoded message.
+
+    Attributes:
+        payload: the fields; tensors may be views of the received bytes.
+        num_examples: as found; None on the way down. Not yet judged.
+        report: figures the client reports, names checked, values as found.
+        field_bytes: raw bytes by field name.
+    """
+
+    payload: Payload
+    num_examples: Any = None
+    report: Mapping[str, Any] = field(default_factory=dict)
+    field_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Raw bytes of all fields, without the envelope."""
+        return sum(self.field_bytes.values())
+
+
+def digest(layout: Layout) -> str:
+    """16 hex digits that two ends share exactly when their layouts are the same."""
+    lines = sorted(f"{f.direction} {f.name} {f.codec.name} {tuple(f.shape)} {f.variants}" for f in layout.fields)
+    lines += sorted(f"{word.direction} {word.name} {word.choices}" for word in layout.scalars)
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+def pack(
+    layout: Layout,
+    stamp: Stamp,
+    payload: Payload,
+    num_examples: int | None = None,
+    report: Mapping[str, float] | None = None,
+) -> bytes:
+    """The message as bytes. Raises WireError for a payload that is not as the layout declares it."""
+    declared = layout.fields_of(stamp.direction, payload.variant)
+    _check_names(layout, stamp.direction, payload.variant, payload.fields)
+    _check_scalars(layout, stamp.direction, payload.scalars)
+    _check_report(report or {})
+    entries: list[list[Any]] = []
+    parts: list[Buffer] = []
+    for name, value in payload.fields.items():
+        codec, shape = declared[name].codec, declared[name].codec.shape(value)
+        _check_shape(name, declared[name].shape, shape)
+        encoded = codec.encode(value)
+        size, checksum = sum(len(p) for p in encoded), xxhash.xxh3_64()
+        for part in encoded:
+            checksum.update(part)
+        entries.append([name, codec.name, list(shape), size, checksum.hexdigest()])
+        parts += [*encoded, bytes(-size % 8)]
+    header = _header(layout, stamp, payload, entries, num_examples, dict(report or {}))
+    prefix = _MAGIC + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1]
+    return b"".join([prefix, header, bytes(-(_PREFIX + len(header)) % 8), *parts])
+
+
+def _header(
+    layout: Layout, stamp: Stamp, payload: Payload, entries: list[list[Any]], num_examples: int | None, report: object
+) -> bytes:
+    content = {
+        "method": stamp.method,
+        "version": stamp.version,
+        "round": stamp.round,
+        "direction": stamp.direction,
+        "variant": payload.variant,
+        "layout": digest(layout),
+        "fields": entries,
+        "scalars": dict(payload.scalars),
+        "num_examples": num_examples,
+        "report": report,
+    }
+    return zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 6)
+
+
+def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
+    """The message that `data` holds, if it is the one that `stamp` and `layout` say.
+
+    No field is copied: dense fields are views of `data`, which must stay alive and unchanged.
+
+    Raises:
+        WireError: names the field, what was expected and what was found.
+    """
+    whole = memoryview(data).cast("B")
+    header, offset = _read_header(whole)
+    for key in ("method", "version", "round", "direction"):
+        _expect(key, getattr(stamp, key), header.get(key))
+    if header.get("layout") != (expected := digest(layout)):
+        _explain_layout(layout, stamp.direction, header)
+        raise WireError(
+            f"layout: expected digest {expected}, found {header.get('layout')}; run one version on both ends"
+        )
+    variant = header.get("variant")
+    if variant not in layout.variants(stamp.direction):
+        raise WireError(f"variant: expected one of {layout.variants(stamp.direction)}, found {variant!r}")
+    _check_names(layout, stamp.direction, variant, [entry[0] for entry in header["fields"]])
+    _check_scalars(layout, stamp.direction, header["scalars"])
+    _check_report(header["report"])
+    _check_length(header["fields"], offset, len(whole))
+    declared, fields, sizes = layout.fields_of(stamp.direction, variant), {}, {}
+    for name, codec_name, shape, size, checksum in header["fields"]:
+        fields[name] = _read_field(whole[offset : offset + size], declared[name], codec_name, tuple(shape), checksum)
+        sizes[name] = size
+        offset += size + -size % 8
+    payload = Payload(fields, variant, header["scalars"])
+    return Message(payload, header["num_examples"], header["report"], sizes)
+
+
+def _read_header(whole: memoryview) -> tuple[dict[str, Any], int]:
+    if len(whole) < _PREFIX or whole[:4] != _MAGIC:
+        raise WireError(f"message: expected the magic {_MAGIC!r}, found {bytes(whole[:4])!r} in {len(whole)} bytes")
+    length = int.from_bytes(whole[4:8], "little")
+    header = whole[_PREFIX : _PREFIX + length]
+    if len(header) < length:
+        raise WireError(f"header: expected {length} bytes, found {len(header)}: the message is truncated")
+    if xxhash.xxh3_64_digest(header)[::-1] != whole[8:16]:
+        raise WireError("header: checksum expected and found differ: the message was damaged on the way")
+    inflate = zlib.decompressobj()
+    try:
+        text = inflate.decompress(header, _MAX_HEADER)
+        content = json.loads(text)
+    except (zlib.error, ValueError, RecursionError) as error:
+        raise WireError(f"header: expected zlib of at most {_MAX_HEADER} bytes of JSON, found none ({error})") from None
+    keys = {
+        "method",
+        "version",
+        "round",
+        "direction",
+        "variant",
+        "layout",
+        "fields",
+        "scalars",
+        "num_examples",
+        "report",
+    }
+    if not isinstance(content, dict) or set(content) != keys:
+        raise WireError(f"header: expected an object of {sorted(keys)}, found {sorted(content)[:20]}")
+    _check_entries(content["fields"])
+    return content, _PREFIX + length + -(_PREFIX + length) % 8
+
+
+def _check_entries(entries: Any) -> None:
+    for entry in entries if isinstance(entries, list) else [None]:
+        match entry:
+            case [str(), str(), list(shape), size, str()] if all(type(n) is int and n >= 0 for n in [*shape, size]):
+                continue
+        raise WireError(f"header.fields: expected [name, codec, shape, bytes, checksum], found {str(entry)[:80]}")
+
+
+def _read_field(data: memoryview, declared: Any, codec_name: str, shape: tuple[int, ...], checksum: str) -> Value:
+    name = declared.name
+    if codec_name != declared.codec.name:
+        raise WireError(f"{name}: expected codec {declared.codec.name}, found {codec_name}")
+    _check_shape(name, declared.shape, shape)
+    if len(data) != (size := declared.codec.nbytes(shape)):
+        raise WireError(f"{name}: expected {size} bytes for shape {shape}, found {len(data)}")
+    if (found := xxhash.xxh3_64_hexdigest(data)) != checksum:
+        raise WireError(f"{name}: expected checksum {checksum}, found {found}: the field was damaged on the way")
+    try:
+        value: Value = declared.codec.decode(data, shape)
+    except WireError as error:
+        raise WireError(f"{name}: {error}") from None
+    return value
+
+
+def _check_length(entries: list[list[Any]], offset: int, found: int) -> None:
+    expected = offset + sum(size + -size % 8 for _, _, _, size, _ in entries)
+    if found != expected:
+        raise WireError(f"message: expected {expected} bytes as its header declares, found {found}")
+
+
+def _check_names(layout: Layout, direction: Direction, variant: str, names: Any) -> None:
+    if variant not in layout.variants(direction):
+        raise WireError(f"variant: expected one of {layout.variants(direction)}, found {variant!r}")
+    declared, found = layout.fields_of(direction, variant), list(names)
+    if extra := [n for n in found if n not in declared]:
+        raise WireError(f"{extra[0]}: expected no such field {direction} in variant {variant!r}, found it")
+    if missing := [n for n in declared if n not in found]:
+        raise WireError(f"{missing[0]}: expected this field {direction} in variant {variant!r}, found none")
+    if len(found) != len(set(found)):
+        raise WireError(f"fields: expected each name once, found {len(found)} entries of {len(set(found))} names")
+
+
+def _check_shape(name: str, declared: tuple[int | None, ...], found: tuple[int, ...]) -> None:
+    if len(found) != len(declared) or any(d is not None and d != f for d, f in zip(declared, found, strict=True)):
+        raise WireError(f"{name}: expected shape {declared}, found {found}")
+
+
+def _check_scalars(layout: Layout, direction: Direction, found: Mapping[str, Any]) -> None:
+    declared = {word.name: word.choices for word in layout.scalars if word.direction == direction}
+    if set(found) != set(declared):
+        raise WireError(f"scalars: expected {sorted(declared)}, found {sorted(found)}")
+    for name, value in found.items():
+        if value not in declared[name]:
+            raise WireError(f"scalar {name}: expected one of {declared[name]}, found {value!r}")
+
+
+def _check_report(report: Mapping[str, Any]) -> None:
+    for name, value in report.items():
+        if name not in REPORT_FIELDS:
+            raise WireError(f"report {name}: expected one of {sorted(REPORT_FIELDS)}, found another")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise WireError(f"report {name}: expected a finite number, found {value!r}")
+
+
+def _expect(key: str, expected: object, found: object) -> None:
+    if expected != found:
+        raise WireError(f"{key}: expected {expected!r}, found {found!r}")
+
+
+def _explain_layout(layout: Layout, direction: Direction, header: Mapping[str, Any]) -> None:
+    """Raises with the first field that differs, where the difference is in the fields sent."""
+    variant = header["variant"]
+    if variant in layout.variants(direction):
+        _check_names(layout, direction, variant, [entry[0] for entry in header["fields"]])
+        for name, declared in layout.fields_of(direction, variant).items():
+            for found, codec_name, shape, _, _ in header["fields"]:
+                if found == name:
+                    _expect(f"{name}: codec", declared.codec.name, codec_name)
+                    _check_shape(name, declared.shape, tuple(shape))
+
+
+def describe(data: Buffer) -> dict[str, Any]:
+    """What a message discloses, from its header alone: for the ledger.
+
+    Returns bytes (the whole message), payload_bytes, variant, fields as [name, codec, shape, bytes], scalars.
+    """
+    whole = memoryview(data).cast("B")
+    header, _ = _read_header(whole)
+    return {
+        "variant": header["variant"],
+        "bytes": len(whole),
+        "payload_bytes": sum(entry[3] for entry in header["fields"]),
+        "fields": [entry[:4] for entry in header["fields"]],
+        "scalars": header["scalars"],
+    }

@@ -1,0 +1,61 @@
+"""The tap: exactly the bytes that the other side could see, as they crossed the wire.
+
+    <folder>/index.jsonl            a line a message: round, attempt, site, direction, file, accepted
+    <folder>/00003.0.site-1.up      the message, byte for byte
+
+Off unless `run.tap` is set: it stores what was seen, so it is as sensitive as the messages were. Attacks read a tap and
+their declared knowledge, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fedveil.errors import StateError
+from fedveil.method import Direction
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One message on the tap. `accepted` is None on the way down."""
+
+    round: int
+    attempt: int
+    site: str
+    direction: Direction
+    file: str
+    accepted: bool | None = None
+
+
+class Tap:
+    """A folder of recorded messages, appended to by a run and read by attacks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(
+        self, data: bytes, round_: int, attempt: int, site: str, direction: Direction, accepted: bool | None = None
+    ) -> None:
+        """Appends one message. The folder is made on the first one, readable by its owner only."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        safe_site = re.sub(r"[^A-Za-z0-9_.-]", "_", site)
+        seen = Seen(round_, attempt, site, direction, f"{round_:05d}.{attempt}.{safe_site}.{direction}", accepted)
+        (self.folder / seen.file).write_bytes(data)
+        with (self.folder / "index.jsonl").open("a") as index:
+            index.write(json.dumps(asdict(seen)) + "\n")
+
+    def messages(self) -> Iterator[Seen]:
+        """Every message, in the order recorded. Raises StateError where there is no tap."""
+        index = self.folder / "index.jsonl"
+        if not index.is_file():
+            raise StateError(f"{self.folder}: expected a tap (index.jsonl), found none; run with run.tap = true")
+        for line in index.read_text().splitlines():
+            yield Seen(**json.loads(line))
+
+    def read(self, seen: Seen) -> bytes:
+        """One message's bytes."""
+        return (self.folder / seen.file).read_bytes()

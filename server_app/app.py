@@ -1,0 +1,75 @@
+"""The ServerApp: run config -> task and method -> rounds.
+
+Everything that can be wrong with a run is found before any node is contacted: an unknown key, a field out of range, a
+missing base model or data file. The reason is one line in the run's log and in the run folder's status.json.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
+
+    from fedveil.config import RunConfig
+    from server_app.record import RunFolder
+    from server_app.strategy import MethodStrategy
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """One run."""
+    from fedveil.config import parse
+    from fedveil.errors import FedVeilError
+    from server_app.record import RunFolder
+
+    config = parse(context.run_config)
+    name = config.run.name or f"run-{context.run_id}"
+    folder = RunFolder(Path(config.run.dir).expanduser() / name, config.run.resume)
+    try:
+        strategy, weights = prepare(config, folder, name)
+        strategy.start(grid, weights, config.run.rounds)
+    except BaseException as error:
+        reason = str(error) if isinstance(error, FedVeilError) else f"{type(error).__name__}: {error}"
+        folder.status("failed", folder.last_round, config.run.rounds, reason)
+        raise
+    folder.status("completed", config.run.rounds - 1, config.run.rounds)
+
+
+def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStrategy, ArrayRecord]:
+    """The strategy and the initial weights of a run; contacts nobody.
+
+    Raises:
+        ConfigError, TaskError: one line that names the key, what was expected and what was found.
+    """
+    import strategies
+    from fedveil import tasks
+
+    method = strategies.create(config.method.name, config.method.fields)
+    task = tasks.load(config, method.adapter)
+
+    from flwr.app import ArrayRecord
+
+    from fedveil import rng
+    from server_app.evaluate import Evaluator
+    from server_app.strategy import MethodStrategy
+
+    evaluator = Evaluator.of(task, config)
+    folder.config(config, method)
+    strategy = MethodStrategy(
+        method,
+        cohort=config.cohort,
+        seed=config.run.seed,
+        deterministic=config.run.deterministic,
+        run=name,
+        folder=folder,
+        tap=config.run.tap,
+        scores=None if evaluator is None else lambda server, round_: evaluator.scores(method, server, round_),
+    )
+    return strategy, ArrayRecord(dict(task.initial(rng.initial(config.run.seed, "weights"))))

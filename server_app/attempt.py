@@ -1,0 +1,142 @@
+"""One attempt at a round: messages out, replies in, every one of them noted.
+
+| a site ... | its entry in `record.failed` |
+|---|---|
+| does not answer by the deadline | "no reply within 900 s" |
+| is killed | what Flower says of the node |
+| raises | the kind of its error; the text stays in the site's log |
+| sends what the envelope or the gate refuses | "refused: " field, expected, found |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from logging import WARNING
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from fedveil.errors import UploadRefused, WireError
+from fedveil.exchange import Exchange
+from fedveil.method import Direction, RoundContext, State, Upload
+from fedveil.wire.tap import Tap
+from server_app import intake
+from server_app.record import RoundRecord, RunFolder
+
+STYPE = "fedveil.message/1"
+_POLL_SECONDS = 0.25
+_REASON_CHARACTERS = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What stays the same while one attempt runs.
+
+    Attributes:
+        server: the state that is broadcast.
+        record: filled in as the attempt goes.
+        run: name under which sites keep their private state.
+        folder, tap: where to note messages; None notes nothing.
+    """
+
+    exchange: Exchange
+    server: State
+    record: RoundRecord
+    limits: intake.Limits
+    run: str
+    folder: RunFolder | None
+    tap: Tap | None
+
+    def messages(
+        self, contexts: list[RoundContext], nodes: dict[str, int], ttl: float, config: ConfigRecord
+    ) -> list[Message]:
+        """One message a context. Equal ones share one array object, which Flower uploads once."""
+        messages, last = [], Array("uint8", (0,), STYPE, b"")
+        for ctx in contexts:
+            data = self.exchange.broadcast(self.server, ctx)
+            self.record.download_bytes += len(data)
+            self._note(data, ctx, "down")
+            if data != last.data:
+                last = Array("uint8", (len(data),), STYPE, data)
+            content = RecordDict(
+                {"fedveil": ArrayRecord({"message": last}), "order": self._order(ctx), "config": config}
+            )
+            messages.append(Message(content, nodes[ctx.client], MessageType.TRAIN, ttl=ttl, group_id=str(ctx.round)))
+        return messages
+
+    def _order(self, ctx: RoundContext) -> ConfigRecord:
+        fields = json.dumps(dataclasses.asdict(self.exchange.method))  # type: ignore[call-overload]
+        order = ConfigRecord({"round": ctx.round, "is-new": ctx.is_new, "site": ctx.client, "run": self.run})
+        order["method"], order["fields"] = self.exchange.name, fields
+        return order
+
+    def streamed(
+        self, grid: Grid, pending: dict[str, RoundContext], deadline: float, in_order: bool
+    ) -> Iterator[Upload]:
+        """Accepted uploads as they come, one in memory at a time, until all have answered or the deadline is over.
+
+        `in_order` asks for the next in the order of `pending` only; the others wait on the SuperLink. The sum then does
+        not depend on who was faster.
+        """
+        end = time.monotonic() + deadline
+        while pending:
+            over, answered = time.monotonic() > end, False
+            for message_id in list(pending) if over or not in_order else list(pending)[:1]:
+                for reply in grid.pull_messages([message_id]):
+                    answered = True
+                    upload = self.judged(reply, pending.pop(message_id))
+                    del reply
+                    if upload is not None:
+                        yield upload
+                    del upload
+            if over:
+                self.record.failed |= {ctx.client: f"no reply within {deadline:g} s" for ctx in pending.values()}
+                return
+            if not answered:
+                time.sleep(_POLL_SECONDS)
+
+    def judged(self, reply: Message, ctx: RoundContext) -> Upload | None:
+        """The upload that a reply holds, if it may be folded; else its reason goes into the record."""
+        if reply.has_error():
+            self.record.failed[ctx.client] = _printable(f"{reply.error.reason} (code {reply.error.code})")
+            return None
+        data = b""
+        try:
+            data = _message_bytes(reply)
+            message = self.exchange.receive(data, ctx.round)
+            num_examples = intake.check(message, self.limits)
+        except (WireError, UploadRefused) as error:
+            self.record.failed[ctx.client] = _printable(f"refused: {error}")
+            log(WARNING, "round %s: %s: %s", ctx.round, ctx.client, self.record.failed[ctx.client])
+            self._note(data, ctx, "up", accepted=False)
+            return None
+        finally:
+            self.record.upload_bytes += len(data)
+        self._note(data, ctx, "up", accepted=True)
+        self.record.accepted.append(ctx.client)
+        self.record.reports[ctx.client] = {"num_examples": num_examples, **message.report}
+        return Upload(message.payload, num_examples, ctx, message.report)
+
+    def _note(self, data: bytes, ctx: RoundContext, direction: Direction, accepted: bool | None = None) -> None:
+        if self.folder and accepted is not False:
+            self.folder.disclosed(data, self.record, ctx.client, direction)
+        if self.tap:
+            self.tap.write(data, ctx.round, self.record.attempt, ctx.client, direction, accepted)
+
+
+def _message_bytes(reply: Message) -> bytes:
+    try:
+        array = reply.content.array_records["fedveil"]["message"]
+    except KeyError:
+        raise WireError(f"reply: expected the record fedveil.message, found {sorted(reply.content)[:8]}") from None
+    if array.stype != STYPE:
+        raise WireError(f"reply: expected an array of type {STYPE}, found {array.stype[:40]!r}")
+    return array.data
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)[:_REASON_CHARACTERS]

@@ -1,0 +1,40 @@
+"""Scores the models that a method deploys, on the server's own test data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedveil.config import EvaluateConfig, RunConfig
+from fedveil.method import Method, State
+from fedveil.tasks.base import Examples, Task
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Scores by view, when the config asks for them."""
+
+    task: Task
+    examples: Examples
+    config: EvaluateConfig
+    rounds: int
+
+    @classmethod
+    def of(cls, task: Task, config: RunConfig) -> Evaluator | None:
+        """None where the server has no test data of its own. Raises TaskError for data that is not there."""
+        if not config.task.evaluation:
+            return None
+        return cls(task, task.examples(Path(config.task.evaluation), "test"), config.evaluate, config.run.rounds)
+
+    def scores(self, method: Method, server: State, round_: int) -> dict[str, dict[str, float]]:
+        """{view: {metric: value}}; empty in a round that is not scored. Round -1 is the model before any round."""
+        last = round_ == self.rounds - 1
+        due = last or (self.config.every > 0 and (round_ + 1) % self.config.every == 0)
+        if not due:
+            return {}
+        at_ends = last or round_ == -1
+        generate = self.config.generate == "always" or (self.config.generate == "last" and at_ends)
+        return {
+            view: self.task.evaluate(weights, self.examples, generate)
+            for view, weights in method.deployed(server).items()
+        }

@@ -1,0 +1,137 @@
+"""The run folder: what happened, what was disclosed, and where to go on after a crash.
+
+config.json          run config, method with its fields, versions
+status.json          state, round, reason; replaced whole
+metrics.jsonl        a line a round and attempt: cohort, accepted, failed with reasons, bytes, reports, scores
+disclosure.jsonl     a line a message: every field with its bytes, for each round, site and direction
+checkpoint.safetensors   the server's state after the last whole round; replaced whole
+final/<view>.safetensors the deployed weights at the end
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedveil import __version__
+from fedveil.config import RunConfig
+from fedveil.errors import StateError
+from fedveil.method import Direction, Method, State, Weights
+from fedveil.state import load_state, save_state, write_atomic
+from fedveil.wire.envelope import describe
+from fedveil.wire.tap import Tap
+
+
+@dataclasses.dataclass
+class RoundRecord:
+    """One attempt at a round.
+
+    Attributes:
+        failed: reason by site, for every site of the cohort whose upload is not in the aggregate.
+        reports: what each accepted site reported, num_examples with it.
+        upload_bytes, download_bytes: whole messages. Refused uploads count: they were sent.
+    """
+
+    round: int
+    attempt: int
+    cohort: list[str]
+    accepted: list[str] = dataclasses.field(default_factory=list)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    reports: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    aggregate_seconds: float = 0.0
+    weights: str = ""
+    scores: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+
+class RunFolder:
+    """Writes one run's folder. Refuses a folder that holds another run, unless it resumes that run."""
+
+    def __init__(self, folder: Path, resume: bool = False) -> None:
+        self.folder, self.resumed, self.last_round = folder, resume, -1
+        if (folder / "status.json").exists() and not resume:
+            raise StateError(
+                f"run folder {folder}: expected a new one, found a run; choose another run.name, or set run.resume = true"
+            )
+        if resume and not self._checkpoint.exists():
+            raise StateError(f"run.resume: expected a checkpoint in {folder}, found none; start the run without it")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.folder / "checkpoint.safetensors"
+
+    def config(self, config: RunConfig, method: Method) -> None:
+        """What is about to run, in which environment."""
+        fields = dataclasses.asdict(method)  # type: ignore[call-overload]
+        packages = ("flwr", "torch", "transformers", "peft")
+        content = {
+            "config": config.flat(),
+            "method": {"name": config.method.name, "version": method.version, "fields": fields},
+            "fedveil": __version__,
+            **{name: importlib.metadata.version(name) for name in packages},
+            "python": platform.python_version(),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        self._write_json("config.json", content)
+
+    def status(self, state: str, round_: int, rounds: int, reason: str = "", **counts: int) -> None:
+        """Where the run is: "running", "completed" or "failed"."""
+        self.last_round = round_
+        self._write_json("status.json", {"state": state, "round": round_, "rounds": rounds, "reason": reason, **counts})
+
+    def round(self, record: RoundRecord) -> None:
+        """One attempt at a round, whole."""
+        self._append("metrics.jsonl", dataclasses.asdict(record))
+
+    def scores(self, round_: int, scores: Mapping[str, Mapping[str, float]]) -> None:
+        """Scores before any round (round -1)."""
+        self._append("metrics.jsonl", {"round": round_, "scores": scores})
+
+    def disclosed(self, data: bytes, record: RoundRecord, site: str, direction: Direction) -> None:
+        """One message, as the other side could see it."""
+        where = {"round": record.round, "attempt": record.attempt, "site": site, "direction": direction}
+        self._append("disclosure.jsonl", where | describe(data))
+
+    def tap(self) -> Tap:
+        """The folder for messages themselves."""
+        return Tap(self.folder / "tap")
+
+    def checkpoint(self, server: State, loop: Mapping[str, Any]) -> None:
+        """The state after a whole round, and what the loop needs to go on."""
+        save_state(State(server.tensors, {"server": dict(server.scalars), "loop": dict(loop)}), self._checkpoint)
+
+    def load_checkpoint(self) -> tuple[State, dict[str, Any]]:
+        """What `checkpoint` wrote; lines of rounds after it are dropped from the metrics and the ledger."""
+        saved = load_state(self._checkpoint)
+        loop: Any = saved.scalars["loop"]
+        scalars: Any = saved.scalars["server"]
+        for name in ("metrics.jsonl", "disclosure.jsonl"):
+            self._drop_after(name, loop["round"])
+        return State(saved.tensors, scalars), loop
+
+    def final(self, deployed: Mapping[str, Weights]) -> None:
+        """The deployed weights."""
+        for view, weights in deployed.items():
+            save_state(State(weights), self.folder / "final" / f"{view}.safetensors")
+
+    def _drop_after(self, name: str, last_round: int) -> None:
+        path = self.folder / name
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["round"] <= last_round]
+        write_atomic(path, "".join(kept).encode())
+
+    def _append(self, name: str, content: Mapping[str, Any]) -> None:
+        with (self.folder / name).open("a") as file:
+            file.write(json.dumps(content) + "\n")
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        write_atomic(self.folder / name, json.dumps(content, indent=1).encode())

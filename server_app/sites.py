@@ -1,0 +1,45 @@
+"""Which sites are there: Flower's nodes by their registered names."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from flwr.serverapp import Grid
+
+from fedveil.errors import ConfigError, QuorumError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_POLL_SECONDS = 0.25
+
+
+def connected(grid: Grid) -> dict[str, int]:
+    """Node ids by site name, in the order of the names.
+
+    A node without a registered name (the simulation engine's) is called "node-<id>".
+
+    Raises:
+        ConfigError: two nodes under one name, or a name that is not letters, digits, "_", "." and "-".
+    """
+    found: dict[str, int] = {}
+    for node in sorted(grid.get_nodes(), key=lambda n: n.node_id):
+        name = node.name or f"node-{node.node_id}"
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f'site name: expected at most 64 letters, digits, "_", "." or "-", found {name[:80]!r}')
+        if name in found:
+            raise ConfigError(f"site name: expected each name once, found two nodes called {name}; register them anew")
+        found[name] = node.node_id
+    return dict(sorted(found.items()))
+
+
+def wait_for(grid: Grid, count: int, seconds: float) -> dict[str, int]:
+    """The connected sites, once there are at least `count`. Raises QuorumError after `seconds`."""
+    end = time.monotonic() + seconds
+    while len(sites := connected(grid)) < count:
+        if time.monotonic() > end:
+            raise QuorumError(
+                f"cohort: expected {count} connected sites within {seconds:g} s, found {len(sites)} ({', '.join(sites)}); "
+                "start the missing sites or lower cohort.sites and cohort.min-sites"
+            )
+        time.sleep(_POLL_SECONDS)
+    return sites

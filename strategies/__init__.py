@@ -1,0 +1,61 @@
+"""One file a method, both halves of its maths, no Flower in it. A method is found by its file name."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pkgutil
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from fedveil.config import parse_toml
+from fedveil.errors import ConfigError
+from fedveil.method import Method
+
+
+def names() -> list[str]:
+    """Names of all methods: the files of this folder."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+
+
+def load(name: str) -> type[Method]:
+    """The method's class: the one Method that the module `strategies.<name>` defines.
+
+    Raises:
+        ConfigError: no file of that name.
+    """
+    if name not in names():
+        raise ConfigError(f'method.name: expected one of {names()}, found "{name}"')
+    module = importlib.import_module(f"strategies.{name}")
+    found = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    (method,) = [c for c in found if issubclass(c, Method)]
+    return method
+
+
+def create(name: str, fields: str = "") -> Method:
+    """The method `name` with its hyper-parameters from TOML text ("rho = 0.3").
+
+    Raises:
+        ConfigError: an unknown field or a value out of range; names the field.
+    """
+    return _validated(name, parse_toml(fields, "method.fields"))
+
+
+def create_from_json(name: str, fields: str) -> Method:
+    """The method that a server describes to a client: every field as JSON. Raises ConfigError."""
+    return _validated(name, json.loads(fields))
+
+
+def _validated(name: str, fields: dict[str, Any]) -> Method:
+    cls = load(name)
+    try:
+        return TypeAdapter(cls).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "unexpected_keyword_argument":
+            known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+            raise ConfigError(f"method.fields: {path}: unknown field of {name}; expected one of {known}") from None
+        raise ConfigError(f"method.fields: {path}: {first['msg']}, found {first['input']!r}") from None

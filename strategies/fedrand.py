@@ -1,0 +1,213 @@
+"""FedRand.
+
+Park, Lee, Kim, Hwang: FedRand: Enhancing Privacy in Federated Learning with Randomized LoRA Subparameter Updates. 2025.
+
+Each client draws one LoRA factor to share and keeps the other private; the server averages the A and the B it gets.
+
+| paper | code | shape, unit |
+|---|---|---|
+| A^l, B^l | `<module>.lora_A`, `<module>.lora_B` | r x d_in and d_out x r, weights; A random, B zero at first |
+| rho | `rho` | probability of sharing A |
+| a_k | the upload's variant | "A" (a_k = 1) or "B" (a_k = 0), one draw for all layers |
+| n_k, m_r | `upload.num_examples`, their sum | examples |
+| alpha, beta | `mean.weight(name) / total` | share of examples behind A, behind B |
+
+    u^(k) ~ U(0, 1),  a_k = 1[u^(k) <= rho]                                             (Eq. 5, on the client)
+    start = (A_r, B^(k)_past) if a_k = 1 else (A^(k)_past, B_r)                         (Eq. 6)
+    send A^(k) if a_k = 1 else B^(k), after E local epochs on both                      (Algorithm 2)
+    A_{r+1} = sum_{a_k=1} n_k / (alpha m_r) A^(k),  B_{r+1} = sum_{a_k=0} n_k / (beta m_r) B^(k)   (Algorithm 1)
+
+The client learns: A_r and B_r (with `downlink = "selected"` only the factor it shares).
+The server learns: one trained factor of each client and round, which factor it is, n_k. Never the pair that belongs
+together; but a client that shared B last time and A now has its B known up to one participation
+(`attacks.factor_pairing` measures what that is worth).
+
+Formal guarantees: none (epsilon is infinite). By construction:
+1. No upload holds both factors, and none holds the partner of a factor sent in the same participation.
+2. The draw is the client's own: it comes from the client's secret, which the server does not have.
+
+| case | result |
+|---|---|
+| nobody shares A (alpha = 0) | A_{r+1} = A_r, the same tensor; likewise B |
+| rho = 1 | only A is shared; the server's B stays at zero, so its model is the base |
+| rho = 0 | only B is shared; the server's A stays A_0 |
+| newcomer in round 0 | starts at (A_0, B_0), the server's |
+| newcomer in a later round | `cold = "server"`: both factors from the server. `cold = "initial"`: the factor it
+  does not receive is A_0 or B_0, which no longer matches; for the literal ablation only |
+| past factor of a site that skipped rounds | as at the end of its last participation, whatever the round |
+| site that lost its private state | with downlink = "both" it is a newcomer; with "selected" it reports an error and
+  gets both factors next time |
+
+Differences from the paper: the server draws A_0 once for all (`init_factors = "independent"` is the paper's Algorithm 2,
+lines 2 and 3, whose first mean of A has half the norm); means are n-weighted running means, so alpha and beta are never
+divided by; `downlink = "selected"` is ours: a client announces its next draw on its upload and the server sends that
+factor only. `past = false` and `normalise = false` are the paper's ablations "w/o past parameters" and "w/o normalization".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from fedveil.adapters import Lora
+from fedveil.errors import ConfigError, StateError
+from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.lora import FACTORS, Factor, factor, modules, of_factor
+from fedveil.mean import WeightedMean
+from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights, Word
+from fedveil.rng import Stream
+
+_INITIAL = "initial."  # A_0 in the server's state and on the wire, for cold = "initial" only
+
+
+@final
+@dataclass(frozen=True)
+class FedRand(Method):
+    """One factor shared, one kept.
+
+    Attributes:
+        rho: probability that a client shares A.
+        downlink: "both" factors to every client, or only the "selected" one it announced.
+        past: start the private factor from the client's last participation; False is "w/o past parameters".
+        normalise: divide by alpha and beta; False is "w/o normalization".
+        init_factors: where a client starts in round 0: the server's "shared" factors, or "independent" ones of its own.
+        cold: where a newcomer of a later round gets its private factor: the "server" or the "initial" one.
+        adapter: LoRA; no other adapter has factors.
+        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+    """
+
+    rho: float = 0.5
+    downlink: Literal["both", "selected"] = "both"
+    past: bool = True
+    normalise: bool = True
+    init_factors: Literal["shared", "independent"] = "shared"
+    cold: Literal["server", "initial"] = "server"
+    adapter: Lora = field(default_factory=Lora)
+    wire_dtype: WireDtype = "float32"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.rho <= 1.0:
+            raise ConfigError(f"rho: expected a probability from 0 to 1, found {self.rho}")
+        if self.downlink == "selected" and not self.past:
+            raise ConfigError(
+                'downlink: expected "both" with past = false (both factors come from the server), found "selected"'
+            )
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """(A_0, B_0), drawn once for all clients."""
+        modules(spec)
+        kept = {_INITIAL + n: w for n, w in of_factor(weights, "A").items()} if self.cold == "initial" else {}
+        return State({**weights, **kept}, {"next_factor": {}})
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """(A_r, B_r); with `downlink = "selected"` the factor that the client announced."""
+        variant = self._down_variant(server, ctx)
+        sent = server.tensors if variant == "cold" else _factors(server.tensors)
+        if variant in FACTORS:
+            sent = of_factor(sent, _side(variant))
+        return Payload(cast_to(sent, self.wire_dtype), variant)
+
+    def _down_variant(self, server: State, ctx: RoundContext) -> str:
+        if ctx.is_new:
+            return "cold" if self.cold == "initial" and ctx.round > 0 else "both"
+        announced = server.scalars["next_factor"]
+        assert isinstance(announced, Mapping)
+        return str(announced.get(ctx.client, "both")) if self.downlink == "selected" else "both"
+
+    def client(
+        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """Eq. 5, Eq. 6, local epochs on both factors, one of them sent (Algorithm 2)."""
+        shared = _side(down.variant) if down.variant in FACTORS else self._draw(ctx, "factor")  # Eq. 5
+        start = self._start(shared, private, down, local.spec, ctx)  # Eq. 6
+        trained = local.train(start).weights
+        scalars = {"next_factor": self._draw(ctx, "next factor")} if self.downlink == "selected" else {}
+        upload = Payload(cast_to(of_factor(trained, shared), self.wire_dtype), shared, scalars)
+        return State(dict(trained)), upload
+
+    def _draw(self, ctx: RoundContext, purpose: str) -> Factor:
+        return "A" if bool(ctx.rng(purpose).bernoulli(self.rho, ())) else "B"
+
+    def _start(
+        self, shared: Factor, private: State | None, down: Payload, spec: Spec, ctx: RoundContext
+    ) -> dict[str, Tensor]:
+        received = tensors_of(down)
+        if private is None and ctx.round == 0 and self.init_factors == "independent":
+            return _random_pair(spec, ctx.rng("init"))
+        if private is not None and self.past:
+            kept = private.tensors
+        elif down.variant == "cold":
+            kept = {n: received[_INITIAL + n] if factor(n) == "A" else torch.zeros(t.shape) for n, t in spec.items()}
+        elif down.variant == "both":
+            kept = received
+        else:
+            raise StateError(
+                f"private state: expected the factors of an earlier participation (only {down.variant} was sent), found "
+                "none; both factors come at the next participation"
+            )
+        return as_spec({n: received[n] if factor(n) == shared else kept[n] for n in spec}, spec)
+
+    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+        """The mean of the A and of the B, each over its senders (Algorithm 1, with alpha and beta)."""
+        mean, total = WeightedMean(), 0
+        announced = dict(server.scalars["next_factor"])  # type: ignore[call-overload]
+        for upload in uploads:
+            mean.add(tensors_of(upload.payload), upload.num_examples)
+            total += upload.num_examples
+            if "next_factor" in upload.payload.scalars:
+                announced[upload.ctx.client] = _side(upload.payload.scalars["next_factor"])
+        new = mean.result(_factors(server.tensors))
+        if not self.normalise:
+            new = {n: w * (mean.weight(n) / total) if mean.weight(n) else w for n, w in new.items()}
+        return State({**server.tensors, **new}, {"next_factor": announced})
+
+    def deployed(
+        self, server: State, private: State | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """The server's model, and a client's own where its private state is given."""
+        clients = {"client": private.tensors} if private is not None else {}
+        return {"server": _factors(server.tensors), **clients}
+
+    def layout(self, spec: Spec) -> Layout:
+        """Down: both factors or the announced one. Up: exactly one."""
+        fields = dense_fields(of_factor(spec, "A"), "down", self.wire_dtype, self._down_variants("A"), self._when("A"))
+        fields += dense_fields(of_factor(spec, "B"), "down", self.wire_dtype, self._down_variants("B"), self._when("B"))
+        if self.cold == "initial":
+            initial = dense_fields(of_factor(spec, "A"), "down", self.wire_dtype, ("cold",), "to a newcomer", _INITIAL)
+            fields += initial
+        for side in FACTORS:
+            fields += dense_fields(of_factor(spec, side), "up", self.wire_dtype, (side,), f"the client drew {side}")
+        return Layout(fields, (Word("next_factor", "up", FACTORS),) if self.downlink == "selected" else ())
+
+    def _down_variants(self, side: Factor) -> tuple[str, ...]:
+        cold = ("cold",) if self.cold == "initial" else ()
+        return ("both", *cold, *((side,) if self.downlink == "selected" else ()))
+
+    def _when(self, side: Factor) -> str:
+        return "always" if self.downlink == "both" else f"newcomer, or the client announced {side}"
+
+
+def _side(text: object) -> Factor:
+    for side in FACTORS:
+        if text == side:
+            return side
+    raise ConfigError(f'factor: expected "A" or "B", found {text!r}')
+
+
+def _factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: w for name, w in tensors.items() if not name.startswith(_INITIAL)}
+
+
+def _random_pair(spec: Spec, rng: Stream) -> dict[str, Tensor]:
+    """A uniform on +-1/sqrt(d_in), as PEFT draws it; B zero."""
+    generator = rng.torch_generator()
+    return {
+        n: torch.zeros(t.shape)
+        if factor(n) == "B"
+        else (torch.rand(t.shape, generator=generator) * 2 - 1) / t.shape[1] ** 0.5
+        for n, t in sorted(spec.items())
+    }

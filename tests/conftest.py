@@ -1,0 +1,66 @@
+"""Shapes in signatures are enforced in tests; tiny fixtures that every test may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from jaxtyping import install_import_hook
+
+from fedveil.method import Spec, TensorSpec, Trained, Weights
+
+install_import_hook(
+    ["fedveil.lora", "fedveil.mean", "fedveil.masks"],
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+)
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class ToyLocal:
+    """A client whose training is arithmetic: every tensor moves by `step`, and what it started from is remembered."""
+
+    spec: Spec
+    num_examples: int = 3
+    step: float = 0.5
+    started_from: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+    def train(self, weights: Weights) -> Trained:
+        self.started_from.append({n: w.clone() for n, w in weights.items()})
+        return Trained({n: w + self.step for n, w in weights.items()}, {"steps": 1, "loss_trained": 0.25})
+
+
+@pytest.fixture
+def lora_spec() -> Spec:
+    """Two modules of different widths, so that a swapped A and B cannot pass."""
+    return {
+        "h.0.lora_A": TensorSpec((2, 5)),
+        "h.0.lora_B": TensorSpec((7, 2)),
+        "h.1.lora_A": TensorSpec((2, 7)),
+        "h.1.lora_B": TensorSpec((3, 2)),
+    }
+
+
+@pytest.fixture
+def lora_weights(lora_spec: Spec) -> dict[str, torch.Tensor]:
+    """A random, B zero."""
+    generator = torch.Generator().manual_seed(314159)
+    return {
+        n: torch.randn(t.shape, generator=generator) if n.endswith("A") else torch.zeros(t.shape)
+        for n, t in lora_spec.items()
+    }
+
+
+@pytest.fixture
+def random_weights() -> Callable[[Spec, int], Mapping[str, torch.Tensor]]:
+    """Weights of a spec, by seed."""
+
+    def make(spec: Spec, seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {n: torch.randn(t.shape, generator=generator).to(t.dtype) for n, t in spec.items()}
+
+    return make
