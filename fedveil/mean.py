@@ -20,6 +20,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+_BLOCK = 1 << 18  # entries; 1 MB in fp32
+
 
 class WeightedMean:
     """A running mean by name. Holds one fp32 tensor a name, however many uploads are added."""
@@ -37,7 +39,7 @@ class WeightedMean:
             if name not in self._mean:
                 self._mean[name] = value.to(torch.float32, copy=True)
             else:
-                self._mean[name].lerp_(value.to(torch.float32), weight / total)
+                _blend(self._mean[name], value, weight / total)
             self._weight[name] = total
 
     def weight(self, name: str) -> float:
@@ -47,3 +49,12 @@ class WeightedMean:
     def result(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The mean of every name of `otherwise`, in its dtype; `otherwise` itself where nothing was added."""
         return {name: self._mean[name].to(old.dtype) if name in self._mean else old for name, old in otherwise.items()}
+
+
+def _blend(mean: Tensor, value: Tensor, share: float) -> None:
+    """mean += share * (value - mean), in place. Half precision is widened block by block, not as a whole."""
+    if value.dtype == torch.float32:
+        mean.lerp_(value, share)
+        return
+    for part, block in zip(torch.split(mean.flatten(), _BLOCK), torch.split(value.flatten(), _BLOCK), strict=True):
+        part.lerp_(block.to(torch.float32), share)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -41,22 +42,20 @@ def check(message: Message, limits: Limits) -> int:
     n = message.num_examples
     if type(n) is not int or not 1 <= n <= limits.max_examples:
         raise UploadRefused(f"num_examples: expected a whole number from 1 to {limits.max_examples}, found {n!r}")
+    for name, norm in message.norms.items():
+        if not math.isfinite(norm):
+            _check_finite(name, cast(Tensor, message.payload.fields[name]))
+        if not norm <= limits.max_norm:
+            raise UploadRefused(f"{name}: expected a norm of at most {limits.max_norm:g}, found {norm:g}")
     for name, value in message.payload.fields.items():
-        values = value.scales if isinstance(value, Coded) else value
-        if isinstance(values, Tensor) and values.is_floating_point():
-            _check_norm(name, values, limits.max_norm)
+        if isinstance(value, Coded):
+            _check_finite(f"{name} (scales)", value.scales)
     return n
 
 
-def _check_norm(name: str, values: Tensor, max_norm: float) -> None:
-    """One pass in the common case: a norm is finite only if every value is."""
-    norm = float(torch.linalg.vector_norm(values, dtype=torch.float32))
-    if not math.isfinite(norm):
-        bad = int((~torch.isfinite(values)).sum())
-        if bad:
-            first = int((~torch.isfinite(values)).flatten().nonzero()[0])
-            raise UploadRefused(
-                f"{name}: expected finite values, found {values.flatten()[first].item()} at entry {first} ({bad} in all)"
-            )
-    if norm > max_norm:
-        raise UploadRefused(f"{name}: expected a norm of at most {max_norm:g}, found {norm:g}")
+def _check_finite(name: str, values: Tensor) -> None:
+    bad = (~torch.isfinite(values)).flatten().nonzero().flatten()
+    if len(bad):
+        first = int(bad[0])
+        found = f"{values.flatten()[first].item()} at entry {first} ({len(bad)} in all)"
+        raise UploadRefused(f"{name}: expected finite values, found {found}")

@@ -61,7 +61,9 @@ def numel(shape: tuple[int, ...]) -> int:
 
 def raw(tensor: Tensor) -> memoryview:
     """The tensor's bytes, without a copy where it is contiguous and on the CPU."""
-    flat = tensor.detach().contiguous().cpu().flatten()
+    if tensor.numel() == 1:
+        tensor = tensor.reshape(())  # torch calls one entry contiguous whatever its stride, yet cannot view it as bytes
+    flat = tensor.detach().cpu().contiguous().flatten()
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 

@@ -1,20 +1,75 @@
-"""temporary"""
+"""Dense: a tensor as it is.
+
+Bytes: the entries in row-major order, each in the dtype's own little-endian form (IEEE 754 binary32 or binary16, or
+bfloat16); no header, no padding. Bits per entry: 32 for float32, 16 for float16 and bfloat16, exactly.
+
+| case | what happens |
+|---|---|
+| empty tensor | 0 bytes |
+| 0-d tensor | one entry |
+| non-contiguous input | copied once, in row-major order of the view |
+| CUDA tensor | copied to the CPU once; decoded tensors lie on the CPU |
+| contiguous CPU tensor | no copy: the part is a view of it |
+| NaN, infinities, -0.0, subnormals | every bit is kept |
+| another dtype | WireError; nothing is cast here |
+| decoded tensor | a view of the received bytes: not to be written to |
+"""
+
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from fedveil.errors import WireError
-from fedveil.wire.codec import numel, raw, view
+from fedveil.errors import ConfigError, WireError
+from fedveil.wire.codec import Buffer, Value, numel, raw, view
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Dense:
+    """Entries of one floating-point dtype, without a copy where that is possible."""
+
     dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"dtype: expected one of {', '.join(map(_word, _DTYPES))}, found {_word(self.dtype)}")
+
     @property
-    def name(self): return f"dense {str(self.dtype).removeprefix('torch.')}"
-    def shape(self, value):
-        if value.dtype != self.dtype: raise WireError(f"expected dtype {self.dtype}, found {value.dtype}")
-        return tuple(value.shape)
-    def encode(self, value): return [raw(value)]
-    def decode(self, data, shape): return view(data, self.dtype, shape)
-    def nbytes(self, shape): return numel(shape) * self.dtype.itemsize
+    def name(self) -> str:
+        """Such as "dense float32"."""
+        return f"dense {_word(self.dtype)}"
+
+    def encode(self, value: Value) -> list[Buffer]:
+        """A view of the value."""
+        return [raw(self._checked(value))]
+
+    def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
+        """A view of `data`."""
+        if len(data) != (expected := self.nbytes(shape)):
+            raise WireError(f"expected {expected} bytes for {self.name} of shape {shape}, found {len(data)}")
+        return view(data, self.dtype, shape)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Entries times the dtype's size."""
+        return numel(shape) * self.dtype.itemsize
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(self._checked(value).shape)
+
+    def _checked(self, value: Value) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise WireError(f"expected a {_word(self.dtype)} tensor, found {type(value).__name__}")
+        if value.dtype != self.dtype:
+            raise WireError(
+                f"expected dtype {_word(self.dtype)}, found {_word(value.dtype)}; cast it, or declare Dense of that dtype"
+            )
+        return value
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

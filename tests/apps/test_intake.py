@@ -1,16 +1,24 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fedveil.errors import UploadRefused
-from fedveil.method import Payload
-from fedveil.wire.envelope import Message
+from fedveil.method import Field, Layout, Payload
+from fedveil.wire.dense import Dense
+from fedveil.wire.envelope import Message, Stamp, pack, unpack
 from server_app.intake import Limits, check
 
 
 def message(value=None, num_examples=5) -> Message:
-    return Message(Payload({"h.lora_A": torch.ones(2, 3) if value is None else value}), num_examples)
+    """As unpack gives it, norms with it."""
+    value = torch.ones(2, 3) if value is None else value
+    layout = Layout((Field("h.lora_A", "up", Dense(value.dtype), tuple(value.shape)),))
+    stamp = Stamp("fedavg", 1, 0, "up")
+    data = pack(layout, stamp, Payload({"h.lora_A": value}), 5)
+    return replace(unpack(data, layout, stamp), num_examples=num_examples)
 
 
 def test_a_sound_upload_passes_with_its_count():

@@ -1,0 +1,113 @@
+"""Runs one preset: a TOML file in `presets/<paper>/<table>.toml` that names its runner and its settings.
+
+A runner is a module of this folder with `run(preset, options) -> Outcome`. The result has one schema for all:
+
+    {"preset", "quick", "commit", "environment", "rows": [{"name", "metrics": {name: {mean, low, high, n}}, ...}],
+     "paper": {row: {metric: value}}, "differences": [...], "verdicts": [...]}
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import math
+import platform
+import statistics
+import subprocess
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import ConfigError
+
+_PRESETS = Path(__file__).parent / "presets"
+# Student's t, two-sided 95 %, by degrees of freedom; the normal's value beyond.
+_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says.
+
+    Attributes:
+        launch: starts a real federation (`console.launch`), for the presets that need one.
+        say: progress, a line at a time.
+    """
+
+    quick: bool = False
+    seeds: int = 0
+    device: str = "auto"
+    launch: Any = None
+    say: Callable[[str], None] = lambda text: None
+
+
+@dataclass
+class Outcome:
+    """What a runner returns: rows for the table, sentences derived from them, and files to keep beside the result."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    verdicts: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+
+
+def names() -> list[str]:
+    """Every preset, as "<paper>/<table>"."""
+    return sorted(str(p.relative_to(_PRESETS).with_suffix("")) for p in _PRESETS.glob("*/*.toml"))
+
+
+def run_preset(name: str, options: Options) -> dict[str, Any]:
+    """The result of one preset. Raises ConfigError for an unknown one."""
+    if name not in names():
+        raise ConfigError(f'preset: expected one of {names()}, found "{name}"')
+    preset = tomllib.loads((_PRESETS / f"{name}.toml").read_text())
+    settings = preset["settings"] | (preset.get("quick", {}) if options.quick else {})
+    outcome: Outcome = importlib.import_module(f"benchmarks.{preset['runner']}").run(settings, options)
+    return {
+        "preset": name,
+        "title": preset["title"],
+        "quick": options.quick,
+        "commit": commit(),
+        "environment": environment(),
+        "rows": outcome.rows,
+        "verdicts": outcome.verdicts,
+        "paper": preset.get("paper", {}),
+        "differences": [*preset.get("differences", []), *outcome.differences],
+    }
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean with a 95 % interval by Student's t; a single value has no width and says n = 1."""
+    mean, n = statistics.fmean(values), len(values)
+    half = _T95.get(n - 1, 1.96) * statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
+    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
+
+
+def intervals(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Every metric that all runs have, over the runs."""
+    shared = [name for name in runs[0] if all(name in run for run in runs)]
+    return {name: interval([run[name] for run in runs]) for name in shared}
+
+
+def commit() -> str:
+    """The repository's commit, "+" where files have changed since; empty outside a checkout."""
+    here = Path(__file__).parent
+    describe = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(describe, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions that matter."""
+    import torch
+
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    packages = ("flwr", "torch", "transformers", "peft")
+    return {
+        "cpu": cpu[0].partition(": ")[2] if cpu else platform.processor(),
+        "cores": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }

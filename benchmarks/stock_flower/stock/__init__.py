@@ -1,0 +1,1 @@
+"""Flower as it comes, with nothing to train."""

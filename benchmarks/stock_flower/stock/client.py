@@ -1,0 +1,15 @@
+"""Returns what it gets."""
+
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """The same arrays back."""
+    content = RecordDict(
+        {"arrays": message.content.array_records["arrays"], "metrics": MetricRecord({"num-examples": 1})}
+    )
+    return Message(content, reply_to=message)

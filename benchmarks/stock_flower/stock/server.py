@@ -1,0 +1,29 @@
+"""Flower's FedAvg, timed by its own evaluate_fn."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Writes the seconds of each round, as JSON, to the file that the config names."""
+    config, times = context.run_config, []
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        times.append(time.monotonic())
+        return MetricRecord({"round": server_round})
+
+    sites = int(config["sites"])
+    arrays = ArrayRecord({"w": Array(np.zeros(int(config["bytes"]) // 4, np.float32))})
+    strategy = FedAvg(fraction_evaluate=0.0, min_evaluate_nodes=0, min_train_nodes=sites, min_available_nodes=sites)
+    strategy.start(grid, arrays, num_rounds=int(config["rounds"]), evaluate_fn=evaluate)
+    seconds = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    Path(str(config["out"])).write_text(json.dumps(seconds))

@@ -1,0 +1,65 @@
+"""Bits: a boolean tensor, one bit an entry.
+
+Bytes: entry i, in row-major order, is bit i % 8 (bit 0 is the least significant) of byte i // 8; True is 1. The bits
+after the last entry, at most 7, are 0. Bits per entry: 1, plus less than a byte a tensor.
+
+| case | what happens |
+|---|---|
+| empty tensor | 0 bytes |
+| 0-d tensor | one byte, 0 or 1 |
+| non-contiguous input | copied once, in row-major order of the view |
+| CUDA tensor | copied to the CPU once; decoded tensors lie on the CPU |
+| a pad bit that is 1 | WireError: two messages must not mean the same tensor |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.errors import WireError
+from fedveil.wire.codec import Buffer, Value, numel, raw
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Booleans, eight a byte."""
+
+    @property
+    def name(self) -> str:
+        """Always "bits"."""
+        return "bits"
+
+    def encode(self, value: Value) -> list[Buffer]:
+        """The packed bits."""
+        entries = np.frombuffer(raw(_checked(value)), dtype=bool)
+        return [np.packbits(entries, bitorder="little").data]
+
+    def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
+        """A new boolean tensor."""
+        count = numel(shape)
+        if len(data) != (expected := self.nbytes(shape)):
+            raise WireError(f"expected {expected} bytes for {count} bits of shape {shape}, found {len(data)}")
+        if count % 8 and (padding := data[-1] >> count % 8):
+            raise WireError(f"expected {-count % 8} zero bits of padding after {count} bits, found {padding:#b}")
+        entries = np.unpackbits(np.frombuffer(data, dtype=np.uint8), count=count, bitorder="little")
+        return torch.from_numpy(entries.view(bool)).reshape(shape)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """An eighth of the entries, rounded up."""
+        return -(-numel(shape) // 8)
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(_checked(value).shape)
+
+
+def _checked(value: Value) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise WireError(f"expected a bool tensor, found {type(value).__name__}")
+    if value.dtype != torch.bool:
+        raise WireError(f"expected dtype bool, found {str(value.dtype).removeprefix('torch.')}")
+    return value

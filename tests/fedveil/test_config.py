@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from fedveil.config import RunConfig, parse
+from fedveil.errors import ConfigError
+from tests.conftest import ROOT
+
+
+def test_pyproject_repeats_the_defaults():
+    """Flower refuses an override of a key without a default there, so every key stands in both."""
+    sections = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    assert flat == RunConfig().flat()
+
+
+def test_parsing_the_flat_form_gives_the_config_back():
+    config = parse({"train.batch-size": 4, "method.fields": "rho = 0.3", "run.deterministic": True})
+    assert (config.train.batch_size, config.run.deterministic) == (4, True)
+    assert parse(config.flat()) == config
+
+
+@pytest.mark.parametrize(
+    "flat,match",
+    [
+        ({"train.batchsize": 4}, r"train.batchsize: unknown key; expected one of \['epochs', 'batch-size'"),
+        ({"trian.epochs": 4}, r"trian: unknown key; expected a section of \['method', 'task'"),
+        ({"rho": 0.5}, "rho: unknown key; expected \"section.name\""),
+        ({"train.epochs": -1}, "train.epochs: input should be greater than or equal to 0, found -1"),
+        ({"train.epochs": 1.5}, "train.epochs: .*found 1.5"),
+        ({"cohort.fraction": 0.0}, "cohort.fraction: input should be greater than 0, found 0.0"),
+        ({"task.alpha": float("nan")}, "task.alpha: input should be a finite number"),
+        ({"task.partition": "random"}, "task.partition: input should be 'iid', 'dirichlet'"),
+        ({"run.rounds": 0, "run.seed": -1}, "run.rounds: .*; run.seed: "),
+    ],
+)
+def test_a_bad_key_or_value_is_named_in_one_line(flat, match):
+    with pytest.raises(ConfigError, match=match) as error:
+        parse(flat)
+    assert "\n" not in str(error.value)
