@@ -65,7 +65,10 @@ def _seed(settings: dict[str, Any], seed: int, options: Options) -> list[tuple[s
         method = strategies.create(config.method.name, config.method.fields)
         task = tasks.load(config, method.adapter, options.device)
         folder = data.folder(settings["data"])
-        rows = {f"client-{i:02d}": task.examples(folder, "train", Share(i, settings["clients"])) for i in range(settings["clients"])}
+        rows = {
+            f"client-{i:02d}": task.examples(folder, "train", Share(i, settings["clients"]))
+            for i in range(settings["clients"])
+        }
         test = task.examples(folder, "test")
         exchange = Exchange(method, config.method.name, task.spec)
         initial = task.initial(rng.initial(seed, "weights"))
@@ -74,7 +77,9 @@ def _seed(settings: dict[str, Any], seed: int, options: Options) -> list[tuple[s
             median = sorted(rows, key=lambda site: len(rows[site]))[len(rows) // 2]
             alone = parse(flat | {"cohort.fraction": 1.0, "method.name": "fedavg"})
             single = Exchange(strategies.create("fedavg"), "fedavg", task.spec)
-            out.append(("one client alone", _federate(single, alone, task, {median: rows[median]}, initial, test, options)))
+            out.append(
+                ("one client alone", _federate(single, alone, task, {median: rows[median]}, initial, test, options))
+            )
         out.append((label, _federate(exchange, config, task, rows, initial, test, options)))
     return out
 
@@ -115,7 +120,9 @@ def _verdicts(runs: Mapping[str, list[_Run]], settings: dict[str, Any]) -> list[
         if name == settings["reference"]:
             continue
         for metric in settings["compare"]:
-            ratios = [{"r": mine.scores[metric] / theirs.scores[metric]} for mine, theirs in zip(done, against, strict=True)]
+            ratios = [
+                {"r": mine.scores[metric] / theirs.scores[metric]} for mine, theirs in zip(done, against, strict=True)
+            ]
             ratio = intervals(ratios)["r"]
             said.append(
                 f"{name}: {metric} is {ratio['mean']:.3f} of {settings['reference']}'s "

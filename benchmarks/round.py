@@ -39,7 +39,11 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     ours, theirs = [m["seconds"] for m in metrics][1:], stock_seconds[1:]
     beyond = [x["bytes"] - x["payload_bytes"] for x in ledger]
     rows = [
-        {"name": name, "metrics": {"seconds_a_round": {**interval(s), "median": statistics.median(s)}}, "rounds": len(s)}
+        {
+            "name": name,
+            "metrics": {"seconds_a_round": {**interval(s), "median": statistics.median(s)}},
+            "rounds": len(s),
+        }
         for name, s in (("fedveil", ours), ("flower", theirs))
     ]
     rows[0] |= {"upload_bytes": ledger[-1]["bytes"], "payload_bytes": payload}

@@ -141,7 +141,7 @@ def _line(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         section = str(error["loc"][0])
         model = RunConfig.model_fields.get(section)
-        known = [_kebab(n) for n in model.annotation.model_fields] if model and model.annotation else []  # type: ignore[attr-defined]
+        known = [_kebab(n) for n in model.annotation.model_fields] if model and model.annotation else []
         where = (
             f"expected one of {known} in [{section}]"
             if known

@@ -40,7 +40,10 @@ def test_factors_by_name():
         modules(["m.lora_B"])
 
 
-@pytest.mark.parametrize("fields,match", [({"rank": 0}, "adapter.rank"), ({"alpha": 0.0}, "adapter.alpha"), ({"alpha": float("nan")}, "adapter.alpha")])
+@pytest.mark.parametrize(
+    "fields,match",
+    [({"rank": 0}, "adapter.rank"), ({"alpha": 0.0}, "adapter.alpha"), ({"alpha": float("nan")}, "adapter.alpha")],
+)
 def test_adapter_fields_are_checked(fields, match):
     with pytest.raises(ConfigError, match=match):
         Lora(**fields)

@@ -21,7 +21,16 @@ def test_bytes_are_aes_ctr_of_the_blake2b_key():
     assert stream.bytes(16) + stream.bytes(24) == expected
 
 
-@pytest.mark.parametrize("other", [(SECRET[::-1], 3, "a", "p"), (SECRET, 4, "a", "p"), (SECRET, 3, "b", "p"), (SECRET, 3, "a", "q"), (SECRET, 3, "ap", "")])
+@pytest.mark.parametrize(
+    "other",
+    [
+        (SECRET[::-1], 3, "a", "p"),
+        (SECRET, 4, "a", "p"),
+        (SECRET, 3, "b", "p"),
+        (SECRET, 3, "a", "q"),
+        (SECRET, 3, "ap", ""),
+    ],
+)
 def test_every_part_of_the_name_matters(other):
     assert Stream.derive(*other).bytes(32) != Stream.derive(SECRET, 3, "a", "p").bytes(32)
 
@@ -59,7 +68,8 @@ def test_secrets_repeat_only_where_asked():
 
 
 def test_a_secret_does_not_show_in_a_repr():
-    assert "00010203" not in repr(Stream(SECRET)) and repr(SECRET) not in repr(Stream(SECRET))
+    assert "00010203" not in repr(Stream(SECRET))
+    assert repr(SECRET) not in repr(Stream(SECRET))
 
 
 @pytest.mark.parametrize("sites,fraction,size", [(12, 0.3, 4), (10, 0.3, 3), (4, 1.0, 4), (3, 0.01, 1), (0, 0.5, 0)])

@@ -11,7 +11,9 @@ from fedveil.errors import ConfigError, StateError
 from fedveil.method import State
 from fedveil.state import digest, load_state, save_state, write_atomic
 
-STATE = State({"w": torch.arange(6.0).reshape(2, 3), "h": torch.ones(2, dtype=torch.bfloat16)}, {"round": 3, "who": ["a"]})
+STATE = State(
+    {"w": torch.arange(6.0).reshape(2, 3), "h": torch.ones(2, dtype=torch.bfloat16)}, {"round": 3, "who": ["a"]}
+)
 
 
 def test_round_trip_keeps_dtypes_and_scalars(tmp_path):

@@ -1,5 +1,6 @@
 """Flower's FedAvg, timed by its own evaluate_fn."""
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -25,5 +26,5 @@ def main(grid: Grid, context: Context) -> None:
     arrays = ArrayRecord({"w": Array(np.zeros(int(config["bytes"]) // 4, np.float32))})
     strategy = FedAvg(fraction_evaluate=0.0, min_evaluate_nodes=0, min_train_nodes=sites, min_available_nodes=sites)
     strategy.start(grid, arrays, num_rounds=int(config["rounds"]), evaluate_fn=evaluate)
-    seconds = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    seconds = [later - earlier for earlier, later in itertools.pairwise(times)]
     Path(str(config["out"])).write_text(json.dumps(seconds))

@@ -1,0 +1,145 @@
+"""Scores of generated text against several references a source.
+
+`score` gives bleu, rouge_l, nist, meteor and cider, each in the scale of its usual tool:
+
+| score | scale | made by |
+|---|---|---|
+| bleu | 0 to 100 | sacrebleu, corpus BLEU-4, its own tokeniser ("13a"), case kept |
+| rouge_l | 0 to 1 | rouge-score, F of the longest common subsequence, best reference, mean over sources |
+| nist | 0 to about 10 | nltk, corpus NIST up to 5-grams |
+| meteor | 0 to 1 | nltk, exact and Porter stem matches only: WordNet's synonyms need a download, so values lie below |
+| cider | 0 to 10 | CIDEr-D as in coco-caption: 10 x the mean; typically 1 to 3 on E2E |
+
+nist, meteor and cider see the words of `words`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+Gram = tuple[str, ...]
+
+MAX_N = 4
+SIGMA = 6.0
+
+_WORD = re.compile(r"[^\W_]+(?:[-.,:/][^\W_]+)*|'[^\W\d_]+|[^\w\s]|_")
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words and punctuation marks, in the manner of the Penn Treebank.
+
+    Hyphens, points, commas and slashes inside a word or number stay ("family-friendly", "3.5"); a clitic is a word of
+    its own ("it 's"); any other mark stands alone.
+    """
+    return _WORD.findall(text.lower())
+
+
+def score(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """All scores of `candidates`, one a source, against `references`, at least one a source.
+
+    Raises:
+        ValueError: no candidate, or the lengths differ, or a source without reference.
+    """
+    if not candidates or len(candidates) != len(references) or not all(references):
+        raise ValueError(
+            f"expected as many candidates as non-empty lists of references, found {len(candidates)} and {len(references)}"
+        )
+    candidate_words = [words(c) for c in candidates]
+    reference_words = [[words(r) for r in refs] for refs in references]
+    return {
+        "bleu": _bleu(candidates, references),
+        "rouge_l": _rouge_l(candidates, references),
+        "nist": _nist(candidate_words, reference_words),
+        "meteor": _meteor(candidate_words, reference_words),
+        "cider": sum(each := cider_d(candidate_words, reference_words)) / len(each),
+    }
+
+
+def cider_d(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> list[float]:
+    """CIDEr-D of each candidate (Vedantam, Zitnick, Parikh 2015, Eq. 2 to 4 and section 5), times 10.
+
+    Document frequencies come from these references, one document a source. A value is 0 to 10; a set of one source
+    gives 0 throughout, because every idf is then log 1.
+    """
+    reference_counts = [[_gram_counts(r) for r in refs] for refs in references]
+    documents = Counter(gram for refs in reference_counts for gram in set().union(*refs))
+    log_sources = math.log(len(references))
+    scores = []
+    for candidate, refs, counts in zip(candidates, references, reference_counts, strict=True):
+        own = _tf_idf(_gram_counts(candidate), documents, log_sources)
+        per_reference = [
+            math.exp(-((len(candidate) - len(ref)) ** 2) / (2 * SIGMA**2))
+            * _clipped_cosine(own, _tf_idf(count, documents, log_sources))
+            for ref, count in zip(refs, counts, strict=True)
+        ]
+        scores.append(10 * sum(per_reference) / len(per_reference))
+    return scores
+
+
+def _gram_counts(tokens: Sequence[str]) -> Counter[Gram]:
+    return Counter(tuple(tokens[i : i + n]) for n in range(1, MAX_N + 1) for i in range(len(tokens) - n + 1))
+
+
+def _tf_idf(counts: Counter[Gram], documents: Counter[Gram], log_sources: float) -> list[dict[Gram, float]]:
+    """One vector for each n. A gram that no reference has counts as if one had."""
+    vectors: list[dict[Gram, float]] = [{} for _ in range(MAX_N)]
+    for gram, count in counts.items():
+        vectors[len(gram) - 1][gram] = count * (log_sources - math.log(max(1, documents[gram])))
+    return vectors
+
+
+def _clipped_cosine(own: list[dict[Gram, float]], other: list[dict[Gram, float]]) -> float:
+    """Mean over n of the cosine, each entry of the candidate clipped at the reference's: a repeated word gains nothing."""
+    total = 0.0
+    for mine, theirs in zip(own, other, strict=True):
+        lengths = _norm(mine.values()) * _norm(theirs.values())
+        if lengths:
+            total += sum(min(mine[gram], theirs[gram]) * theirs[gram] for gram in mine.keys() & theirs.keys()) / lengths
+    return total / MAX_N
+
+
+def _norm(values: Iterable[float]) -> float:
+    return math.sqrt(sum(v * v for v in values))
+
+
+def _bleu(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    from sacrebleu.metrics import BLEU
+
+    most = max(map(len, references))
+    columns = [[refs[i] if i < len(refs) else None for refs in references] for i in range(most)]
+    return float(BLEU(force=True).corpus_score(list(candidates), columns).score)
+
+
+def _rouge_l(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"])
+    best = [
+        scorer.score_multi(list(refs), c)["rougeL"].fmeasure for c, refs in zip(candidates, references, strict=True)
+    ]
+    return float(sum(best) / len(best))
+
+
+def _nist(candidates: list[list[str]], references: list[list[list[str]]]) -> float:
+    from nltk.translate.nist_score import corpus_nist
+
+    longest = min(5, max(map(len, candidates)))
+    return float(corpus_nist(references, candidates, n=longest)) if longest else 0.0
+
+
+class _NoSynonyms:
+    """Stands where nltk wants WordNet: no word has synonyms."""
+
+    def synsets(self, word: str) -> list[str]:
+        return []
+
+
+def _meteor(candidates: list[list[str]], references: list[list[list[str]]]) -> float:
+    from nltk.translate.meteor_score import meteor_score
+
+    none = _NoSynonyms()
+    values = [meteor_score(refs, c, wordnet=none) for c, refs in zip(candidates, references, strict=True)]
+    return float(sum(values) / len(values))
