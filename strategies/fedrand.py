@@ -19,8 +19,7 @@ Each client draws one LoRA factor to share and keeps the other private; the serv
 
 The client learns: A_r and B_r (with `downlink = "selected"` only the factor it shares).
 The server learns: one trained factor of each client and round, which factor it is, n_k. Never the pair that belongs
-together; but a client that shared B last time and A now has its B known up to one participation
-(`attacks.factor_pairing` measures what that is worth).
+together; but a client that shared B last time and A now has its B known up to one participation.
 
 Formal guarantees: none (epsilon is infinite). By construction:
 1. No upload holds both factors, and none holds the partner of a factor sent in the same participation.

@@ -1,0 +1,45 @@
+# Every target sets up what it needs. ARGS goes to the command: make demo ARGS="--rounds 3 --sites 6"
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+READY := $(VENV)/.fedveil-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check bench methods clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(READY) ## Create .venv and install FedVeil in it, with pinned versions
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || { \
+	  echo "error: PYTHON: expected Python 3.11 or 3.12, found $$($(PYTHON) --version 2>&1); run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; \
+	  exit 1; }
+	@echo "Installing into $(VENV) (once; some minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@touch $@
+
+demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (ARGS="--rounds 3")
+	@$(BIN)/fedveil demo $(ARGS)
+
+test: $(READY) ## Run the fast tests (ARGS="-k fedrand")
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(READY) ## Run ruff, mypy and the import rules
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: $(READY) ## Run a benchmark: make bench PRESET=fedrand/e2e ARGS=--quick; without PRESET, list them
+	@$(BIN)/fedveil bench $(if $(PRESET),$(PRESET),--list) $(ARGS)
+
+methods: $(READY) ## List the methods; one in full: make methods ARGS=fedrand
+	@$(BIN)/fedveil methods $(ARGS)
+
+clean: ## Remove caches and runs; .venv stays
+	@rm -rf runs build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,90 @@
+"""A small HTML page: escaped text, tables, and one style sheet for light and dark. Nothing is loaded from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; --mute: color-mix(in srgb, currentColor 65%, transparent);
+  --good: #1a7f4b; --bad: #c0392b; }
+@media (prefers-color-scheme: dark) { :root { --good: #4cc38a; --bad: #ff7b6b; } }
+body { font: 15px/1.55 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; max-width: 74rem; margin: 0 auto;
+  padding: 2.2rem 1.4rem 4rem; }
+h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .3rem; } h2 { font-size: 1.25rem; margin: 2.6rem 0 .6rem; }
+h3 { font-size: 1rem; margin: 1.5rem 0 .4rem; } p { margin: .5rem 0; max-width: 60rem; }
+.lead, .note, th, figcaption, summary { color: var(--mute); } .note { font-size: .88rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .92rem; margin: .5rem 0 .9rem; }
+th { text-align: left; font-weight: 600; font-size: .82rem; vertical-align: bottom; border-bottom: 2px solid var(--line); }
+th, td { padding: .42rem .55rem; } td { border-bottom: 1px solid var(--line); vertical-align: top; }
+.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+tbody tr:hover { background: var(--soft); }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1.2rem; }
+figure { margin: 0; } .figures svg { width: 100%; height: auto; }
+.tag { display: inline-block; padding: .05rem .55rem; border-radius: 1rem; border: 1px solid; font-size: .82rem; }
+.completed { color: var(--good); } .failed { color: var(--bad); }
+.alert { border-left: 4px solid var(--bad); background: var(--soft); padding: .6rem .9rem; margin: .8rem 0; }
+details { margin: .5rem 0; } summary { cursor: pointer; } code, pre { font: .86rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
+td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem; } li { margin: .25rem 0; }
+"""
+
+
+class Html(str):
+    """Text that is HTML already; everything else is escaped."""
+
+    __slots__ = ()
+
+
+def text(value: object) -> Html:
+    """A value as HTML; integers with thousands separators, None as a dash."""
+    if isinstance(value, Html):
+        return value
+    if value is None:
+        return Html("&ndash;")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Html(f"{value:,}")
+    if isinstance(value, float):
+        return Html(f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}")
+    return Html(escape(str(value)))
+
+
+def tag(name: str, content: object, kind: str = "") -> Html:
+    """One element around escaped content."""
+    attribute = f' class="{escape(kind)}"' if kind else ""
+    return Html(f"<{name}{attribute}>{text(content)}</{name}>")
+
+
+def join(parts: Iterable[object], between: str = "") -> Html:
+    """Parts one after the other."""
+    return Html(between.join(text(part) for part in parts))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Html:
+    """A table; columns with numbers only are set to the right."""
+    numeric = [
+        bool(rows) and all(row[i] is None or (isinstance(row[i], int | float)) for row in rows)
+        for i in range(len(head))
+    ]
+    kinds = ["n" if is_numeric else "" for is_numeric in numeric]
+    top = join(tag("th", title, kind) for title, kind in zip(head, kinds, strict=True))
+    body = join(tag("tr", join(tag("td", cell, kind) for cell, kind in zip(row, kinds, strict=True))) for row in rows)
+    return tag("div", tag("table", join([tag("thead", tag("tr", top)), tag("tbody", body)])), "wide")
+
+
+def bullets(items: Iterable[object]) -> Html:
+    """A list."""
+    return tag("ul", join(tag("li", item) for item in items))
+
+
+def fold(title: str, content: object) -> Html:
+    """Content that is shown on a click."""
+    return tag("details", join([tag("summary", title), content]))
+
+
+def document(title: str, body: Html) -> str:
+    """The whole page."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )

@@ -1,0 +1,177 @@
+"""Reads a run folder (server_app/record.py writes it): what a run was, how it went, and what it disclosed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import StateError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, finished or not.
+
+    Attributes:
+        folder: where it lies; its last part is the run's name.
+        config: config.json; {} where the run failed before it had a valid config.
+        status: status.json.
+        attempts: the lines of metrics.jsonl that are attempts at a round, in order.
+        before: scores of the initial model, by view; {} where there are none.
+        messages: the lines of disclosure.jsonl.
+    """
+
+    folder: Path
+    config: Row
+    status: Row
+    attempts: list[Row]
+    before: dict[str, dict[str, float]]
+    messages: list[Row]
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.folder.name
+
+    @property
+    def method(self) -> str:
+        """The method's name, "?" where the run had no valid config."""
+        return str(self.config.get("method", {}).get("name", "?"))
+
+    @property
+    def rounds_done(self) -> int:
+        """Rounds with an attempt that reached its quorum."""
+        return len(self._by_round)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all attempts, evaluation on the server not counted."""
+        return float(sum(attempt.get("seconds", 0.0) for attempt in self.attempts))
+
+    @property
+    def upload_bytes(self) -> int:
+        """Bytes of all messages from the sites, refused ones too."""
+        return self._bytes("up", "upload_bytes")
+
+    @property
+    def download_bytes(self) -> int:
+        """Bytes of all messages to the sites."""
+        return self._bytes("down", "download_bytes")
+
+    @cached_property
+    def view(self) -> str:
+        """The view whose scores are shown: the server's model where it is scored."""
+        views = [view for row in [{"scores": self.before}, *self.attempts] for view in row.get("scores") or {}]
+        return "server" if "server" in views or not views else views[0]
+
+    @cached_property
+    def final(self) -> dict[str, float]:
+        """Each metric's last value."""
+        found: dict[str, float] = {}
+        for attempt in self.attempts:
+            found |= (attempt.get("scores") or {}).get(self.view, {})
+        return found
+
+    def curve(self, metric: str) -> list[tuple[int, float]]:
+        """(rounds finished, value) of a metric, from the initial model (0 rounds) on."""
+        start = [(0, self.before[self.view][metric])] if metric in self.before.get(self.view, {}) else []
+        rows = ((r, (row.get("scores") or {}).get(self.view, {}).get(metric)) for r, row in self._by_round.items())
+        return start + [(round_ + 1, value) for round_, value in rows if value is not None]
+
+    @cached_property
+    def uploaded(self) -> list[tuple[int, int]]:
+        """(rounds finished, bytes uploaded so far), refused uploads and repeated rounds counted."""
+        total, points = 0, {0: 0}
+        for attempt in self.attempts:
+            total += int(attempt.get("upload_bytes", 0))
+            points[int(attempt["round"]) + 1] = total
+        return sorted(points.items())
+
+    @cached_property
+    def sites(self) -> list[str]:
+        """Every site that was asked to take part."""
+        asked = {site for attempt in self.attempts for site in attempt.get("cohort", [])}
+        return sorted(asked | {str(message["site"]) for message in self.messages})
+
+    @property
+    def _by_round(self) -> dict[int, Row]:
+        return {int(attempt["round"]): attempt for attempt in self.attempts if attempt.get("weights")}
+
+    def _bytes(self, direction: str, total: str) -> int:
+        if self.messages:
+            return sum(int(message["bytes"]) for message in self.messages if message["direction"] == direction)
+        return sum(int(attempt.get(total, 0)) for attempt in self.attempts)
+
+
+def load(folder: Path) -> Run:
+    """The run in `folder`. Raises StateError where there is none, or where a file cannot be read."""
+    if not folder.is_dir():
+        raise StateError(f"run folder {folder}: expected a folder that a run wrote, found none")
+    if not any((folder / name).is_file() for name in ("status.json", "config.json")):
+        raise StateError(f"run folder {folder}: expected status.json or config.json in it, found neither")
+    rows = [_checked(row, folder / "metrics.jsonl", ("round",)) for row in json_lines(folder / "metrics.jsonl")]
+    ledger = folder / "disclosure.jsonl"
+    needed = ("round", "site", "direction", "bytes", "payload_bytes", "fields")
+    return Run(
+        folder=folder.resolve(),
+        config=_json(folder / "config.json"),
+        status=_json(folder / "status.json"),
+        attempts=[row for row in rows if row["round"] >= 0],
+        before=next((row.get("scores") or {} for row in rows if row["round"] < 0), {}),
+        messages=[_checked(row, ledger, needed) for row in json_lines(ledger)],
+    )
+
+
+def json_lines(file: Path) -> list[Row]:
+    """The whole lines of a JSON-lines file; [] where there is none. A last line still being written is left out."""
+    text = ""
+    with suppress(FileNotFoundError):
+        text = _read(file)
+    rows = []
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if line.endswith("\n"):
+            rows.append(_parsed(line, f"{file}, line {number}"))
+    return rows
+
+
+def _json(file: Path) -> Row:
+    return _parsed(_read(file), str(file)) if file.is_file() else {}
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except UnicodeDecodeError as error:
+        raise StateError(f"{file}: expected UTF-8 text, found other bytes ({error.reason})") from None
+
+
+def _parsed(text: str, where: str) -> Row:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise StateError(f"{where}: expected JSON, found {text[:40]!r} ({error})") from None
+    if not isinstance(value, dict):
+        raise StateError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _checked(row: Row, file: Path, needed: tuple[str, ...]) -> Row:
+    missing = [key for key in needed if key not in row]
+    if missing:
+        raise StateError(f"{file}: expected {missing[0]!r} on every line, found {sorted(row)}")
+    return row
+
+
+def loss_of(attempt: Mapping[str, Any]) -> float | None:
+    """The server model's loss after an attempt, None where it was not scored."""
+    scores = attempt.get("scores") or {}
+    view: Row = scores.get("server") or next(iter(scores.values()), {})
+    loss = view.get("loss")
+    return None if loss is None else float(loss)

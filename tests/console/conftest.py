@@ -1,0 +1,107 @@
+"""A run folder as server_app/record.py writes it, with sizes that no formula would hit by chance."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+LAYERS = ("h.0.attn", "h.0.mlp")
+SITES = ("site-0", "site-1", "site-2", "site-3")
+
+
+def write_run(
+    parent: Path,
+    method: str = "fedrand",
+    rounds: int = 3,
+    state: str = "completed",
+    site_names: tuple[str, ...] = SITES,
+) -> Path:
+    """A run whose uploads alternate between the factors, and in which one site fails once."""
+    folder = parent / method
+    folder.mkdir(parents=True)
+    config = {"method.name": method, "method.fields": "", "task.name": "text-generation", "task.model": "tiny"}
+    config |= {"run.rounds": 5, "run.name": method, "train.learning-rate": 3e-4, "train.batch-size": 16}
+    about = {"name": method, "version": 1, "fields": {"rho": 0.5, "wire_dtype": "float32"}}
+    environment = {"fedveil": "0.1.0", "flwr": "1.39.0", "torch": "2.13.0", "python": "3.11.2"}
+    content = {"config": config, "method": about, **environment, "started": "2026-01-02T03:04:05+00:00"}
+    (folder / "config.json").write_text(json.dumps(content))
+    reason = "" if state == "completed" else "round 3: expected at least 2 accepted uploads, found <0>"
+    status = {"state": state, "round": rounds - 1, "rounds": 5, "reason": reason}
+    (folder / "status.json").write_text(json.dumps(status))
+    start = 4.2 if method == "fedrand" else 4.21
+    lines = [{"round": -1, "scores": {"server": {"loss": start, "bleu": 0.4, "cider": 0.01}}}]
+    messages = []
+    for round_ in range(rounds):
+        failed = {site_names[1]: "ValueError: <no rows>"} if round_ == 1 else {}
+        accepted = [site for site in site_names if site not in failed]
+        for index, site in enumerate(site_names):
+            messages.append(_message(round_, site, "down", "both", ("A", "B")))
+            if site in accepted:
+                variant = "AB"[(round_ + index) % 2] if method == "fedrand" else ""
+                messages.append(_message(round_, site, "up", variant, tuple(variant or "AB")))
+        sent = [message for message in messages if message["round"] == round_]
+        loss = start - 0.5 * (round_ + 1) ** 0.7
+        scores = {"loss": loss} | ({"bleu": 21.25, "cider": 0.875} if round_ == rounds - 1 else {})
+        lines.append(
+            {
+                "round": round_,
+                "attempt": 0,
+                "cohort": list(site_names),
+                "accepted": accepted,
+                "failed": failed,
+                "upload_bytes": sum(m["bytes"] for m in sent if m["direction"] == "up"),
+                "download_bytes": sum(m["bytes"] for m in sent if m["direction"] == "down"),
+                "reports": {site: _report(loss) for site in accepted},
+                "seconds": 11.5,
+                "aggregate_seconds": 0.1,
+                "weights": "ab" * 32,
+                "scores": {"server": scores},
+            }
+        )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "disclosure.jsonl").write_text("".join(json.dumps(message) + "\n" for message in messages))
+    return folder
+
+
+def _message(round_: int, site: str, direction: str, variant: str, factors: tuple[str, ...]) -> dict[str, object]:
+    shapes = {"A": [8, 192], "B": [576, 8]}
+    fields = [
+        [f"{layer}.lora_{side}", "dense float32", shapes[side], 4 * shapes[side][0] * shapes[side][1]]
+        for layer in LAYERS
+        for side in factors
+    ]
+    payload = sum(int(str(f[3])) for f in fields)
+    return {
+        "round": round_,
+        "attempt": 0,
+        "site": site,
+        "direction": direction,
+        "variant": variant,
+        "bytes": payload + 613,
+        "payload_bytes": payload,
+        "fields": fields,
+        "scalars": {},
+    }
+
+
+def _report(loss: float) -> dict[str, float]:
+    return {
+        "num_examples": 1057,
+        "loss_received": loss + 0.1,
+        "loss_trained": loss - 0.1,
+        "steps": 66,
+        "train_seconds": 3.5,
+    }
+
+
+@pytest.fixture(scope="session")
+def run_folders(tmp_path_factory):
+    """A finished FedAvg run and a finished FedRand run."""
+    parent = tmp_path_factory.mktemp("runs")
+    return write_run(parent, "fedavg"), write_run(parent, "fedrand")
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Writes a run folder below tmp_path."""
+    return lambda **options: write_run(tmp_path, **options)

@@ -1,0 +1,71 @@
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import strategies
+from console import main, methods
+
+
+@pytest.fixture(autouse=True)
+def _keep_signal_handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_an_error_is_one_line_and_exit_code_2(capsys):
+    assert main.main(["report", "/nowhere/at all"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: run folder /nowhere/at all: expected ")
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_method_is_an_error_that_names_the_known_ones(capsys):
+    assert main.main(["demo", "--methods", "fedavg,nonsense"]) == 2
+    error = capsys.readouterr().err
+    assert "nonsense" in error
+    assert "fedrand" in error
+
+
+def test_interrupt_is_exit_code_130(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(methods, "run", interrupted)
+    assert main.main(["methods"]) == 130
+    assert "stopped" in capsys.readouterr().err
+
+
+def test_help_lists_every_sub_command_without_importing_torch():
+    code = (
+        "import sys; from console.main import parser; print(parser().format_help()); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("bench", "demo", "methods", "report"):
+        assert f"    {name} " in done.stdout
+
+
+def test_methods_lists_every_method(capsys):
+    assert main.main(["methods"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in strategies.names())
+
+
+@pytest.mark.parametrize("name", strategies.names())
+def test_methods_shows_fields_and_wire(name, capsys):
+    assert main.main(["methods", name]) == 0
+    shown = capsys.readouterr().out
+    assert "learns" in shown
+    assert "wire_dtype" in shown
+    assert "client to server" in shown
+
+
+def test_bench_list_and_missing_preset(capsys):
+    assert main.main(["bench", "--list"]) == 0
+    assert "core/aggregate" in capsys.readouterr().out
+    assert main.main(["bench"]) == 2
+    assert "core/aggregate" in capsys.readouterr().err

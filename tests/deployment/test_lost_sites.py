@@ -1,0 +1,56 @@
+"""A site killed in mid-round and a site whose client raises: the round ends with the rest, and the report says who and why."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from console.launch import Federation, Site
+from tests.conftest import ROOT
+
+DATA = ROOT / "data" / "e2e"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_round_goes_on_without_a_killed_and_a_broken_site(tmp_path):
+    share = (("num-partitions", 3),)
+    sites = [
+        Site("sound", DATA, (("partition-id", 0), *share)),
+        Site("broken", tmp_path / "no-such-folder"),
+        Site("killed", DATA, (("partition-id", 1), *share)),
+    ]
+    overrides = {
+        "method.name": "fedavg",
+        "run.rounds": 2,
+        "run.dir": str(tmp_path),
+        "run.name": "run",
+        "train.max-steps": 3,
+        "cohort.sites": 3,
+        "cohort.min-sites": 1,
+        "cohort.deadline-seconds": 90.0,
+    }
+    with Federation(sites, tmp_path / "federation") as federation:
+        run = federation.run(ROOT, overrides)
+        ledger = tmp_path / "run" / "disclosure.jsonl"
+        while not ledger.exists() or '"site": "killed"' not in ledger.read_text():
+            time.sleep(0.1)
+        federation.kill_site("killed")
+        ended = federation.wait(run, timeout=400)
+        assert ended.completed, ended.reason
+        log = federation.processes.log("broken").read_text()
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["accepted"] == ["sound"]
+    assert set(first["failed"]) == {"broken", "killed"}
+    assert first["seconds"] < 100
+    assert first["failed"]["broken"] == "TaskError at the site; its log has the text (code 2)"
+    assert "no-such-folder" not in json.dumps(first)
+    assert "no-such-folder" in log
+    from console import report, runs
+
+    page = tmp_path / "report.html"
+    report.write(page, [runs.load(tmp_path / "run")])
+    assert "killed" in page.read_text()
+    assert first["failed"]["killed"].split(" (")[0].split("&")[0][:20] in page.read_text()
