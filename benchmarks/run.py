@@ -62,7 +62,7 @@ def run_preset(name: str, options: Options) -> dict[str, Any]:
     if name not in names():
         raise ConfigError(f'preset: expected one of {names()}, found "{name}"')
     preset = tomllib.loads((_PRESETS / f"{name}.toml").read_text())
-    settings = preset["settings"] | (preset.get("quick", {}) if options.quick else {})
+    settings = _merged(preset["settings"], preset.get("quick", {}) if options.quick else {})
     outcome: Outcome = importlib.import_module(f"benchmarks.{preset['runner']}").run(settings, options)
     return {
         "preset": name,
@@ -75,6 +75,12 @@ def run_preset(name: str, options: Options) -> dict[str, Any]:
         "paper": preset.get("paper", {}),
         "differences": [*preset.get("differences", []), *outcome.differences],
     }
+
+
+def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Tables are merged, everything else is replaced."""
+    nested = {k: _merged(settings[k], v) for k, v in changes.items() if isinstance(v, dict)}
+    return settings | changes | nested
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import argparse
 import shutil
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY / "data" / "e2e"
 RUN_TIMEOUT = 1800.0
+# Small enough for two cores, long enough for the curves to show learning.
+SETTINGS: dict[str, Any] = {
+    "task.evaluation": str(DATA),
+    "train.batch-size": 8,
+    "train.learning-rate": 3e-3,
+    "train.max-steps": 25,
+    "evaluate.max-examples": 60,
+}
 
 
 def add_parser(sub: Any) -> None:
@@ -28,6 +37,7 @@ def add_parser(sub: Any) -> None:
     parser.add_argument("--sites", type=_positive, default=4)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for runs, summary and report")
     parser.add_argument("--methods", default="fedavg,fedrand", help="names with commas between them")
+    parser.add_argument("--set", type=_setting, action="append", default=[], metavar="KEY=VALUE", help="run config")
     parser.add_argument("--keep-logs", action="store_true", help="keep every process's log in OUT/logs")
     parser.set_defaults(run=run)
 
@@ -38,9 +48,11 @@ def run(args: argparse.Namespace) -> int:
 
     from console.launch import Federation, Site
 
-    methods = _methods(args.methods)
+    methods, settings = _methods(args.methods), SETTINGS | dict(args.set)
     if not DATA.is_dir() or not (REPOSITORY / "pyproject.toml").is_file():
         raise TaskError(f"demo: expected the repository with its data in {DATA}, found none; run it from a clone")
+    if args.set:
+        _check(methods, settings)
     console, out, started = Console(highlight=False), args.out.absolute(), time.monotonic()
     console.print(f"Starting one SuperLink and {args.sites} SuperNodes: gRPC, TLS, node authentication")
     federation = Federation([Site(f"site-{i}", DATA) for i in range(args.sites)])
@@ -48,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     with federation:
         console.print(f"All {args.sites} sites online after {time.monotonic() - started:.1f} s")
         for method in methods:
-            failed = not _run_method(federation, console, out, method, args.rounds)
+            failed = not _run_method(federation, console, out, method, args.rounds, settings)
             if failed:
                 break
         if args.keep_logs or failed:
@@ -60,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed or left else 0
 
 
-def _run_method(federation: Federation, console: Console, out: Path, method: str, rounds: int) -> bool:
+def _run_method(
+    federation: Federation, console: Console, out: Path, method: str, rounds: int, settings: dict[str, Any]
+) -> bool:
     from console.progress import RunProgress
 
     _forget(out / method)
@@ -68,7 +82,7 @@ def _run_method(federation: Federation, console: Console, out: Path, method: str
         REPOSITORY,
         {
             "method.name": method,
-            "task.evaluation": str(DATA),
+            **settings,
             "run.dir": str(out),
             "run.name": method,
             "run.rounds": rounds,
@@ -117,6 +131,26 @@ def _methods(text: str) -> list[str]:
     if not found or set(found) - set(known) or len(set(found)) != len(found):
         raise ConfigError(f"--methods: expected names out of {known}, each once, found {text!r}")
     return found
+
+
+def _check(methods: list[str], settings: dict[str, Any]) -> None:
+    """What the ServerApp would refuse, refused before anything is started."""
+    import strategies
+    from fedveil import config, tasks
+
+    for method in methods:
+        parsed = config.parse(settings | {"method.name": method})
+        task = tasks.load(parsed, strategies.create(method, parsed.method.fields).adapter)
+        task.examples(Path(parsed.task.evaluation), "test")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE with a TOML value; a value that is none is taken as text."""
+    key, _, value = text.partition("=")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
 
 
 def _positive(text: str) -> int:
