@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -112,7 +113,8 @@ def environment() -> dict[str, Any]:
     packages = ("flwr", "torch", "transformers", "peft")
     return {
         "cpu": cpu[0].partition(": ")[2] if cpu else platform.processor(),
-        "cores": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},

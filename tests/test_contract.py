@@ -19,6 +19,7 @@ from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
 from fedveil.method import Payload, RoundContext, State, TensorSpec, Upload
 from fedveil.wire.envelope import Stamp, describe, pack, unpack
+from fedveil.wire.tap import Tap
 from tests.conftest import ToyLocal
 
 METHODS = strategies.names()
@@ -178,6 +179,20 @@ def test_what_is_private_stays(exchange):
     for name, tensor in private.tensors.items():
         if name not in sent and tensor.numel() > 4:
             assert tensor.detach().contiguous().numpy().tobytes() not in up, name
+
+
+def test_the_tap_holds_exactly_what_crossed_the_wire(exchange, tmp_path):
+    """An attack reads the tap and the public layout, nothing else; what it finds there is every byte that was sent."""
+    run = federation(exchange)
+    run.tap = Tap(tmp_path)
+    run.run()
+    seen = list(Tap(tmp_path).messages())
+    for direction, total in (("up", run.upload_bytes), ("down", run.download_bytes)):
+        assert sum(len(run.tap.read(m)) for m in seen if m.direction == direction) == total
+    for message in seen:
+        stamp = Stamp.of(exchange.method, exchange.name, message.round, message.direction)
+        found = unpack(run.tap.read(message), exchange.layout, stamp).payload
+        assert set(found.fields) == set(exchange.layout.fields_of(message.direction, found.variant))
 
 
 def test_undeclared_field_cannot_be_packed(exchange):
