@@ -9,11 +9,8 @@ bit-identically.
 from __future__ import annotations
 
 import contextlib
-import math
 import random
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -25,13 +22,13 @@ from torch import Tensor
 from fedveil.adapters import Adapter, Lora
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, TaskError
-from fedveil.method import Spec, TensorSpec, Trained, Weights
+from fedveil.method import Spec, TensorSpec, Weights
 from fedveil.rng import Stream
 from fedveil.tasks import models, partition, rows
 from fedveil.tasks.base import Examples, Share, Task
+from fedveil.tasks.training import LocalTraining, Row
 
 SEPARATOR = "\n"
-RECEIVED_ROWS = 64  # rows of the site behind "loss_received"
 _IGNORED = -100  # a label without loss
 _TEXT_TYPES = (str, int, float, bool)
 
@@ -50,14 +47,6 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
         )
     models.find(config.task.model)
     return TextGeneration(config, adapter, models.pick_device(device))
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One encoded row: `ids` with the target from position `start` on."""
-
-    ids: list[int]
-    start: int
 
 
 @final
@@ -79,6 +68,11 @@ class TextGeneration(Task):
         if isinstance(self.adapter, Lora):
             return {}
         return {name: p.detach().to("cpu", copy=True) for name, p in self.base.trained.items()}
+
+    @property
+    def trained(self) -> Mapping[str, Tensor]:
+        """The parameters behind the spec; they hold whatever was put in last."""
+        return self.base.trained
 
     @property
     def spec(self) -> Spec:
@@ -114,9 +108,9 @@ class TextGeneration(Task):
             TaskError: no examples, or weights that are not the spec's.
         """
         references = self._references(examples)
-        self._put(weights)
+        self.put(weights)
         encoded = [self._encode(source, target) for source, refs in references.items() for target in refs]
-        scores = {"loss": self._mean_loss(encoded)}
+        scores = {"loss": self.mean_loss(encoded)}
         if generate:
             from fedveil.tasks import text_metrics
 
@@ -125,7 +119,7 @@ class TextGeneration(Task):
 
     def generate(self, weights: Weights, sources: Sequence[str]) -> list[str]:
         """The text that the model with `weights` writes for each source: greedy, or evaluate.beams beams."""
-        self._put(weights)
+        self.put(weights)
         return self._generate(sources)
 
     def _references(self, examples: Examples) -> dict[str, list[str]]:
@@ -150,7 +144,8 @@ class TextGeneration(Task):
                 )
         return str(example[task.source_column]), str(example[task.target_column])
 
-    def _put(self, weights: Weights) -> None:
+    def put(self, weights: Weights) -> None:
+        """Puts weights into the model. Raises TaskError where they are not the spec's."""
         if not isinstance(self.adapter, Lora):
             self._base_weights  # noqa: B018  # kept before they are overwritten
         models.put(weights, self.base.trained)
@@ -169,15 +164,16 @@ class TextGeneration(Task):
         ids = self.base.tokenizer.encode(source, add_special_tokens=False)
         return [*begin, *ids[: max(0, limit - len(begin) - len(separator))], *separator][-max(1, limit) :]
 
-    def _encode(self, source: str, target: str) -> _Row:
+    def _encode(self, source: str, target: str) -> Row:
         begin, separator, end = self._fixed_ids
         room = self.config.task.max_tokens
         least = len(begin) + len(separator)
         answer = [*self.base.tokenizer.encode(target, add_special_tokens=False), end][: room - least]
         prompt = self._prompt(source, room - len(answer))
-        return _Row(prompt + answer, len(prompt))
+        return Row(prompt + answer, len(prompt))
 
-    def _encode_all(self, examples: Examples) -> list[_Row]:
+    def encode_all(self, examples: Examples) -> list[Row]:
+        """Every row encoded."""
         return [self._encode(*self._texts(example)) for example in examples]
 
     @contextlib.contextmanager
@@ -189,7 +185,7 @@ class TextGeneration(Task):
         ):
             yield
 
-    def _loss_sum(self, batch: Sequence[_Row]) -> tuple[Tensor, int]:
+    def loss_sum(self, batch: Sequence[Row]) -> tuple[Tensor, int]:
         """Summed loss of the target tokens of `batch`, and their number."""
         ids, mask, labels = (t.to(self.device) for t in _collate(batch, self.base.tokenizer.eos_token_id))
         with self._computing():
@@ -200,11 +196,11 @@ class TextGeneration(Task):
         return loss, len(wanted)
 
     @torch.no_grad()
-    def _mean_loss(self, encoded: Sequence[_Row]) -> float:
+    def mean_loss(self, encoded: Sequence[Row]) -> float:
         """Mean loss a target token with the weights put in last."""
         ordered = sorted(encoded, key=lambda row: len(row.ids))  # rows of like length waste no padding
         size = 2 * self.config.train.batch_size
-        parts = [self._loss_sum(ordered[i : i + size]) for i in range(0, len(ordered), size)]
+        parts = [self.loss_sum(ordered[i : i + size]) for i in range(0, len(ordered), size)]
         return sum(float(loss) for loss, _ in parts) / sum(count for _, count in parts)
 
     @torch.no_grad()
@@ -243,110 +239,8 @@ class TextGeneration(Task):
         return texts
 
 
-@final
-class LocalTraining:
-    """One client's training: AdamW anew at each call, a constant learning rate, every row once an epoch."""
-
-    def __init__(self, task: TextGeneration, examples: Examples, rng: Stream) -> None:
-        if not examples:
-            raise TaskError("task.data: expected at least one row to train on, found none; add rows")
-        self._task = task
-        self._examples = examples
-        self._rng = rng
-
-    @property
-    def num_examples(self) -> int:
-        """Rows of this client."""
-        return len(self._examples)
-
-    @property
-    def spec(self) -> Spec:
-        """The task's spec."""
-        return self._task.spec
-
-    @cached_property
-    def _encoded(self) -> list[_Row]:
-        return self._task._encode_all(self._examples)
-
-    def train(self, weights: Weights) -> Trained:
-        """Trains from `weights`, which stay as they are; without a step they come back bit for bit.
-
-        The report has loss_received (of `weights`, on the site's first RECEIVED_ROWS rows), loss_trained (mean over the
-        steps; without one, loss_received), steps, tokens (all that the steps read, padding apart) and train_seconds.
-
-        Raises:
-            TaskError: weights that are not the spec's, or a loss that is no longer finite.
-        """
-        started = time.perf_counter()
-        task = self._task
-        task._put(weights)
-        with _threads(1 if task.config.run.deterministic else torch.get_num_threads()):
-            received = task._mean_loss(self._encoded[:RECEIVED_ROWS])
-            losses, tokens = self._steps()
-        if losses:
-            after = {name: p.detach().to(weights[name].device, copy=True) for name, p in task.base.trained.items()}
-        else:
-            after = {name: weights[name].clone() for name in task.base.trained}
-        report = {
-            "loss_received": received,
-            "loss_trained": sum(losses) / len(losses) if losses else received,
-            "steps": float(len(losses)),
-            "tokens": float(tokens),
-            "train_seconds": time.perf_counter() - started,
-        }
-        return Trained(after, report)
-
-    def _steps(self) -> tuple[list[float], int]:
-        """The loss of each step, and the tokens that all of them read."""
-        train, task = self._task.config.train, self._task
-        parameters = list(task.base.trained.values())
-        optimiser = torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
-        losses: list[float] = []
-        tokens = 0
-        for batch in self._batches():
-            loss_sum, count = task._loss_sum(batch)
-            loss = loss_sum / count
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            optimiser.zero_grad()
-            losses.append(float(loss.detach()))
-            tokens += sum(len(row.ids) for row in batch)
-            if not math.isfinite(losses[-1]):
-                raise TaskError(
-                    f"train.learning-rate: expected a finite loss, found {losses[-1]} at step {len(losses)} with "
-                    f"{train.learning_rate:g}; lower it"
-                )
-        return losses, tokens
-
-    def _batches(self) -> Iterator[list[_Row]]:
-        """Batches of every epoch, each epoch in an order of its own; at most train.max-steps where that is set."""
-        train = self._task.config.train
-        generator = self._rng.torch_generator()
-        n = len(self._encoded)
-        steps = train.epochs * math.ceil(n / train.batch_size)
-        left = min(steps, train.max_steps) if train.max_steps else steps
-        for _ in range(train.epochs):
-            order = torch.randperm(n, generator=generator).tolist()
-            for i in range(0, n, train.batch_size):
-                if left == 0:
-                    return
-                left -= 1
-                yield [self._encoded[j] for j in order[i : i + train.batch_size]]
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """`count` threads inside: how a sum is split over threads shows in its last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _collate(
-    batch: Sequence[_Row], padding: int
+    batch: Sequence[Row], padding: int
 ) -> tuple[Int[Tensor, "rows length"], Int[Tensor, "rows length"], Int[Tensor, "rows length"]]:
     """Token ids, attention mask and labels of `batch`, padded on the right; labels are -100 off the target."""
     width = max(len(row.ids) for row in batch)
