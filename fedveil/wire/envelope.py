@@ -27,7 +27,8 @@ import xxhash
 from torch import Tensor
 
 from fedveil.errors import WireError
-from fedveil.method import REPORT_FIELDS, Direction, Field, Layout, Method, Payload
+from fedveil.method import Direction, Field, Layout, Method, Payload
+from fedveil.wire import conformity
 from fedveil.wire.codec import Buffer, Value
 
 _MAGIC = b"FVL1"
@@ -35,7 +36,6 @@ _PREFIX = 16
 _BLOCK_BYTES = 1 << 22  # stays in cache between the checksum and the norm
 _PARALLEL_BYTES = 8 << 20  # below this a thread costs more than it saves
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="fedveil-wire")
-_MAX_DIMENSION = 1 << 40
 _MAX_HEADER = 16 << 20  # decompressed; a million fields would need more
 
 
@@ -95,14 +95,14 @@ def pack(
 ) -> bytes:
     """The message as bytes. Raises WireError for a payload that is not as the layout declares it."""
     declared = layout.fields_of(stamp.direction, payload.variant)
-    _check_names(layout, stamp.direction, payload.variant, payload.fields)
-    _check_scalars(layout, stamp.direction, payload.scalars)
-    _check_report(report or {})
+    conformity.check_names(layout, stamp.direction, payload.variant, payload.fields)
+    conformity.check_scalars(layout, stamp.direction, payload.scalars)
+    conformity.check_report(report or {})
     entries: list[list[Any]] = []
     parts: list[Buffer] = []
     for name, value in payload.fields.items():
         codec, shape = declared[name].codec, declared[name].codec.shape(value)
-        _check_shape(name, declared[name].shape, shape)
+        conformity.check_shape(name, declared[name].shape, shape)
         encoded = codec.encode(value)
         size, checksum = sum(len(p) for p in encoded), xxhash.xxh3_64()
         for part in encoded:
@@ -152,9 +152,9 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
     variant = header.get("variant")
     if variant not in layout.variants(stamp.direction):
         raise WireError(f"variant: expected one of {layout.variants(stamp.direction)}, found {variant!r}")
-    _check_names(layout, stamp.direction, variant, [entry[0] for entry in header["fields"]])
-    _check_scalars(layout, stamp.direction, header["scalars"])
-    _check_report(header["report"])
+    conformity.check_names(layout, stamp.direction, variant, [entry[0] for entry in header["fields"]])
+    conformity.check_scalars(layout, stamp.direction, header["scalars"])
+    conformity.check_report(header["report"])
     _check_length(header["fields"], offset, len(whole))
     declared = layout.fields_of(stamp.direction, variant)
     jobs, sizes = [], {}
@@ -199,6 +199,9 @@ def _read_header(whole: memoryview) -> tuple[dict[str, Any], int]:
     }
     if not isinstance(content, dict) or set(content) != keys:
         raise WireError(f"header: expected an object of {sorted(keys)}, found {sorted(content)[:20]}")
+    for key in ("scalars", "report"):
+        if not isinstance(content[key], dict):
+            raise WireError(f"header.{key}: expected an object, found {str(content[key])[:80]}")
     _check_entries(content["fields"])
     return content, _PREFIX + length + -(_PREFIX + length) % 8
 
@@ -217,7 +220,7 @@ def _read_field(job: tuple[memoryview, Field, list[Any]]) -> tuple[Value, float 
     shape = tuple(shape)
     if codec_name != declared.codec.name:
         raise WireError(f"{name}: expected codec {declared.codec.name}, found {codec_name}")
-    _check_shape(name, declared.shape, shape)
+    conformity.check_shape(name, declared.shape, shape)
     if len(data) != (size := declared.codec.nbytes(shape)):
         raise WireError(f"{name}: expected {size} bytes for shape {shape}, found {len(data)}")
     try:
@@ -244,44 +247,6 @@ def _check_length(entries: list[list[Any]], offset: int, found: int) -> None:
         raise WireError(f"message: expected {expected} bytes as its header declares, found {found}")
 
 
-def _check_names(layout: Layout, direction: Direction, variant: str, names: Any) -> None:
-    if variant not in layout.variants(direction):
-        raise WireError(f"variant: expected one of {layout.variants(direction)}, found {variant!r}")
-    declared, found = layout.fields_of(direction, variant), list(names)
-    if extra := [n for n in found if n not in declared]:
-        raise WireError(f"{extra[0]}: expected no such field {direction} in variant {variant!r}, found it")
-    if missing := [n for n in declared if n not in found]:
-        raise WireError(f"{missing[0]}: expected this field {direction} in variant {variant!r}, found none")
-    if len(found) != len(set(found)):
-        raise WireError(f"fields: expected each name once, found {len(found)} entries of {len(set(found))} names")
-
-
-def _check_shape(name: str, declared: tuple[int | None, ...], found: tuple[int, ...]) -> None:
-    if (
-        any(f > _MAX_DIMENSION for f in found)
-        or len(found) != len(declared)
-        or any(d is not None and d != f for d, f in zip(declared, found, strict=True))
-    ):
-        raise WireError(f"{name}: expected shape {declared}, found {found}")
-
-
-def _check_scalars(layout: Layout, direction: Direction, found: Mapping[str, Any]) -> None:
-    declared = {word.name: word.choices for word in layout.scalars if word.direction == direction}
-    if set(found) != set(declared):
-        raise WireError(f"scalars: expected {sorted(declared)}, found {sorted(found)}")
-    for name, value in found.items():
-        if value not in declared[name]:
-            raise WireError(f"scalar {name}: expected one of {declared[name]}, found {value!r}")
-
-
-def _check_report(report: Mapping[str, Any]) -> None:
-    for name, value in report.items():
-        if name not in REPORT_FIELDS:
-            raise WireError(f"report {name}: expected one of {sorted(REPORT_FIELDS)}, found another")
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise WireError(f"report {name}: expected a finite number, found {value!r}")
-
-
 def _expect(key: str, expected: object, found: object) -> None:
     if expected != found:
         raise WireError(f"{key}: expected {expected!r}, found {found!r}")
@@ -291,12 +256,12 @@ def _explain_layout(layout: Layout, direction: Direction, header: Mapping[str, A
     """Raises with the first field that differs, where the difference is in the fields sent."""
     variant = header["variant"]
     if variant in layout.variants(direction):
-        _check_names(layout, direction, variant, [entry[0] for entry in header["fields"]])
+        conformity.check_names(layout, direction, variant, [entry[0] for entry in header["fields"]])
         for name, declared in layout.fields_of(direction, variant).items():
             for found, codec_name, shape, _, _ in header["fields"]:
                 if found == name:
                     _expect(f"{name}: codec", declared.codec.name, codec_name)
-                    _check_shape(name, declared.shape, tuple(shape))
+                    conformity.check_shape(name, declared.shape, tuple(shape))
 
 
 def describe(data: Buffer) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 
 import pytest
 import torch
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedveil.errors import WireError
 from fedveil.fields import dense_fields
@@ -148,6 +151,31 @@ def test_every_flipped_bit_of_a_field_or_header_is_refused():
 def test_a_forged_header_is_refused(changes, match):
     with pytest.raises(WireError, match=match):
         unpack(with_header(packed(), **changes), LAYOUT, STAMP)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(key=st.sampled_from(sorted(header_of(packed()))), value=JSON)
+def test_any_value_in_any_place_of_a_header_is_decoded_or_refused_and_never_raises_otherwise(key, value):
+    with contextlib.suppress(WireError):
+        message = unpack(with_header(packed(), **{key: value}), LAYOUT, STAMP)
+        assert set(message.payload.fields) == set(SPEC)
+
+
+@settings(max_examples=300, deadline=None)
+@given(position=st.integers(0, 4), value=JSON)
+def test_any_value_in_any_place_of_a_field_s_entry_is_decoded_or_refused(position, value):
+    fields = header_of(packed())["fields"]
+    fields[0][position] = value
+    with contextlib.suppress(WireError):
+        message = unpack(with_header(packed(), fields=fields), LAYOUT, STAMP)
+        assert all(torch.equal(message.payload.fields[n], PAYLOAD.fields[n]) for n in SPEC)
 
 
 def test_a_declared_size_that_does_not_fit_the_shape_is_refused():

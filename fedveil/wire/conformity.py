@@ -1,0 +1,54 @@
+"""Whether a message is what its layout declares. Every refusal names the field, what was expected and what was found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fedveil.errors import WireError
+from fedveil.method import REPORT_FIELDS, Direction, Layout
+
+_MAX_DIMENSION = 1 << 40
+
+
+def check_names(layout: Layout, direction: Direction, variant: str, names: Any) -> None:
+    """Exactly the fields that the layout declares for this direction and variant."""
+    if variant not in layout.variants(direction):
+        raise WireError(f"variant: expected one of {layout.variants(direction)}, found {variant!r}")
+    declared, found = layout.fields_of(direction, variant), list(names)
+    if extra := [n for n in found if n not in declared]:
+        raise WireError(f"{extra[0]}: expected no such field {direction} in variant {variant!r}, found it")
+    if missing := [n for n in declared if n not in found]:
+        raise WireError(f"{missing[0]}: expected this field {direction} in variant {variant!r}, found none")
+    if len(found) != len(set(found)):
+        raise WireError(f"fields: expected each name once, found {len(found)} entries of {len(set(found))} names")
+
+
+def check_shape(name: str, declared: tuple[int | None, ...], found: tuple[int, ...]) -> None:
+    """The declared shape, None standing for any length up to 2**40."""
+    if (
+        any(f > _MAX_DIMENSION for f in found)
+        or len(found) != len(declared)
+        or any(d is not None and d != f for d, f in zip(declared, found, strict=True))
+    ):
+        raise WireError(f"{name}: expected shape {declared}, found {found}")
+
+
+def check_scalars(layout: Layout, direction: Direction, found: Mapping[str, Any]) -> None:
+    """Exactly the declared words, each one of its choices."""
+    declared = {word.name: word.choices for word in layout.scalars if word.direction == direction}
+    if set(found) != set(declared):
+        raise WireError(f"scalars: expected {sorted(declared)}, found {sorted(found)}")
+    for name, value in found.items():
+        if value not in declared[name]:
+            raise WireError(f"scalar {name}: expected one of {declared[name]}, found {value!r}")
+
+
+def check_report(report: Mapping[str, Any]) -> None:
+    """Names of REPORT_FIELDS only, and finite numbers."""
+    for name, value in report.items():
+        if name not in REPORT_FIELDS:
+            raise WireError(f"report {name}: expected one of {sorted(REPORT_FIELDS)}, found another")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise WireError(f"report {name}: expected a finite number, found {value!r}")

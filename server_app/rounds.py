@@ -1,0 +1,142 @@
+"""The server's side of a run: its state, and how a round changes it.
+
+A round draws a cohort, folds what comes back, and counts only with a quorum; below it the round is repeated with a new
+cohort. The state changes whole or not at all, and after every change there is a checkpoint to go on from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from logging import INFO, WARNING
+
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
+from flwr.supercore import log
+from torch import Tensor
+
+from fedveil import cohort as cohorts
+from fedveil import rng
+from fedveil.config import CohortConfig
+from fedveil.errors import ConfigError, QuorumError
+from fedveil.exchange import Exchange
+from fedveil.method import Method, RoundContext, State, Upload, Weights, spec_of
+from fedveil.state import digest
+from server_app import intake, sites
+from server_app.attempt import Attempt
+from server_app.record import RoundRecord, RunFolder
+
+Scores = dict[str, dict[str, float]]
+
+
+class Rounds:
+    """One run's rounds. Arguments as `MethodStrategy`'s.
+
+    Attributes:
+        history: every attempt at a round, in order.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        cohort: CohortConfig,
+        seed: int,
+        deterministic: bool,
+        run: str,
+        limits: intake.Limits,
+        folder: RunFolder | None,
+        tap: bool,
+        scores: Callable[[State, int], Scores] | None,
+    ) -> None:
+        self.method, self.cohort, self.seed, self.deterministic = method, cohort, seed, deterministic
+        self.run_name, self.limits, self.folder, self.scores = run, limits, folder, scores
+        self.tap = folder.tap() if folder and tap else None
+        self.history: list[RoundRecord] = []
+        self._server: State | None = None
+        self._exchange: Exchange | None = None
+        self._participated: set[str] = set()
+        self._secret = rng.secret("server", seed, deterministic)
+
+    def initialise(self, weights: Mapping[str, Tensor]) -> None:
+        """The state before round 0."""
+        spec = spec_of(weights)
+        self._server = self.method.init(spec, weights, rng.initial(self.seed, "method init"))
+        self._exchange = Exchange(self.method, type(self.method).__module__.rpartition(".")[2], spec)
+
+    def resume(self) -> int:
+        """Takes up the folder's checkpoint; returns the next round, 0 where this run does not resume one."""
+        if self.folder is None or not self.folder.resumed:
+            return 0
+        self._server, loop = self.folder.load_checkpoint()
+        self._participated, self._secret = set(loop["participated"]), bytes.fromhex(loop["secret"])
+        return int(loop["round"]) + 1
+
+    @property
+    def server(self) -> State:
+        """The server's state. Raises ConfigError before `initialise`."""
+        if self._server is None:
+            raise ConfigError("initial_arrays: expected before the first round, found none; call start() first")
+        return self._server
+
+    def deployed(self) -> Weights:
+        """The model that the server holds now."""
+        return self.method.deployed(self.server)["server"]
+
+    def score_initial(self) -> None:
+        """Scores the model before any round, into the folder."""
+        if self.scores and self.folder:
+            self.folder.scores(-1, self.scores(self.server, -1))
+
+    def run_round(self, grid: Grid, round_: int, rounds: int, deadline: float, config: ConfigRecord) -> RoundRecord:
+        """One round of our own loop. Raises QuorumError when every repeat stays below the quorum."""
+        if self.folder:
+            self.folder.status("running", round_, rounds)
+        for number in range(self.cohort.repeats + 1):
+            started = time.monotonic()
+            attempt, messages, contexts = self.begin(grid, round_, number, deadline, config)
+            pending = dict(zip(grid.push_messages(messages), contexts, strict=True))
+            del messages
+            if self.finish(attempt, attempt.streamed(grid, pending, deadline, self.deterministic), started):
+                return attempt.record
+        failed = attempt.record.failed
+        reasons = "; ".join(f"{site}: {reason}" for site, reason in failed.items()) or "no site connected"
+        raise QuorumError(
+            f"round {round_}: expected at least {self.cohort.min_sites} accepted uploads, found "
+            f"{len(attempt.record.accepted)} in the last of {self.cohort.repeats + 1} attempts ({reasons}); see the sites' "
+            "logs or lower cohort.min-sites"
+        )
+
+    def begin(
+        self, grid: Grid, round_: int, number: int, deadline: float, config: ConfigRecord
+    ) -> tuple[Attempt, list[Message], list[RoundContext]]:
+        """Draws a cohort of the connected sites; returns one message and one context for each of it."""
+        if self._exchange is None:
+            raise ConfigError("initial_arrays: expected before the first round, found none; call start() first")
+        nodes = sites.connected(grid)
+        chosen = cohorts.draw(nodes, self.cohort.fraction, self._secret, round_, number)
+        contexts = [RoundContext(round_, s, s not in self._participated, self._secret) for s in chosen]
+        record = RoundRecord(round_, number, chosen)
+        attempt = Attempt(self._exchange, self.server, record, self.limits, self.run_name, self.folder, self.tap)
+        return attempt, attempt.messages(contexts, nodes, deadline, config), contexts
+
+    def finish(self, attempt: Attempt, uploads: Iterator[Upload], started: float) -> bool:
+        """Folds the uploads; with a quorum the result becomes the state. Returns whether it did."""
+        record = attempt.record
+        new_state = self.method.aggregate(self.server, uploads)
+        record.seconds = round(time.monotonic() - started, 3)
+        enough = len(record.accepted) >= self.cohort.min_sites
+        if enough:
+            self._server = new_state
+            # A site that failed may have lost its state: next time it gets everything, as a newcomer.
+            self._participated = (self._participated | set(record.accepted)) - set(record.failed)
+            record.weights = digest(self.deployed())
+            record.scores = self.scores(new_state, record.round) if self.scores else {}
+        self.history.append(record)
+        level, verdict = (INFO, "done") if enough else (WARNING, f"below the quorum of {self.cohort.min_sites}")
+        log(level, "round %s %s: accepted %s, failed %s", record.round, verdict, record.accepted, record.failed)
+        if self.folder:
+            self.folder.round(record)
+            if enough:
+                loop = {"participated": sorted(self._participated), "secret": self._secret.hex()}
+                self.folder.checkpoint(new_state, {"round": record.round, **loop})
+        return enough
