@@ -1,14 +1,20 @@
 """Methods beside each other: the same federation in process, once a method and seed.
 
 Beside the methods stand "round 0" (the model before any round) and "one client alone" (the client of median size, which
-trains in every round on its own rows and shares nothing).
+trains in every round on its own rows and shares nothing). Each seed runs in a process of its own, with one thread, as many
+at a time as there are cores.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import strategies
@@ -16,6 +22,7 @@ from benchmarks import data
 from benchmarks.run import Options, Outcome, intervals
 from fedveil import rng, tasks
 from fedveil.config import RunConfig, parse
+from fedveil.errors import ConfigError
 from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
 from fedveil.lora import aggregation_gap
@@ -36,12 +43,10 @@ class _Run:
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Rows: round 0, one client alone, and each of `settings["methods"]`; a run a seed."""
     seeds = range(options.seeds or settings["seeds"])
-    runs: dict[str, list[_Run]] = {}
-    for seed in seeds:
-        for name, measured in _seed(settings, seed, options):
-            runs.setdefault(name, []).append(measured)
-            options.say(f"seed {seed}: {name}: {_brief(measured.scores)} in {measured.seconds:.0f} s")
-    rows = [_row(name, done, settings) for name, done in runs.items()]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        done = list(pool.map(lambda seed: _in_process_of_its_own(settings, seed, options), seeds))
+    runs = {name: [of_seed[name] for of_seed in done] for name in done[0]}
+    rows = [_row(name, measured, settings) for name, measured in runs.items()]
     return Outcome(rows, _verdicts(runs, settings))
 
 
@@ -54,6 +59,43 @@ def _row(name: str, done: list[_Run], settings: dict[str, Any]) -> dict[str, Any
         "rounds": 0 if name == "round 0" else settings["config"]["run.rounds"],
         "seconds": round(sum(r.seconds for r in done) / len(done), 1),
     }
+
+
+def _in_process_of_its_own(settings: dict[str, Any], seed: int, options: Options) -> dict[str, _Run]:
+    asked = json.dumps({"settings": settings, "seed": seed, "device": options.device})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.federation"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(asked)
+    process.stdin.close()
+    for line in process.stdout:
+        if line.startswith("{"):
+            answer = line
+        else:
+            options.say(line.rstrip())
+    if process.wait():
+        raise ConfigError(
+            f"seed {seed}: expected a result, found exit code {process.returncode}; its error stands above"
+        )
+    return {name: _Run(**measured) for name, measured in json.loads(answer).items()}
+
+
+def main() -> None:
+    """One seed: settings as JSON on standard input, progress and then the result as one line of JSON."""
+    asked = json.load(sys.stdin)
+
+    def say(text: str) -> None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    done = _seed(asked["settings"], asked["seed"], Options(device=asked["device"], say=say))
+    say(json.dumps({name: asdict(measured) for name, measured in done}))
 
 
 def _seed(settings: dict[str, Any], seed: int, options: Options) -> list[tuple[str, _Run]]:
@@ -81,6 +123,7 @@ def _seed(settings: dict[str, Any], seed: int, options: Options) -> list[tuple[s
                 ("one client alone", _federate(single, alone, task, {median: rows[median]}, initial, test, options))
             )
         out.append((label, _federate(exchange, config, task, rows, initial, test, options)))
+        options.say(f"seed {seed}: {label}: {_brief(out[-1][1].scores)} in {out[-1][1].seconds:.0f} s")
     return out
 
 
@@ -100,7 +143,8 @@ def _federate(
         return task.local(rows[site], ctx.rng("batches"))
 
     def tell(running: Federation, round_: int) -> None:
-        options.say(f"seed {config.run.seed}: {exchange.name}: round {round_ + 1} of {config.run.rounds}")
+        if (round_ + 1) % 10 == 0:
+            options.say(f"seed {config.run.seed}: {exchange.name}: round {round_ + 1} of {config.run.rounds}")
 
     federation = Federation(exchange, config, local_for, list(rows), state)
     federation.run(tell)
@@ -136,3 +180,7 @@ def _verdicts(runs: Mapping[str, list[_Run]], settings: dict[str, Any]) -> list[
 
 def _brief(scores: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
+
+
+if __name__ == "__main__":
+    main()
