@@ -47,7 +47,6 @@ class RoundRecord:
     download_bytes: int = 0
     reports: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
-    aggregate_seconds: float = 0.0
     weights: str = ""
     scores: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 

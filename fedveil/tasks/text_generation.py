@@ -229,7 +229,8 @@ class TextGeneration(Task):
             width = max(len(prompts[i]) for i in chosen)
             ids = torch.tensor([[end] * (width - len(prompts[i])) + prompts[i] for i in chosen])
             mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen])
-            with self._computing():
+            # Unpadded prompts need no mask; transformers then takes a generated end token for padding, and says so.
+            with self._computing(), models.quiet():
                 out = self.base.model.generate(
                     input_ids=ids.to(self.device), attention_mask=mask.to(self.device), generation_config=how
                 )
