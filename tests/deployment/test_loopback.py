@@ -73,7 +73,8 @@ def test_grpc_and_in_process_end_bit_identical(method, federation, tmp_path):
     reference = in_process(method)
     assert metrics[-1]["weights"] == digest(reference.deployed()["server"])
     assert [m["failed"] for m in metrics[1:]] == [{}, {}]
-    assert sum(m.get("upload_bytes", 0) for m in metrics) == reference.upload_bytes
+    uploads = sum(m.get("upload_bytes", 0) for m in metrics)
+    assert abs(uploads - reference.upload_bytes) <= 32 * len(ledger)  # the seconds that a site reports vary in length
     assert sum(m.get("download_bytes", 0) for m in metrics) == reference.download_bytes
     for line in ledger:
         assert line["bytes"] - line["payload_bytes"] < 2000
