@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from console import launch
 
     console = Console(highlight=False)
+    console.width = max(console.width, 160)  # a table that breaks its numbers helps nobody
     if args.list:
         console.print("\n".join(benchmarks.names()) or "no presets", markup=False)
         return 0

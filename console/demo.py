@@ -25,7 +25,8 @@ SETTINGS: dict[str, Any] = {
     "task.evaluation": str(DATA),
     "train.batch-size": 8,
     "train.learning-rate": 3e-3,
-    "train.max-steps": 25,
+    "train.max-steps": 16,
+    "cohort.fraction": 0.75,
     "evaluate.max-examples": 60,
 }
 
