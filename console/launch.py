@@ -170,24 +170,6 @@ class Federation:
         """
         self.processes.kill(name, grace)
 
-    def restart_site(self, name: str) -> None:
-        """Starts a killed site again and waits until it is online.
-
-        The SuperLink refuses a key that it still believes to be online: up to a minute after a kill without grace.
-        """
-        deadline = time.monotonic() + self._start_timeout
-        self.start_site(name)
-        while True:
-            try:
-                if self.online(name):
-                    return
-            except LaunchError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.25)
-                self.start_site(name)
-            time.sleep(0.1)
-
     def start_site(self, name: str) -> None:
         """Starts a site's SuperNode; its key must be registered. Does not wait until it is online."""
         log = self.processes.log(name)
