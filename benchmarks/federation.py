@@ -27,7 +27,7 @@ from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
 from fedveil.lora import aggregation_gap
 from fedveil.method import Local, RoundContext, Weights
-from fedveil.tasks.base import Examples, Share, Task
+from fedveil.tasks.base import Examples, Rows, Share, Task
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _seed(settings: dict[str, Any], seed: int, options: Options) -> list[tuple[s
         task = tasks.load(config, method.adapter, options.device)
         folder = data.folder(settings["data"])
         rows = {
-            f"client-{i:02d}": task.examples(folder, "train", Share(i, settings["clients"]))
+            f"client-{i:02d}": task.prepare(task.examples(folder, "train", Share(i, settings["clients"])))
             for i in range(settings["clients"])
         }
         test = task.examples(folder, "test")
@@ -131,7 +131,7 @@ def _federate(
     exchange: Exchange,
     config: RunConfig,
     task: Task,
-    rows: Mapping[str, Examples],
+    rows: Mapping[str, Rows],
     initial: Weights,
     test: Examples,
     options: Options,

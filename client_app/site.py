@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedveil.errors import ConfigError
-from fedveil.tasks.base import Share
 
 
 class Site(BaseModel):
@@ -33,11 +32,6 @@ class Site(BaseModel):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     partition_id: int = Field(0, ge=0)
     num_partitions: int = Field(1, ge=1)
-
-    @property
-    def share(self) -> Share | None:
-        """This site's part of a shared data folder; None where the folder is its own."""
-        return Share(self.partition_id, self.num_partitions) if self.num_partitions > 1 else None
 
 
 def parse_site(node_config: Mapping[str, Any]) -> Site:

@@ -12,6 +12,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 from fedveil.exchange import Exchange
 from fedveil.method import RoundContext
+from fedveil.tasks.base import Share
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ def take_part(data: bytes, order: Order, config: RunConfig, site: Site) -> bytes
     store = PrivateStore.of(site.state_dir, order.run, name)
     secret = store.secret(config.run.seed, name, config.run.deterministic)
     ctx = RoundContext(order.round, name, order.is_new, secret)
-    local = task.local(task.examples(Path(folder), "train", site.share), ctx.rng("batches"))
+    share = Share(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
+    rows = task.prepare(task.examples(Path(folder), "train", share))
+    local = task.local(rows, ctx.rng("batches"))
     private, upload = Exchange(method, order.method, task.spec).participate(data, store.load(), local, ctx)
     store.save(private)
     return upload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from fedveil.method import Local, Spec, Weights
 from fedveil.rng import Stream
 
 Examples = Sequence[Mapping[str, Any]]
+Rows = Sequence[Any]  # examples as the task's model takes them
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,31 @@ class Share:
 
     index: int
     count: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """How far a local training is.
+
+    Attributes:
+        step, steps: steps done, and planned.
+        loss: mean over the last of them.
+        tokens: read so far, padding apart; 0 where a task has none.
+        seconds: since the first step began.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+Watch = Callable[[Step], None]  # may raise, and so end the training
+
+
+def unwatched(step: Step) -> None:
+    """Nobody looks."""
 
 
 class Task(ABC):
@@ -47,8 +73,20 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def local(self, examples: Examples, rng: Stream) -> Local:
-        """One client's training on `examples`; `rng` orders the batches."""
+    def prepare(self, examples: Examples) -> Rows:
+        """The examples as the model takes them, tokenised or decoded. Costs time: once for all rounds.
+
+        Raises:
+            TaskError: a row that cannot be read, by its column.
+        """
+
+    @abstractmethod
+    def local(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> Local:
+        """One client's training on prepared rows; `rng` orders the batches, `watch` sees how far it is.
+
+        Raises:
+            TaskError: no rows.
+        """
 
     @abstractmethod
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:

@@ -25,7 +25,7 @@ from fedveil.errors import ConfigError, TaskError
 from fedveil.method import Spec, TensorSpec, Weights
 from fedveil.rng import Stream
 from fedveil.tasks import models, partition, rows
-from fedveil.tasks.base import Examples, Share, Task
+from fedveil.tasks.base import Examples, Share, Task, Watch, unwatched
 from fedveil.tasks.training import LocalTraining, Row
 
 SEPARATOR = "\n"
@@ -96,9 +96,13 @@ class TextGeneration(Task):
         found: list[Mapping[str, Any]] = table.to_list()
         return found
 
-    def local(self, examples: Examples, rng: Stream) -> LocalTraining:
-        """Training on `examples`. Raises TaskError where there are none."""
-        return LocalTraining(self, examples, rng)
+    def prepare(self, examples: Examples) -> list[Row]:
+        """Every row tokenised. Raises TaskError for a row without text in one of the two columns."""
+        return [self._encode(*self._texts(example)) for example in examples]
+
+    def local(self, rows: Sequence[Row], rng: Stream, watch: Watch = unwatched) -> LocalTraining:
+        """Training on `rows`. Raises TaskError where there are none."""
+        return LocalTraining(self, rows, rng, watch)
 
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" over the rows of the first evaluate.max-examples distinct sources; with `generate` also
@@ -171,10 +175,6 @@ class TextGeneration(Task):
         answer = [*self.base.tokenizer.encode(target, add_special_tokens=False), end][: room - least]
         prompt = self._prompt(source, room - len(answer))
         return Row(prompt + answer, len(prompt))
-
-    def encode_all(self, examples: Examples) -> list[Row]:
-        """Every row encoded."""
-        return [self._encode(*self._texts(example)) for example in examples]
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:

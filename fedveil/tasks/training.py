@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol, final
 
 import torch
@@ -17,7 +16,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import TaskError
 from fedveil.method import Spec, Trained, Weights
 from fedveil.rng import Stream
-from fedveil.tasks.base import Examples
+from fedveil.tasks.base import Step, Watch, unwatched
 
 RECEIVED_ROWS = 64  # rows of the site behind "loss_received"
 
@@ -52,10 +51,6 @@ class Trainable(Protocol):
         """Puts weights in. Raises TaskError where they are not the spec's."""
         ...
 
-    def encode_all(self, examples: Examples) -> Sequence[Row]:
-        """The rows as `loss_sum` takes them."""
-        ...
-
     def loss_sum(self, batch: Sequence[Row]) -> tuple[Tensor, int]:
         """Summed loss of a batch, and the number of terms in it."""
         ...
@@ -69,26 +64,23 @@ class Trainable(Protocol):
 class LocalTraining:
     """One client's training: AdamW anew at each call, a constant learning rate, every row once an epoch."""
 
-    def __init__(self, task: Trainable, examples: Examples, rng: Stream) -> None:
-        if not examples:
+    def __init__(self, task: Trainable, rows: Sequence[Row], rng: Stream, watch: Watch = unwatched) -> None:
+        if not rows:
             raise TaskError("task.data: expected at least one row to train on, found none; add rows")
         self._task = task
-        self._examples = examples
+        self._rows = rows
         self._rng = rng
+        self._watch = watch
 
     @property
     def num_examples(self) -> int:
         """Rows of this client."""
-        return len(self._examples)
+        return len(self._rows)
 
     @property
     def spec(self) -> Spec:
         """The task's spec."""
         return self._task.spec
-
-    @cached_property
-    def _encoded(self) -> Sequence[Row]:
-        return self._task.encode_all(self._examples)
 
     def train(self, weights: Weights) -> Trained:
         """Trains from `weights`, which stay as they are; without a step they come back bit for bit.
@@ -103,7 +95,7 @@ class LocalTraining:
         task = self._task
         task.put(weights)
         with _threads(1 if task.config.run.deterministic else torch.get_num_threads()):
-            received = task.mean_loss(self._encoded[:RECEIVED_ROWS])
+            received = task.mean_loss(self._rows[:RECEIVED_ROWS])
             losses, tokens = self._steps()
         if losses:
             after = {name: p.detach().to(weights[name].device, copy=True) for name, p in task.trained.items()}
@@ -124,7 +116,7 @@ class LocalTraining:
         parameters = list(task.trained.values())
         optimiser = torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
         losses: list[float] = []
-        tokens = 0
+        tokens, planned, started = 0, self._planned, time.perf_counter()
         for batch in self._batches():
             loss_sum, count = task.loss_sum(batch)
             loss = loss_sum / count
@@ -133,6 +125,7 @@ class LocalTraining:
             optimiser.zero_grad()
             losses.append(float(loss.detach()))
             tokens += sum(len(row.ids) for row in batch)
+            self._watch(Step(len(losses), planned, losses[-1], tokens, time.perf_counter() - started))
             if not math.isfinite(losses[-1]):
                 raise TaskError(
                     f"train.learning-rate: expected a finite loss, found {losses[-1]} at step {len(losses)} with "
@@ -140,20 +133,26 @@ class LocalTraining:
                 )
         return losses, tokens
 
+    @property
+    def _planned(self) -> int:
+        """Steps of one participation."""
+        train = self._task.config.train
+        steps = train.epochs * math.ceil(len(self._rows) / train.batch_size)
+        return min(steps, train.max_steps) if train.max_steps else steps
+
     def _batches(self) -> Iterator[Sequence[Row]]:
         """Batches of every epoch, each epoch in an order of its own; at most train.max-steps where that is set."""
         train = self._task.config.train
         generator = self._rng.torch_generator()
-        n = len(self._encoded)
-        steps = train.epochs * math.ceil(n / train.batch_size)
-        left = min(steps, train.max_steps) if train.max_steps else steps
+        n = len(self._rows)
+        left = self._planned
         for _ in range(train.epochs):
             order = torch.randperm(n, generator=generator).tolist()
             for i in range(0, n, train.batch_size):
                 if left == 0:
                     return
                 left -= 1
-                yield [self._encoded[j] for j in order[i : i + train.batch_size]]
+                yield [self._rows[j] for j in order[i : i + train.batch_size]]
 
 
 @contextlib.contextmanager

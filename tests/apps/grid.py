@@ -39,9 +39,12 @@ class ToyTask(Task):
     def examples(self, data: Path, split: str, share=None):
         return [{"mr": "a", "ref": "b"}] * (3 + (share.index if share else 0))
 
-    def local(self, examples, rng):
+    def prepare(self, examples):
+        return examples
+
+    def local(self, rows, rng, watch=None):
         step = float(torch.rand((), generator=rng.torch_generator()))
-        return ToyLocal(self.spec_, len(examples), step)
+        return ToyLocal(self.spec_, len(rows), step)
 
     def evaluate(self, weights, examples, generate):
         return {"loss": float(sum(w.sum() for w in weights.values()))}

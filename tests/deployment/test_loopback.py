@@ -50,7 +50,7 @@ def in_process(method_name: str) -> inprocess.Federation:
     config = parse(CONFIG | {"method.name": method_name})
     method = strategies.create(method_name)
     task = tasks.load(config, method.adapter, "cpu")
-    rows = {f"site-{i}": task.examples(DATA, "train", Share(i, SITES)) for i in range(SITES)}
+    rows = {f"site-{i}": task.prepare(task.examples(DATA, "train", Share(i, SITES))) for i in range(SITES)}
     state = method.init(task.spec, task.initial(rng.initial(4, "weights")), rng.initial(4, "method init"))
     run = inprocess.Federation(
         Exchange(method, method_name, task.spec),
