@@ -98,7 +98,7 @@ def _fold(n: int, megabytes: int, dtype: str = "float32", judged: bool = False) 
     server = method.init(spec, {k: torch.randn(t.shape) for k, t in spec.items()}, rng.initial(0, "method init"))
     ctx = RoundContext(0, "a", True, bytes(32))
     down = exchange.broadcast(server, ctx)
-    ring = [exchange.participate(down, None, _Untrained(spec, float(i)), ctx)[1] for i in range(_RING)]
+    ring = [b"".join(exchange.participate(down, None, _Untrained(spec, float(i)), ctx)[1]) for i in range(_RING)]
     payload_bytes = describe(ring[0])["payload_bytes"]
     del down
 

@@ -1,22 +1,29 @@
-"""The ClientApp: hands the message's bytes to this site's turn, and returns the bytes it gets.
+"""The ClientApp: checks the site's policy, hands the message's bytes to the site's worker, and returns what it gets.
 
-What goes wrong here is logged here, in full. The server learns the kind of the error and nothing of its text, which may
+It imports neither torch nor transformers: Flower starts a process of it for every message.
+
+What goes wrong is logged here, in full. The server learns the kind of the error and nothing of its text, which may
 quote data or paths. A configuration that the server itself sent, and a site's policy, are answered with their reason.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from logging import ERROR, INFO
 
 from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
+from client_app import link, policy, registry
+from client_app.assignment import Assignment
+from fedveil.errors import PolicyError, WireError
+from fedveil.wire import slices
+
 app = ClientApp()
 
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-_STYPE = "fedveil.message/1"
 
 
 @app.train()
@@ -28,33 +35,46 @@ def train(message: Message, context: Context) -> Message:
     except Exception as error:
         log(ERROR, "this site's turn failed", exc_info=error)
         return Message(Error(_RAISED, public_reason(error)), reply_to=message)
-    log(INFO, "turn of %.1f s, upload of %s bytes", time.monotonic() - started, len(upload))
-    array = Array("uint8", (len(upload),), _STYPE, upload)
-    return Message(RecordDict({"fedveil": ArrayRecord({"message": array})}), reply_to=message)
+    size = sum(map(len, upload))
+    log(INFO, "turn of %.1f s, upload of %s bytes", time.monotonic() - started, size)
+    arrays = {slices.name(i): Array("uint8", (len(part),), slices.STYPE, part) for i, part in enumerate(upload)}
+    return Message(RecordDict({"fedveil": ArrayRecord(arrays)}), reply_to=message)
 
 
-def _take_part(message: Message, context: Context) -> bytes:
-    from client_app.site import parse_site
-    from client_app.turn import Order, take_part
-    from fedveil.config import parse
-    from fedveil.errors import WireError
-
+def _take_part(message: Message, context: Context) -> list[bytes]:
     try:
-        array = message.content.array_records["fedveil"]["message"]
+        record = message.content.array_records["fedveil"]
         order = message.content.config_records["order"]
-        asked = Order(**{key.replace("-", "_"): value for key, value in order.items()})  # type: ignore[arg-type]
-    except (KeyError, TypeError) as error:
-        raise WireError(
-            f"message: expected the records fedveil.message and order of this version, found {error}"
-        ) from None
-    return take_part(array.data, asked, parse(context.run_config), parse_site(context.node_config))
+    except KeyError as error:
+        raise WireError(f"message: expected the records fedveil and order, found none called {error}") from None
+    assignment = Assignment.of(order, context.run_config, context.node_config)
+    policy.check(assignment)
+    owner = registry.owner() if assignment.config.client.worker else None
+    if owner is None:
+        return _in_this_process(_drained(record), assignment)
+    return link.take_part(_drained(record), assignment, owner)
+
+
+def _in_this_process(message: Iterator[bytes], assignment: Assignment) -> list[bytes]:
+    """Without a worker: as asked for, or under the simulation engine, whose processes stay anyway."""
+    from client_app.private import PrivateStore
+    from client_app.turn import Turns
+
+    turn = Turns().take(lambda: b"".join(message), assignment)
+    upload = list(slices.sliced(slices.drained(turn.parts)))
+    PrivateStore.of(assignment.site.state_dir, assignment.order.run, assignment.name).commit()
+    return upload
+
+
+def _drained(record: ArrayRecord) -> Iterator[bytes]:
+    """The message's slices; the record forgets each as it is handed out."""
+    for name in slices.in_order(list(record)):
+        yield record.pop(name).data
 
 
 def public_reason(error: Exception) -> str:
     """What the server may know of an error at this site."""
-    from fedveil.errors import PolicyError, WireError
-
-    kind = type(error).__name__
-    if isinstance(error, PolicyError | WireError):
+    kind = error.kind if isinstance(error, link.TurnError) else type(error).__name__
+    if isinstance(error, PolicyError | WireError) or kind == WireError.__name__:
         return f"{kind}: {error}"
     return f"{kind} at the site; its log has the text"

@@ -17,8 +17,12 @@ class Site(BaseModel):
     Attributes:
         site: its name; the registered one where empty.
         data: its own data folder; `task.data` of the run where empty.
-        state_dir: where its private state lies.
+        state_dir: where its private state lies, and its worker's socket.
+        policy: file that says what this site permits; "" = everything.
         device: "auto", "cpu", "cuda", "cuda:1".
+        worker_idle_seconds: a worker without a turn for so long ends.
+        worker_memory_mb: bound on the resident memory of the site's worker; 0 = none. Under a bound only the current
+            run's worker is held.
         partition_id, num_partitions: for demonstrations and the simulation engine, where sites share one data folder.
     """
 
@@ -29,7 +33,10 @@ class Site(BaseModel):
     site: str = ""
     data: str = ""
     state_dir: Path = Path("~/.local/state/fedveil")
+    policy: str = ""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    worker_idle_seconds: float = Field(900.0, ge=0)
+    worker_memory_mb: int = Field(0, ge=0)
     partition_id: int = Field(0, ge=0)
     num_partitions: int = Field(1, ge=1)
 

@@ -2,58 +2,92 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from client_app.assignment import Assignment
 from client_app.private import PrivateStore
-from client_app.site import Site
 from fedveil import tasks
-from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 from fedveil.exchange import Exchange
 from fedveil.method import RoundContext
-from fedveil.tasks.base import Share
+from fedveil.tasks.base import Rows, Share, Task, Watch, unwatched
+from fedveil.wire.codec import Buffer
+
+Fingerprint = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
-class Order:
-    """What the server asks of this site, beside the message itself.
+class Turn:
+    """What a turn gave.
 
     Attributes:
-        round: 0-based.
-        is_new: the server has accepted no upload of this site yet.
-        site: the name under which the server knows this site.
-        run: name of the run, for private state.
-        method: the method's file name.
-        fields: its hyper-parameters as JSON.
+        parts: the upload, to be joined; dense parts are views of what was trained.
+        load_seconds: spent on the base model and the rows before the training; next to nothing once they are held.
     """
 
-    round: int
-    is_new: bool
-    site: str
-    run: str
-    method: str
-    fields: str
+    parts: list[Buffer]
+    load_seconds: float
 
 
-def take_part(data: bytes, order: Order, config: RunConfig, site: Site) -> bytes:
-    """This site's whole turn. The private state is on disk before the upload exists."""
-    import strategies
+class Turns:
+    """The turns of one site in one run. Base model and prepared rows stay between them.
 
-    name = site.site or order.site
-    method = strategies.create_from_json(order.method, order.fields)
-    task = tasks.load(config, method.adapter, site.device)
-    folder = site.data or config.task.data
-    if not folder:
-        raise ConfigError(
-            'data: expected a folder in the node config ("data") or the run config (task.data), found none'
-        )
-    store = PrivateStore.of(site.state_dir, order.run, name)
-    secret = store.secret(config.run.seed, name, config.run.deterministic)
-    ctx = RoundContext(order.round, name, order.is_new, secret)
-    share = Share(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
-    rows = task.prepare(task.examples(Path(folder), "train", share))
-    local = task.local(rows, ctx.rng("batches"))
-    private, upload = Exchange(method, order.method, task.spec).participate(data, store.load(), local, ctx)
-    store.save(private)
-    return upload
+    Two turns must agree in everything that the task is made from; whoever keeps an instance sees to that. Rows are
+    read anew where their files have changed.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: tuple[Task, Exchange] | None = None
+        self._rows: tuple[Fingerprint, Rows] | None = None
+
+    def take(self, receive: Callable[[], Buffer], assignment: Assignment, watch: Watch = unwatched) -> Turn:
+        """One turn. `receive` gives the message; nobody else holds it then.
+
+        The next private state is prepared on disk before the upload is returned, and is not yet committed.
+        """
+        started = time.perf_counter()
+        order, config = assignment.order, assignment.config
+        task, exchange = self._task_and_exchange(assignment)
+        rows = self._prepared(task, assignment)
+        load_seconds = time.perf_counter() - started
+        store = PrivateStore.of(assignment.site.state_dir, order.run, assignment.name)
+        secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
+        ctx = RoundContext(order.round, assignment.name, order.is_new, secret)
+        local = task.local(rows, ctx.rng("batches"), watch)
+        # What lies there in round 0 is of an earlier run under the same name.
+        private = store.load() if order.round > 0 else None
+        private, parts = exchange.participate(receive(), private, local, ctx)
+        store.prepare(private)
+        return Turn(parts, load_seconds)
+
+    def _task_and_exchange(self, assignment: Assignment) -> tuple[Task, Exchange]:
+        if self._loaded is None:
+            import strategies
+
+            order = assignment.order
+            method = strategies.create_from_json(order.method, order.fields)
+            task = tasks.load(assignment.config, method.adapter, assignment.site.device)
+            self._loaded = task, Exchange(method, order.method, task.spec)
+        return self._loaded
+
+    def _prepared(self, task: Task, assignment: Assignment) -> Rows:
+        if not assignment.data:
+            raise ConfigError(
+                'data: expected a folder in the node config ("data") or the run config (task.data), found none'
+            )
+        site, folder = assignment.site, Path(assignment.data)
+        found = _fingerprint(folder)
+        if self._rows is None or self._rows[0] != found:
+            share = Share(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
+            self._rows = found, task.prepare(task.examples(folder, "train", share))
+        return self._rows[1]
+
+
+def _fingerprint(folder: Path) -> Fingerprint:
+    """Names, sizes and times of the files in a data folder, or of the one file."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    stats = [(file.name, file.stat()) for file in files if file.is_file()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

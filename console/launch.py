@@ -176,10 +176,10 @@ class Federation:
         self._log_starts[name] = log.stat().st_size if log.exists() else 0
         self.processes.start(
             name,
-            ["flower-supernode", "--grpc-rere", "--root-certificates", str(self.folder / "ca.crt"),
-             "--superlink", f"127.0.0.1:{self._fleet_port}", "--auth-supernode-private-key", str(self._key(name)),
-             "--host", "127.0.0.1", "--port", str(self._site_ports[name]),
-             "--node-config", str(self._write_node_config(name))],
+            supernode(
+                f"127.0.0.1:{self._fleet_port}", self.folder / "ca.crt", self._key(name),
+                self._site_ports[name], self._write_node_config(name),
+            ),
             {**self._env(), "OMP_NUM_THREADS": str(self.client_threads)},
         )  # fmt: skip
 
@@ -190,7 +190,7 @@ class Federation:
 
     def last_error(self, name: str) -> str:
         """The last exception in a site's log, "" where there is none."""
-        return _named_error(self.processes.log(name).read_text(errors="replace"))
+        return named_error(self.processes.log(name).read_text(errors="replace"))
 
     # Start and stop
 
@@ -270,7 +270,7 @@ class Federation:
         if not completed and not reason:
             with suppress(LaunchError):
                 log = self.server_log(run, 60)
-                reason = _named_error(log) or " | ".join(log.splitlines()[-3:])
+                reason = named_error(log) or " | ".join(log.splitlines()[-3:])
         return Ended(completed, reason or flower_status, seconds)
 
     def _flwr(self, *arguments: str) -> dict[str, Any]:
@@ -285,21 +285,8 @@ class Federation:
         return dict(answer)
 
     def _env(self) -> dict[str, str]:
-        programs = str(Path(sys.executable).parent)
-        return {
-            # Several processes share the cores: threads that spin while they wait cost ten times the work itself.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            **{key: value for key, value in os.environ.items() if not key.startswith("FLWR_")},
-            "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
-            "FLWR_HOME": str(self.folder / "flower"),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
-            "NO_PROXY": "localhost,127.0.0.1",
-            "no_proxy": "localhost,127.0.0.1",
-        }
+        local = "localhost,127.0.0.1"
+        return {**environment(self.folder / "flower"), "HF_HUB_OFFLINE": "1", "NO_PROXY": local, "no_proxy": local}
 
     def _key(self, name: str) -> Path:
         return self.folder / "keys" / name
@@ -332,7 +319,32 @@ class Federation:
             raise LaunchError(f"{name}: ended with exit code {code}; its log ends: {self.processes.tail(name)}")
 
 
-def _named_error(log: str) -> str:
+def supernode(superlink: str, ca: Path, key: Path, port: int, node_config: Path) -> list[str]:
+    """The command of a site's SuperNode: gRPC with TLS and its own key to `superlink`, its own API on loopback."""
+    return [
+        "flower-supernode", "--grpc-rere", "--root-certificates", str(ca), "--superlink", superlink,
+        "--auth-supernode-private-key", str(key), "--host", "127.0.0.1", "--port", str(port),
+        "--node-config", str(node_config),
+    ]  # fmt: skip
+
+
+def environment(flower_home: Path) -> dict[str, str]:
+    """What Flower's processes, and what they start, find in their environment."""
+    programs = str(Path(sys.executable).parent)
+    return {
+        # Several processes share the cores: threads that spin while they wait cost ten times the work itself.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **{key: value for key, value in os.environ.items() if not key.startswith("FLWR_")},
+        "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
+        "FLWR_HOME": str(flower_home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def named_error(log: str) -> str:
     """The last line that names an exception, "" where there is none."""
     pattern = re.compile(r"^\s*([A-Za-z_][\w.]*(?:Error|Exception|Refused)\b.*)$", re.MULTILINE)
     found: list[str] = pattern.findall(log)

@@ -58,6 +58,10 @@ class Processes:
                 start_new_session=True,
             )
 
+    def pid(self, name: str) -> int:
+        """The number of the process `name`."""
+        return self._children[name].pid
+
     def ended(self, name: str) -> int | None:
         """The exit code of `name`, or None while it runs."""
         return self._children[name].poll()
@@ -100,9 +104,9 @@ class Processes:
         """Whether `name` has a process of this program running."""
         return any(_name(process).startswith(program[:15]) for process in self._marked(name))
 
-    def alive(self) -> list[psutil.Process]:
-        """Everything that carries the mark and still runs."""
-        return self._marked()
+    def alive(self, name: str | None = None) -> list[psutil.Process]:
+        """Everything that carries the mark and still runs; with `name`, that process and what it started."""
+        return self._marked(name)
 
     def stop(self, grace: float = 3.0) -> None:
         """SIGTERM, then after `grace` seconds SIGKILL, until nothing is left. A Ctrl-C meanwhile waits for the end."""

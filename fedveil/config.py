@@ -61,11 +61,15 @@ class TrainConfig(_Section):
 
     epochs: int = Field(1, ge=0)
     batch_size: int = Field(16, ge=1)
-    max_steps: int = Field(0, ge=0, description="steps a participation; 0 = the epochs decide")
+    accumulate: int = Field(1, ge=1, description="batches a step of the optimiser; their gradient is that of one batch")
+    max_steps: int = Field(0, ge=0, description="steps of the optimiser a participation; 0 = the epochs decide")
     learning_rate: float = Field(3e-4, gt=0)
     weight_decay: float = Field(1e-6, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
     quantized_base: Literal["none", "4bit", "8bit"] = "none"
+    bucketing: bool = Field(False, description="batches of rows of like length, which need less padding")
+    checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
+    compile: bool = Field(False, description="torch.compile of the model: a long first step, meant for a GPU")
 
 
 class EvaluateConfig(_Section):
@@ -89,6 +93,12 @@ class CohortConfig(_Section):
     repeats: int = Field(2, ge=0, description="times a round below the quorum is repeated")
 
 
+class ClientConfig(_Section):
+    """How a site takes part. `worker`: in a process that stays between rounds; else anew in every client process."""
+
+    worker: bool = True
+
+
 class RunSection(_Section):
     """The run itself. `dir` is absolute, or relative to the SuperLink's folder."""
 
@@ -109,6 +119,7 @@ class RunConfig(_Section):
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     cohort: CohortConfig = CohortConfig()
+    client: ClientConfig = ClientConfig()
     run: RunSection = RunSection()
 
     def flat(self) -> dict[str, bool | int | float | str]:

@@ -6,6 +6,7 @@
     ├── WireError        bytes that are not the message they should be
     ├── UploadRefused    a well-formed upload that the intake gate does not let into the aggregate
     ├── QuorumError      too few uploads, more often than the run allows
+    ├── WorkerError      the site's worker process that cannot be started, or that ended in a turn
     ├── StateError       a checkpoint, private state or run folder that cannot be read or written
     └── PolicyError      this site does not permit what was asked
 
@@ -43,3 +44,7 @@ class StateError(FedVeilError):
 
 class PolicyError(FedVeilError):
     """This site does not permit what was asked."""
+
+
+class WorkerError(FedVeilError):
+    """The site's worker process cannot be started, or it ended in a turn."""

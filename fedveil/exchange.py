@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fedveil.method import Layout, Local, Method, RoundContext, Spec, State, Trained, Weights
-from fedveil.wire.envelope import Message, Stamp, pack, unpack
+from fedveil.wire.codec import Buffer
+from fedveil.wire.envelope import Message, Stamp, pack, pack_parts, unpack
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,21 @@ class Exchange:
         return pack(self.layout, Stamp.of(self.method, self.name, ctx.round, "down"), payload)
 
     def participate(
-        self, data: bytes, private: State | None, local: Local, ctx: RoundContext
-    ) -> tuple[State | None, bytes]:
-        """The client's whole turn: decode, train, encode. Returns the new private state and the message back."""
-        down = unpack(data, self.layout, Stamp.of(self.method, self.name, ctx.round, "down")).payload
-        reporting = _Reporting(local)
-        private, payload = self.method.client(private, down, reporting, ctx)
-        stamp = Stamp.of(self.method, self.name, ctx.round, "up")
-        return private, pack(self.layout, stamp, payload, local.num_examples, reporting.report)
+        self, data: Buffer, private: State | None, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, list[Buffer]]:
+        """The client's whole turn: decode, train, encode.
 
-    def receive(self, data: bytes, round_: int) -> Message:
+        Returns the new private state and the message back, in parts. `data` is let go once the method has returned,
+        where the caller has let it go too.
+        """
+        reporting = _Reporting(local)
+        received = [unpack(data, self.layout, Stamp.of(self.method, self.name, ctx.round, "down")).payload]
+        del data
+        private, payload = self.method.client(private, received.pop(), reporting, ctx)
+        stamp = Stamp.of(self.method, self.name, ctx.round, "up")
+        return private, pack_parts(self.layout, stamp, payload, local.num_examples, reporting.report)
+
+    def receive(self, data: Buffer, round_: int) -> Message:
         """A client's message, decoded; the gate has still to judge it. Raises WireError."""
         return unpack(data, self.layout, Stamp.of(self.method, self.name, round_, "up"))
 

@@ -86,7 +86,7 @@ class Federation:
     def _client_turn(self, site: str, down: bytes, ctx: RoundContext) -> bytes:
         local = self.local_for(site, ctx)
         self.private[site], up = self.exchange.participate(down, self.private.get(site), local, ctx)
-        return up
+        return b"".join(up)
 
     def deployed(self, site: str | None = None) -> Mapping[str, Weights]:
         """The models that exist now; with `site` that client's own too."""

@@ -23,11 +23,12 @@ from flwr.supercore import log
 from fedveil.errors import UploadRefused, WireError
 from fedveil.exchange import Exchange
 from fedveil.method import Direction, RoundContext, State, Upload
+from fedveil.wire import slices
+from fedveil.wire.codec import Buffer
 from fedveil.wire.tap import Tap
 from server_app import intake
 from server_app.record import RoundRecord, RunFolder
 
-STYPE = "fedveil.message/1"
 _POLL_SECONDS = 0.25
 _REASON_CHARACTERS = 300
 
@@ -55,16 +56,15 @@ class Attempt:
         self, contexts: list[RoundContext], nodes: dict[str, int], ttl: float, config: ConfigRecord
     ) -> list[Message]:
         """One message a context. Equal ones share one array object, which Flower uploads once."""
-        messages, last = [], Array("uint8", (0,), STYPE, b"")
+        messages, last, record = [], b"", ArrayRecord()
         for ctx in contexts:
             data = self.exchange.broadcast(self.server, ctx)
             self.record.download_bytes += len(data)
             self._note(data, ctx, "down")
-            if data != last.data:
-                last = Array("uint8", (len(data),), STYPE, data)
-            content = RecordDict(
-                {"fedveil": ArrayRecord({"message": last}), "order": self._order(ctx), "config": config}
-            )
+            if data != last:
+                last, parts = data, slices.sliced([data])
+                record = ArrayRecord({slices.name(i): _array(part) for i, part in enumerate(parts)})
+            content = RecordDict({"fedveil": record, "order": self._order(ctx), "config": config})
             messages.append(Message(content, nodes[ctx.client], MessageType.TRAIN, ttl=ttl, group_id=str(ctx.round)))
         return messages
 
@@ -104,7 +104,7 @@ class Attempt:
         if reply.has_error():
             self.record.failed[ctx.client] = _printable(f"{reply.error.reason} (code {reply.error.code})")
             return None
-        data = b""
+        data = bytearray()
         try:
             data = _message_bytes(reply)
             message = self.exchange.receive(data, ctx.round)
@@ -121,21 +121,29 @@ class Attempt:
         self.record.reports[ctx.client] = {"num_examples": num_examples, **message.report}
         return Upload(message.payload, num_examples, ctx, message.report)
 
-    def _note(self, data: bytes, ctx: RoundContext, direction: Direction, accepted: bool | None = None) -> None:
+    def _note(self, data: Buffer, ctx: RoundContext, direction: Direction, accepted: bool | None = None) -> None:
         if self.folder and accepted is not False:
             self.folder.disclosed(data, self.record, ctx.client, direction)
         if self.tap:
             self.tap.write(data, ctx.round, self.record.attempt, ctx.client, direction, accepted)
 
 
-def _message_bytes(reply: Message) -> bytes:
+def _array(part: bytes) -> Array:
+    return Array("uint8", (len(part),), slices.STYPE, part)
+
+
+def _message_bytes(reply: Message) -> bytearray:
+    """The message in a reply, whose slices are let go on the way."""
     try:
-        array = reply.content.array_records["fedveil"]["message"]
+        record = reply.content.array_records["fedveil"]
     except KeyError:
-        raise WireError(f"reply: expected the record fedveil.message, found {sorted(reply.content)[:8]}") from None
-    if array.stype != STYPE:
-        raise WireError(f"reply: expected an array of type {STYPE}, found {array.stype[:40]!r}")
-    return array.data
+        raise WireError(f"reply: expected the record fedveil, found {sorted(reply.content)[:8]}") from None
+    names = slices.in_order(list(record))
+    for array in record.values():
+        if array.stype != slices.STYPE:
+            raise WireError(f"reply: expected arrays of type {slices.STYPE}, found {array.stype[:40]!r}")
+    total = sum(len(array.data) for array in record.values())
+    return slices.gathered((record.pop(name).data for name in names), total)
 
 
 def _printable(text: str) -> str:

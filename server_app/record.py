@@ -24,6 +24,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import StateError
 from fedveil.method import Direction, Method, State, Weights
 from fedveil.state import load_state, save_state, write_atomic
+from fedveil.wire.codec import Buffer
 from fedveil.wire.envelope import describe
 from fedveil.wire.tap import Tap
 
@@ -95,7 +96,7 @@ class RunFolder:
         """Scores before any round (round -1)."""
         self._append("metrics.jsonl", {"round": round_, "scores": scores})
 
-    def disclosed(self, data: bytes, record: RoundRecord, site: str, direction: Direction) -> None:
+    def disclosed(self, data: Buffer, record: RoundRecord, site: str, direction: Direction) -> None:
         """One message, as the other side could see it."""
         where = {"round": record.round, "attempt": record.attempt, "site": site, "direction": direction}
         self._append("disclosure.jsonl", where | describe(data))

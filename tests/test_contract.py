@@ -58,7 +58,7 @@ def one_turn(exchange: Exchange, server: State, site: str = "a", round_: int = 0
     down = exchange.broadcast(server, RoundContext(round_, site, is_new, SECRET))
     ctx = RoundContext(round_, site, is_new, SECRET[::-1])
     private, up = exchange.participate(down, private, ToyLocal(exchange.spec), ctx)
-    return down, private, up
+    return down, private, b"".join(up)
 
 
 def equal(a, b) -> bool:
@@ -210,7 +210,8 @@ def test_server_and_client_draw_apart(exchange):
     down = exchange.broadcast(server, RoundContext(0, "a", True, SECRET))
     ups = set()
     for secret in (bytes([i]) * 32 for i in range(12)):
-        ups.add(exchange.participate(down, None, ToyLocal(exchange.spec), RoundContext(0, "a", True, secret))[1])
+        _, parts = exchange.participate(down, None, ToyLocal(exchange.spec), RoundContext(0, "a", True, secret))
+        ups.add(b"".join(parts))
     variants = {exchange.receive(up, 0).payload.variant for up in ups}
     assert variants <= set(exchange.layout.variants("up"))
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fedveil.config import RunConfig
     from fedveil.tasks.base import Task
 
-_NOT_TASKS = {"base", "models", "partition", "rows", "text_metrics", "tiny", "training"}
+_NOT_TASKS = {"base", "batches", "models", "partition", "rows", "speed", "text_metrics", "tiny", "training"}
 
 
 def names() -> list[str]:

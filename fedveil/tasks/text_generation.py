@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from fedveil.adapters import Adapter, Lora
@@ -24,12 +23,13 @@ from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, TaskError
 from fedveil.method import Spec, TensorSpec, Weights
 from fedveil.rng import Stream
-from fedveil.tasks import models, partition, rows
+from fedveil.tasks import batches, models, partition, rows, speed
 from fedveil.tasks.base import Examples, Share, Task, Watch, unwatched
-from fedveil.tasks.training import LocalTraining, Row
+from fedveil.tasks.batches import Batch, Row
+from fedveil.tasks.training import LocalTraining
 
 SEPARATOR = "\n"
-_IGNORED = -100  # a label without loss
+_NOTHING = contextlib.nullcontext()
 _TEXT_TYPES = (str, int, float, bool)
 
 
@@ -37,7 +37,8 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the base itself is loaded at the first need.
 
     Raises:
-        ConfigError: a quantised base under an adapter that would train it, or a device that is not there.
+        ConfigError: a quantised base under an adapter that would train it, train.compile where it does not go with
+            the rest, or a device that is not there.
         TaskError: no base model at that path.
     """
     if config.train.quantized_base != "none" and not isinstance(adapter, Lora):
@@ -45,6 +46,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
             f'train.quantized-base: expected "none" with an adapter of kind "{adapter.kind}", which trains the base, '
             f'found "{config.train.quantized_base}"; use an adapter of kind "lora"'
         )
+    speed.check(config)
     models.find(config.task.model)
     return TextGeneration(config, adapter, models.pick_device(device))
 
@@ -181,27 +183,49 @@ class TextGeneration(Task):
         """Autocast under `train.precision = bf16`, and silence of the 8-bit kernels about their casts."""
         with (
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"),
-            models.quiet() if self.config.train.quantized_base != "none" else contextlib.nullcontext(),
+            models.quiet() if self.config.train.quantized_base != "none" else _NOTHING,
         ):
             yield
 
-    def loss_sum(self, batch: Sequence[Row]) -> tuple[Tensor, int]:
-        """Summed loss of the target tokens of `batch`, and their number."""
-        ids, mask, labels = (t.to(self.device) for t in _collate(batch, self.base.tokenizer.eos_token_id))
+    @cached_property
+    def _compiled(self) -> Any:
+        return speed.compiled(self.base.model, self.device)
+
+    def training(self) -> contextlib.AbstractContextManager[None]:
+        """Around the training steps: layers are recomputed under train.checkpointing.
+
+        Raises:
+            ConfigError: the model has no layers that can be.
+        """
+        if not self.config.train.checkpointing:
+            return _NOTHING
+        return speed.recomputing(self.base.model, self.config.task.model)
+
+    def collate(self, rows: Sequence[Row]) -> Batch:
+        """One batch, on the CPU."""
+        return batches.collate(rows, self.base.tokenizer.eos_token_id)
+
+    def loss_sum(self, batch: Batch) -> Tensor:
+        """Summed loss of the target tokens of `batch`, which lies on the device.
+
+        Raises:
+            ConfigError: train.compile on a machine that cannot.
+        """
+        # Scoring would be compiled a second time, for a few batches.
+        model = self._compiled if self.config.train.compile and torch.is_grad_enabled() else self.base.model
         with self._computing():
-            logits = self.base.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        counted = labels[:, 1:] != _IGNORED
-        wanted = labels[:, 1:][counted]
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1][counted].float(), wanted, reduction="sum")
-        return loss, len(wanted)
+            logits = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).logits
+        counted = logits.flatten(0, 1)[batch.positions].float()
+        return torch.nn.functional.cross_entropy(counted, batch.wanted, reduction="sum")
 
     @torch.no_grad()
     def mean_loss(self, encoded: Sequence[Row]) -> float:
         """Mean loss a target token with the weights put in last."""
         ordered = sorted(encoded, key=lambda row: len(row.ids))  # rows of like length waste no padding
         size = 2 * self.config.train.batch_size
-        parts = [self.loss_sum(ordered[i : i + size]) for i in range(0, len(ordered), size)]
-        return sum(float(loss) for loss, _ in parts) / sum(count for _, count in parts)
+        parts = [self.collate(ordered[i : i + size]) for i in range(0, len(ordered), size)]
+        losses = [self.loss_sum(batch.to(self.device)) for batch in parts]
+        return sum(float(loss) for loss in losses) / sum(batch.terms for batch in parts)
 
     @torch.no_grad()
     def _generate(self, sources: Sequence[str]) -> list[str]:
@@ -238,14 +262,3 @@ class TextGeneration(Task):
             for i, text in zip(chosen, written, strict=True):
                 texts[i] = text.strip()
         return texts
-
-
-def _collate(
-    batch: Sequence[Row], padding: int
-) -> tuple[Int[Tensor, "rows length"], Int[Tensor, "rows length"], Int[Tensor, "rows length"]]:
-    """Token ids, attention mask and labels of `batch`, padded on the right; labels are -100 off the target."""
-    width = max(len(row.ids) for row in batch)
-    ids = [row.ids + [padding] * (width - len(row.ids)) for row in batch]
-    mask = [[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in batch]
-    labels = [[_IGNORED] * row.start + row.ids[row.start :] + [_IGNORED] * (width - len(row.ids)) for row in batch]
-    return torch.tensor(ids), torch.tensor(mask), torch.tensor(labels)

@@ -6,27 +6,22 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, TrainConfig
 from fedveil.errors import TaskError
 from fedveil.method import Spec, Trained, Weights
 from fedveil.rng import Stream
+from fedveil.tasks import batches
 from fedveil.tasks.base import Step, Watch, unwatched
+from fedveil.tasks.batches import Batch, Row
 
 RECEIVED_ROWS = 64  # rows of the site behind "loss_received"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One encoded row: `ids` with the target from position `start` on."""
-
-    ids: list[int]
-    start: int
+_READ_SECONDS = 0.5  # between two looks at the losses: each one waits for the GPU
 
 
 class Trainable(Protocol):
@@ -51,8 +46,16 @@ class Trainable(Protocol):
         """Puts weights in. Raises TaskError where they are not the spec's."""
         ...
 
-    def loss_sum(self, batch: Sequence[Row]) -> tuple[Tensor, int]:
-        """Summed loss of a batch, and the number of terms in it."""
+    def training(self) -> contextlib.AbstractContextManager[None]:
+        """What the training steps need around them. Raises ConfigError where this model cannot have it."""
+        ...
+
+    def collate(self, rows: Sequence[Row]) -> Batch:
+        """One batch, on the CPU."""
+        ...
+
+    def loss_sum(self, batch: Batch) -> Tensor:
+        """Summed loss of a batch on the parameters' device. Waits for nothing that the device computes."""
         ...
 
     def mean_loss(self, encoded: Sequence[Row]) -> float:
@@ -62,7 +65,12 @@ class Trainable(Protocol):
 
 @final
 class LocalTraining:
-    """One client's training: AdamW anew at each call, a constant learning rate, every row once an epoch."""
+    """One client's training: AdamW anew at each call, a constant learning rate, every row once an epoch.
+
+    A step takes train.accumulate batches of train.batch-size rows. Its loss is the mean over the target tokens of all of
+    them, so that its gradient is that of one batch of all its rows. `watch` is told about twice a second, and once after
+    the last step.
+    """
 
     def __init__(self, task: Trainable, rows: Sequence[Row], rng: Stream, watch: Watch = unwatched) -> None:
         if not rows:
@@ -90,13 +98,15 @@ class LocalTraining:
 
         Raises:
             TaskError: weights that are not the spec's, or a loss that is no longer finite.
+            ConfigError: train.checkpointing or train.compile, where they cannot be had.
         """
         started = time.perf_counter()
         task = self._task
         task.put(weights)
         with _threads(1 if task.config.run.deterministic else torch.get_num_threads()):
             received = task.mean_loss(self._rows[:RECEIVED_ROWS])
-            losses, tokens = self._steps()
+            with task.training():
+                losses, tokens = self._steps()
         if losses:
             after = {name: p.detach().to(weights[name].device, copy=True) for name, p in task.trained.items()}
         else:
@@ -114,45 +124,95 @@ class LocalTraining:
         """The loss of each step, and the tokens that all of them read."""
         train, task = self._task.config.train, self._task
         parameters = list(task.trained.values())
-        optimiser = torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
-        losses: list[float] = []
-        tokens, planned, started = 0, self._planned, time.perf_counter()
-        for batch in self._batches():
-            loss_sum, count = task.loss_sum(batch)
-            loss = loss_sum / count
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            optimiser.zero_grad()
-            losses.append(float(loss.detach()))
-            tokens += sum(len(row.ids) for row in batch)
-            self._watch(Step(len(losses), planned, losses[-1], tokens, time.perf_counter() - started))
-            if not math.isfinite(losses[-1]):
-                raise TaskError(
-                    f"train.learning-rate: expected a finite loss, found {losses[-1]} at step {len(losses)} with "
-                    f"{train.learning_rate:g}; lower it"
-                )
-        return losses, tokens
+        optimiser = _adamw(parameters, train)
+        optimiser.zero_grad()  # a training that an error ended may have left a part of a step's gradient
+        progress = _Progress(self._planned, train.learning_rate, self._watch)
+        with contextlib.closing(batches.load(self._batches(), self._collated, parameters[0].device)) as steps:
+            for step in steps:
+                terms = sum(batch.terms for batch in step)
+                losses = []
+                for batch in step:
+                    loss = task.loss_sum(batch) / terms
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    losses.append(loss.detach())
+                optimiser.step()
+                optimiser.zero_grad()
+                progress.add(reduce(torch.add, losses), sum(batch.tokens for batch in step))
+        progress.read()
+        return progress.losses, progress.tokens
+
+    def _collated(self, rows: Sequence[Row]) -> list[Batch]:
+        """The batches of one step."""
+        size = self._task.config.train.batch_size
+        return [self._task.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     @property
     def _planned(self) -> int:
         """Steps of one participation."""
         train = self._task.config.train
-        steps = train.epochs * math.ceil(len(self._rows) / train.batch_size)
+        steps = train.epochs * math.ceil(len(self._rows) / (train.batch_size * train.accumulate))
         return min(steps, train.max_steps) if train.max_steps else steps
 
     def _batches(self) -> Iterator[Sequence[Row]]:
-        """Batches of every epoch, each epoch in an order of its own; at most train.max-steps where that is set."""
+        """Rows of each step of every epoch, each epoch in an order of its own; at most train.max-steps where set."""
         train = self._task.config.train
         generator = self._rng.torch_generator()
-        n = len(self._rows)
+        size = train.batch_size * train.accumulate
         left = self._planned
         for _ in range(train.epochs):
-            order = torch.randperm(n, generator=generator).tolist()
-            for i in range(0, n, train.batch_size):
+            order = batches.order(self._rows, train.batch_size, generator, train.bucketing)
+            for i in range(0, len(order), size):
                 if left == 0:
                     return
                 left -= 1
-                yield [self._rows[j] for j in order[i : i + train.batch_size]]
+                yield [self._rows[j] for j in order[i : i + size]]
+
+
+@final
+class _Progress:
+    """The steps' losses. They stay on the device until they are read, some at a time: reading waits for the device."""
+
+    def __init__(self, planned: int, learning_rate: float, watch: Watch) -> None:
+        self.losses: list[float] = []
+        self.tokens = 0
+        self._planned = planned
+        self._learning_rate = learning_rate
+        self._watch = watch
+        self._unread: list[Tensor] = []
+        self._started = self._last_read = time.perf_counter()
+
+    def add(self, loss: Tensor, tokens: int) -> None:
+        """One more step; now and then all that are not read yet are read."""
+        self._unread.append(loss)
+        self.tokens += tokens
+        if time.perf_counter() - self._last_read >= _READ_SECONDS:
+            self.read()
+
+    def read(self) -> None:
+        """Reads the losses that are not read yet, if there are any, and tells the watch of the last one.
+
+        Raises:
+            TaskError: one of them is not finite; the first such step is named.
+        """
+        if not self._unread:
+            return
+        for loss in torch.stack(self._unread).tolist():
+            self.losses.append(loss)
+            if not math.isfinite(loss):
+                raise TaskError(
+                    f"train.learning-rate: expected a finite loss, found {loss} at step {len(self.losses)} with "
+                    f"{self._learning_rate:g}; lower it"
+                )
+        self._unread.clear()
+        self._last_read = time.perf_counter()
+        seconds = self._last_read - self._started
+        self._watch(Step(len(self.losses), self._planned, self.losses[-1], self.tokens, seconds))
+
+
+def _adamw(parameters: list[Tensor], train: TrainConfig) -> torch.optim.AdamW:
+    """On a GPU the whole step is one kernel for many tensors; elsewhere it is torch's own choice."""
+    fused = True if all(p.is_cuda for p in parameters) else None
+    return torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused)
 
 
 @contextlib.contextmanager

@@ -94,6 +94,17 @@ def pack(
     report: Mapping[str, float] | None = None,
 ) -> bytes:
     """The message as bytes. Raises WireError for a payload that is not as the layout declares it."""
+    return b"".join(pack_parts(layout, stamp, payload, num_examples, report))
+
+
+def pack_parts(
+    layout: Layout,
+    stamp: Stamp,
+    payload: Payload,
+    num_examples: int | None = None,
+    report: Mapping[str, float] | None = None,
+) -> list[Buffer]:
+    """The message as parts to be joined. Dense fields are views of the payload's tensors: nothing is copied."""
     declared = layout.fields_of(stamp.direction, payload.variant)
     conformity.check_names(layout, stamp.direction, payload.variant, payload.fields)
     conformity.check_scalars(layout, stamp.direction, payload.scalars)
@@ -111,7 +122,7 @@ def pack(
         parts += [*encoded, bytes(-size % 8)]
     header = _header(layout, stamp, payload, entries, num_examples, dict(report or {}))
     prefix = _MAGIC + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1]
-    return b"".join([prefix, header, bytes(-(_PREFIX + len(header)) % 8), *parts])
+    return [prefix, header, bytes(-(_PREFIX + len(header)) % 8), *parts]
 
 
 def _header(

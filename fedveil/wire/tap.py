@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fedveil.errors import StateError
 from fedveil.method import Direction
+from fedveil.wire.codec import Buffer
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Tap:
         self.folder = folder
 
     def write(
-        self, data: bytes, round_: int, attempt: int, site: str, direction: Direction, accepted: bool | None = None
+        self, data: Buffer, round_: int, attempt: int, site: str, direction: Direction, accepted: bool | None = None
     ) -> None:
         """Appends one message. The folder is made on the first one, readable by its owner only."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

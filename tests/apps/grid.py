@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
@@ -59,6 +59,20 @@ def use_toy_task(monkeypatch) -> ToyTask:
 Reply = Callable[[Message, Message], Message | None]
 
 
+def received(message: Message) -> Message:
+    """What a node gets: its own copy, as after a network."""
+    records = dict(message.content.items())
+    records["fedveil"] = ArrayRecord(dict(message.content.array_records["fedveil"].items()))
+    copied = Message(
+        RecordDict(records),
+        message.metadata.dst_node_id,
+        message.metadata.message_type,
+        group_id=message.metadata.group_id,
+    )
+    copied.metadata.__dict__["_message_id"] = message.metadata.message_id
+    return copied
+
+
 class LocalGrid(Grid):
     """Nodes by name. `tamper(site)` may replace a reply, drop it (None) or leave it."""
 
@@ -78,6 +92,7 @@ class LocalGrid(Grid):
         self.asked: dict[str, int] = {}
         self.pushed: list[Message] = []
         self.count = 0
+        self.node_config: dict[str, dict[str, object]] = {}
 
     def set_run(self, run) -> None: ...
 
@@ -109,9 +124,10 @@ class LocalGrid(Grid):
             "state-dir": str(self.state_dir),
             "partition-id": self.names.index(site),
             "num-partitions": len(self.names),
+            **self.node_config.get(site, {}),
         }
         context = Context(1, message.metadata.dst_node_id, node_config, RecordDict(), self.run_config)
-        reply: Message | None = self.app(message, context)
+        reply: Message | None = self.app(received(message), context)
         if site in self.tamper:
             reply = self.tamper[site](message, reply)
         self.replies[message_id] = reply

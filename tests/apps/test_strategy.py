@@ -19,6 +19,7 @@ from fedveil.errors import ConfigError, QuorumError, StateError
 from fedveil.exchange import Exchange
 from fedveil.method import Field, Layout, Payload, TensorSpec
 from fedveil.state import digest
+from fedveil.wire import slices
 from fedveil.wire.dense import Dense
 from fedveil.wire.envelope import Stamp, pack
 from fedveil.wire.tap import Tap
@@ -109,13 +110,17 @@ def test_order_of_arrival_does_not_matter_when_deterministic(grid, task):
     assert digest(quick.arrays.to_torch_state_dict()) == digest(slow.arrays.to_torch_state_dict())
 
 
+def in_slices(data: bytes, stype: str = slices.STYPE) -> ArrayRecord:
+    parts = enumerate(slices.sliced([data]))
+    return ArrayRecord({slices.name(i): Array("uint8", (len(part),), stype, part) for i, part in parts})
+
+
 def rebuilt(change):
     """A reply whose message bytes are changed by `change`."""
 
     def tamper(message: Message, reply: Message) -> Message:
-        data = change(reply.content.array_records["fedveil"]["message"].data)
-        array = Array("uint8", (len(data),), "fedveil.message/1", data)
-        return Message(RecordDict({"fedveil": ArrayRecord({"message": array})}), reply_to=message)
+        data = change(b"".join(array.data for _, array in sorted(reply.content.array_records["fedveil"].items())))
+        return Message(RecordDict({"fedveil": in_slices(data)}), reply_to=message)
 
     return tamper
 
@@ -173,10 +178,10 @@ BAD = {
     "truncated": (rebuilt(lambda d: d[:-40]), "message: expected .* bytes as its header declares, found"),
     "ten times the size": (rebuilt(lambda d: d * 10), "message: expected .* bytes as its header declares, found"),
     "flipped bit": (rebuilt(flip), "expected checksum .* the field was damaged"),
-    "no record": (lambda m, r: Message(RecordDict({"x": ArrayRecord()}), reply_to=m), "reply: expected the record fedveil.message"),
+    "no record": (lambda m, r: Message(RecordDict({"x": ArrayRecord()}), reply_to=m), "reply: expected the record fedveil, found"),
     "foreign array": (
-        lambda m, r: Message(RecordDict({"fedveil": ArrayRecord({"message": Array("f", (0,), "numpy.ndarray", b"")})}), reply_to=m),
-        "reply: expected an array of type fedveil.message/1",
+        lambda m, r: Message(RecordDict({"fedveil": in_slices(b"x", "numpy.ndarray")}), reply_to=m),
+        "reply: expected arrays of type fedveil.slice/1",
     ),
 }  # fmt: skip
 
@@ -238,7 +243,7 @@ def test_too_few_sites_is_an_error_and_not_a_silent_wait(grid, task):
 
 
 def test_the_text_of_a_client_s_exception_stays_at_the_site(grid, task, monkeypatch, caplog):
-    def explode(self, examples, rng):
+    def explode(self, rows, rng, watch=None):
         raise ValueError("patient 4711 has ...")
 
     ours = strategy(FedAvg(), cohort={"repeats": 0})
@@ -266,7 +271,7 @@ def test_a_site_that_fails_is_a_newcomer_again(grid, task):
 def test_equal_broadcasts_share_one_object(grid, task):
     g = grid()
     strategy(FedAvg()).start(g, initial(task), num_rounds=1)
-    assert len({id(m.content.array_records["fedveil"]["message"].data) for m in g.pushed}) == 1
+    assert len({id(m.content.array_records["fedveil"]["000000"].data) for m in g.pushed}) == 1
 
 
 def test_run_folder_holds_metrics_ledger_checkpoint_and_final_weights(grid, task, tmp_path):

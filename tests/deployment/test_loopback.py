@@ -64,9 +64,9 @@ def in_process(method_name: str) -> inprocess.Federation:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("method", ["fedavg", "fedrand"])
-def test_grpc_and_in_process_end_bit_identical(method, federation, tmp_path):
-    overrides = CONFIG | {"method.name": method, "run.dir": str(tmp_path), "run.name": method}
+@pytest.mark.parametrize("method,worker", [("fedavg", True), ("fedrand", True), ("fedrand", False)])
+def test_grpc_and_in_process_end_bit_identical(method, worker, federation, tmp_path):
+    overrides = CONFIG | {"method.name": method, "run.dir": str(tmp_path), "run.name": method, "client.worker": worker}
     ended = federation.wait(federation.run(ROOT, overrides), timeout=240)
     assert ended.completed, ended.reason
     metrics, ledger = lines(tmp_path / method / "metrics.jsonl"), lines(tmp_path / method / "disclosure.jsonl")

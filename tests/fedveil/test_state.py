@@ -63,8 +63,10 @@ def test_digest_sees_every_difference():
 def test_private_store_belongs_to_one_run_and_site(tmp_path):
     first, other = PrivateStore.of(tmp_path, "run-1", "a"), PrivateStore.of(tmp_path, "run-1", "b")
     assert first.load() is None
-    first.save(STATE)
-    first.save(None)
+    first.prepare(STATE)
+    first.commit()
+    first.prepare(None)
+    first.commit()
     assert digest(PrivateStore.of(tmp_path, "run-1", "a").load().tensors) == digest(STATE.tensors)
     assert other.load() is None
     assert PrivateStore.of(tmp_path, "run-2", "a").load() is None

@@ -48,7 +48,8 @@ def test_wire_dtype_sets_the_bytes(dtype, lora_spec, lora_weights):
     exchange = Exchange(FedAvg(wire_dtype=dtype), "fedavg", lora_spec)
     server = exchange.method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
     down = exchange.broadcast(server, CTX)
-    _, up = exchange.participate(down, None, ToyLocal(lora_spec), CTX)
+    _, parts = exchange.participate(down, None, ToyLocal(lora_spec), CTX)
+    up = b"".join(parts)
     entries = sum(w.numel() for w in lora_weights.values())
     assert exchange.receive(up, 0).payload_bytes == entries * (4 if dtype == "float32" else 2)
 

@@ -184,7 +184,8 @@ def test_same_run_under_fedavg_shows_every_pair(tmp_path, lora_spec, lora_weight
     exchange = Exchange(FedAvg(), "fedavg", lora_spec)
     state = exchange.method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
     down = exchange.broadcast(state, ctx())
-    _, up = exchange.participate(down, None, ToyLocal(lora_spec), ctx())
+    _, parts = exchange.participate(down, None, ToyLocal(lora_spec), ctx())
+    up = b"".join(parts)
     assert all((w + 0.5).numpy().tobytes() in up for w in lora_weights.values())
 
 
@@ -193,7 +194,8 @@ def test_upload_is_one_factor_s_bytes(lora_spec, lora_weights):
     state = exchange.method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
     down = exchange.broadcast(state, ctx())
     for side in "AB":
-        _, up = exchange.participate(down, None, ToyLocal(lora_spec), ctx(secret=secret_that_draws(side)))
+        _, parts = exchange.participate(down, None, ToyLocal(lora_spec), ctx(secret=secret_that_draws(side)))
+        up = b"".join(parts)
         expected = sum(4 * w.numel() for n, w in lora_weights.items() if n.endswith(side))
         assert exchange.receive(up, 0).payload_bytes == expected
 
@@ -203,10 +205,10 @@ def test_selected_downlink_sends_the_announced_factor_only(lora_spec, lora_weigh
     exchange = Exchange(method, "fedrand", lora_spec)
     state = method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
     assert method.broadcast(state, ctx()).variant == "both"
-    private, up = exchange.participate(
+    private, parts = exchange.participate(
         exchange.broadcast(state, ctx()), None, ToyLocal(lora_spec), ctx(secret=b"s" * 32)
     )
-    message = exchange.receive(up, 0)
+    message = exchange.receive(b"".join(parts), 0)
     announced = message.payload.scalars["next_factor"]
     state = method.aggregate(state, iter([Upload(message.payload, 3, ctx(), {})]))
     down = method.broadcast(state, ctx(1, is_new=False))

@@ -1,0 +1,100 @@
+"""CPU time and memory of processes that come and go, read from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+_FIND_SECONDS = 0.25
+
+
+@dataclass
+class Seen:
+    """One process: what it is, and its figures so far. A process that has ended keeps its last ones."""
+
+    process: psutil.Process
+    kind: str
+    cpu_seconds: float = 0.0
+    mb: float = 0.0
+    peak_mb: float = 0.0
+
+
+@dataclass
+class Usage:
+    """Watches processes while the `with` block runs.
+
+    Attributes:
+        find: the processes to watch, asked four times a second; one that was found once is watched to its end.
+        kind: what a process is, from its command line.
+        every: seconds between two readings.
+        seen: by process id.
+        timeline: (seconds, {kind: resident MB of all its processes}), a reading each.
+    """
+
+    find: Callable[[], Iterable[psutil.Process]]
+    kind: Callable[[list[str]], str]
+    every: float = 0.1
+    seen: dict[int, Seen] = field(default_factory=dict)
+    timeline: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._look()  # what runs already counts from here
+        for seen in self.seen.values():
+            _read(seen)
+        self._before = self.cpu_seconds(since_start=False)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def cpu_seconds(self, since_start: bool = True) -> float:
+        """User and system time of all processes since the block began; or of their whole lives."""
+        whole = sum((seen.cpu_seconds for seen in list(self.seen.values())), 0.0)
+        return whole - self._before if since_start else whole
+
+    def peaks(self, kind: str) -> list[float]:
+        """Peak resident MB of every process of that kind, as far as the readings saw it."""
+        return [seen.peak_mb for seen in list(self.seen.values()) if seen.kind == kind]
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._end.is_set():
+            now = time.monotonic()
+            if now - looked > _FIND_SECONDS:
+                self._look()
+                looked = now
+            total: dict[str, float] = {}
+            for seen in self.seen.values():
+                _read(seen)
+                total[seen.kind] = total.get(seen.kind, 0.0) + seen.mb
+            self.timeline.append((now, total))
+            self._end.wait(self.every)
+
+    def _look(self) -> None:
+        for process in self.find():
+            if process.pid not in self.seen:
+                with contextlib.suppress(psutil.Error):
+                    self.seen[process.pid] = Seen(process, self.kind(process.cmdline()))
+
+
+def _read(seen: Seen) -> None:
+    """A process that has ended, but that its parent has not yet waited for, still tells its CPU time."""
+    seen.mb = 0.0
+    with contextlib.suppress(psutil.Error):
+        times = seen.process.cpu_times()
+        seen.cpu_seconds = float(times.user + times.system)
+        seen.mb = float(seen.process.memory_info().rss / 1e6)
+        seen.peak_mb = max(seen.peak_mb, seen.mb)

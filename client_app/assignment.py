@@ -1,0 +1,78 @@
+"""One turn of a site, as the server asked for it: the same object for the shim, the worker and a turn without one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from client_app.site import Site, parse_site
+from fedveil.config import RunConfig, parse
+from fedveil.errors import WireError
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the server asks of this site, beside the message itself.
+
+    Attributes:
+        round: 0-based.
+        is_new: the server has accepted no upload of this site yet.
+        site: the name under which the server knows this site.
+        run: name of the run, for private state.
+        method: the method's file name.
+        fields: its hyper-parameters as JSON.
+    """
+
+    round: int
+    is_new: bool
+    site: str
+    run: str
+    method: str
+    fields: str
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """An order with the run's config and the site that it goes to."""
+
+    order: Order
+    config: RunConfig
+    site: Site
+
+    @classmethod
+    def of(cls, order: Mapping[str, Any], config: Mapping[str, Any], node: Mapping[str, Any]) -> Assignment:
+        """From Flower's records, config first: what is wrong there, the server may know.
+
+        Raises:
+            WireError: an order of another version.
+            ConfigError: a bad key of the run config or the node config.
+        """
+        try:
+            asked = Order(**{key.replace("-", "_"): value for key, value in order.items()})
+        except TypeError as error:
+            raise WireError(f"message: expected an order of this version, found another ({error})") from None
+        return cls(asked, parse(config), parse_site(node))
+
+    @property
+    def name(self) -> str:
+        """The site's own name, or the one the server knows."""
+        return self.site.site or self.order.site
+
+    @property
+    def data(self) -> str:
+        """The folder of the rows: the site's own, or the run config's; "" where neither names one."""
+        return self.site.data or self.config.task.data
+
+    def to_json(self) -> str:
+        """As text; `from_json` gives an equal assignment."""
+        site = self.site.model_dump(mode="json", by_alias=True)
+        return json.dumps({"order": dataclasses.asdict(self.order), "config": self.config.flat(), "site": site})
+
+    @classmethod
+    def from_json(cls, text: str) -> Assignment:
+        """The assignment that `to_json` wrote."""
+        parts = json.loads(text)
+        return cls.of(parts["order"], parts["config"], parts["site"])

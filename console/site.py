@@ -1,0 +1,145 @@
+"""`fedveil site`: a site's SuperNode with its warm worker, and what that worker is doing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedveil.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from client_app.registry import Card
+    from client_app.site import Site as ClientSite
+    from console.processes import Processes
+
+_STATE = Path("~/.local/state/fedveil")
+_POLL_SECONDS = 0.5
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the sub-command."""
+    parser = sub.add_parser("site", help="run a site, or show what its worker holds and does")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    start = actions.add_parser("start", help="start the site's SuperNode and a warm worker; Ctrl-C stops both")
+    start.add_argument("--superlink", required=True, metavar="HOST:PORT", help="the server's fleet port")
+    start.add_argument("--ca", required=True, type=Path, help="the server's ca.crt")
+    start.add_argument(
+        "--key", required=True, type=Path, help="this site's private key, whose public half is registered"
+    )
+    start.add_argument("--name", required=True, help="the site's name, as registered")
+    start.add_argument("--data", default="", help="folder of the site's rows; else the run config names it")
+    start.add_argument("--policy", default="", help="TOML file that says what the site permits")
+    start.add_argument("--device", default="auto", help='"auto", "cpu", "cuda" or "cuda:1"')
+    start.add_argument(
+        "--worker-idle-seconds", type=float, default=900.0, help="a worker without a turn ends after so long"
+    )
+    start.add_argument("--worker-memory-mb", type=int, default=0, help="bound on the worker's memory; 0 = none")
+    start.set_defaults(run=_start)
+    status = actions.add_parser("status", help="what the workers of this machine's sites hold, and since when")
+    status.add_argument("--follow", action="store_true", help="stay, and show the training as it goes")
+    status.set_defaults(run=_status)
+    warm = actions.add_parser("warm", help="start a worker before the first message: for a container's entry point")
+    warm.add_argument("--name", required=True, help="the site's name")
+    warm.add_argument(
+        "--owner", required=True, type=int, help="process that it shall end with: the SuperNode or SuperExec"
+    )
+    warm.set_defaults(run=_warm)
+    for action in (start, status, warm):
+        action.add_argument("--state-dir", type=Path, default=_STATE, help=f"the site's own folder; default {_STATE}")
+
+
+def _start(args: argparse.Namespace) -> int:
+    from client_app.site import parse_site
+    from console.launch import environment, supernode
+    from console.machine import free_ports, toml
+    from console.processes import Processes
+
+    for option in ("ca", "key"):
+        if not (file := getattr(args, option)).is_file():
+            raise ConfigError(
+                f"--{option}: expected a file, found none at {file}; see the README on certificates and keys"
+            )
+    state = args.state_dir.expanduser().absolute()
+    node: dict[str, Any] = {"site": args.name, "state-dir": str(state), "device": args.device}
+    node |= {key: str(Path(value).absolute()) for key in ("data", "policy") if (value := getattr(args, key))}
+    node |= {"worker-idle-seconds": args.worker_idle_seconds, "worker-memory-mb": args.worker_memory_mb}
+    site = parse_site(node)
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    config = state / f"{args.name}.toml"
+    config.write_text(toml(node))
+    (state / "logs").mkdir(mode=0o700, exist_ok=True)
+    processes = Processes(state / "logs")
+    log, env = processes.log(args.name), environment(state / "flower")
+    command = supernode(args.superlink, args.ca.absolute(), args.key.absolute(), free_ports(1)[0], config)
+    try:
+        began = log.stat().st_size if log.exists() else 0
+        processes.start(args.name, command, env)
+        print(f"site {args.name}: SuperNode for {args.superlink}, log {log}", flush=True)
+        card = _spare(site, processes.pid(args.name), env)
+        print(f"site {args.name}: worker {card.pid} is warm; fedveil site status --follow shows it", flush=True)
+        return _watch(processes, args.name, began)
+    finally:
+        processes.stop()
+
+
+def _watch(processes: Processes, name: str, began: int) -> int:
+    """Until the SuperNode ends. Its log of this start begins at byte `began`."""
+    from console.launch import ONLINE
+
+    online = False
+    while (code := processes.ended(name)) is None:
+        if not online and ONLINE.encode() in processes.log(name).read_bytes()[began:]:
+            online = True
+            print(f"site {name}: online", flush=True)
+        time.sleep(_POLL_SECONDS)
+    raise ConfigError(f"site {name}: its SuperNode ended with exit code {code}; its log ends: {processes.tail(name)}")
+
+
+def _warm(args: argparse.Namespace) -> int:
+    from client_app.site import parse_site
+
+    site = parse_site({"site": args.name, "state-dir": str(args.state_dir)})
+    card = _spare(site, args.owner, os.environ)
+    print(f"worker {card.pid} is warm, for site {args.name} of process {args.owner}")
+    return 0
+
+
+def _spare(site: ClientSite, owner: int, env: Mapping[str, str]) -> Card:
+    """A worker without a run, of this installation's own app: the first run of the same version takes it."""
+    import psutil
+
+    from client_app.registry import Folder, Owner
+
+    folder = Folder(site.state_dir, site.site)
+    try:
+        whose = Owner.of(owner)
+    except psutil.NoSuchProcess:
+        raise ConfigError(f"--owner: expected a running process, found none with number {owner}") from None
+    with folder.locked():
+        return folder.start(site, whose, "", env=env)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from console.workers import described, follow, workers
+
+    console = Console(highlight=False)
+    if args.follow:
+        try:
+            follow(console, args.state_dir)
+        except KeyboardInterrupt:
+            console.print()
+        return 0
+    found = workers(args.state_dir)
+    if not found:
+        print(f"no worker under {args.state_dir.expanduser()}: none has had a turn yet, or its idle time is over")
+        return 1
+    for worker in found:
+        console.print(described(worker), markup=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,119 @@
+"""Rows, batches of them, the order of an epoch, and how batches reach the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+WINDOW = 32  # batches inside which bucketing sorts: wide enough for rows of like length, far from a sorted epoch
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One encoded row: `ids` with the target from position `start` on."""
+
+    ids: list[int]
+    start: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows padded on the right.
+
+    Attributes:
+        ids, mask: token ids, and 1 where they are no padding.
+        positions: where the model predicts a target token, counted over the flattened `ids`.
+        wanted: the target token of each of these positions.
+        tokens: in all rows, padding apart.
+    """
+
+    ids: Int[Tensor, "rows length"]
+    mask: Int[Tensor, "rows length"]
+    positions: Int[Tensor, " terms"]
+    wanted: Int[Tensor, " terms"]
+    tokens: int
+
+    @property
+    def terms(self) -> int:
+        """Target tokens, the terms of the loss."""
+        return len(self.wanted)
+
+    def pinned(self) -> Batch:
+        """The batch in page-locked memory, from which a copy to a GPU need not be waited for."""
+        return self._each(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on `device`; pinned memory is copied without waiting."""
+        return self._each(lambda t: t.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(change(self.ids), change(self.mask), change(self.positions), change(self.wanted), self.tokens)
+
+
+def collate(rows: Sequence[Row], padding: int) -> Batch:
+    """One batch of `rows`, padded with `padding` to the longest of them.
+
+    Positions are counted here, on the CPU: a mask of target tokens would have to be counted on the GPU, and waited for.
+    """
+    width = max(len(row.ids) for row in rows)
+    ids = [row.ids + [padding] * (width - len(row.ids)) for row in rows]
+    mask = [[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows]
+    positions = [i * width + at - 1 for i, row in enumerate(rows) for at in range(max(1, row.start), len(row.ids))]
+    wanted = [token for row in rows for token in row.ids[max(1, row.start) :]]
+    tokens = sum(len(row.ids) for row in rows)
+    return Batch(torch.tensor(ids), torch.tensor(mask), torch.tensor(positions), torch.tensor(wanted), tokens)
+
+
+def order(rows: Sequence[Row], batch_size: int, generator: torch.Generator, bucketing: bool) -> list[int]:
+    """Indices of one epoch, every row once: shuffled, or shuffled batches of rows of like length.
+
+    With `bucketing` the rows are shuffled, sorted by length inside windows of WINDOW batches and cut into batches, which
+    are then shuffled. Only the last batch is short.
+    """
+    shuffled: list[int] = torch.randperm(len(rows), generator=generator).tolist()
+    if not bucketing:
+        return shuffled
+    window = WINDOW * batch_size
+    alike = [
+        index
+        for i in range(0, len(shuffled), window)
+        for index in sorted(shuffled[i : i + window], key=lambda j: len(rows[j].ids))
+    ]
+    full = len(alike) // batch_size
+    cuts: list[int] = torch.randperm(full, generator=generator).tolist()
+    batched = [index for cut in cuts for index in alike[cut * batch_size : (cut + 1) * batch_size]]
+    return batched + alike[full * batch_size :]
+
+
+def load(
+    steps: Iterable[Sequence[Row]], collated: Callable[[Sequence[Row]], list[Batch]], device: torch.device
+) -> Generator[list[Batch]]:
+    """The batches of each step on `device`; for a GPU they are collated a step ahead, into pinned memory."""
+    if device.type != "cuda":
+        for rows in steps:
+            yield [batch.to(device) for batch in collated(rows)]
+        return
+    for batches in ahead(steps, lambda rows: [batch.pinned() for batch in collated(rows)]):
+        yield [batch.to(device) for batch in batches]
+
+
+def ahead(items: Iterable[_In], work: Callable[[_In], _Out]) -> Iterator[_Out]:
+    """`work` of every item in order, done one item ahead in a thread; what it raises comes in its place."""
+    with ThreadPoolExecutor(1, "batches") as pool:
+        pending = None
+        for item in items:
+            following = pool.submit(work, item)
+            if pending is not None:
+                yield pending.result()
+            pending = following
+        if pending is not None:
+            yield pending.result()

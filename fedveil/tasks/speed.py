@@ -1,0 +1,99 @@
+"""Two ways to trade time for memory or the other way round: recomputed activations, and a compiled model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fedveil.config import RunConfig
+from fedveil.errors import ConfigError
+
+
+def check(config: RunConfig) -> None:
+    """Whether train.compile goes with the rest.
+
+    The compiler times several versions of a kernel and keeps the fastest, so two processes may sum in different
+    orders: it is refused under run.deterministic.
+
+    Raises:
+        ConfigError: a quantised base, whose kernels cannot be compiled, recomputed layers, or run.deterministic.
+    """
+    if not config.train.compile:
+        return
+    if config.train.quantized_base != "none":
+        raise ConfigError(
+            f'train.compile: expected false with train.quantized-base = "{config.train.quantized_base}", found true; '
+            f"set train.compile = false, or keep the base unquantised"
+        )
+    if config.train.checkpointing:  # torch 2.13 fails on the layers' checkpoints, with an internal error
+        raise ConfigError(
+            "train.compile: expected false with train.checkpointing = true, found true; torch cannot compile "
+            "layers that are recomputed, so set one of the two to false"
+        )
+    if config.run.deterministic:
+        raise ConfigError(
+            "train.compile: expected false with run.deterministic = true, found true; a compiled model does not repeat "
+            "bit for bit, so set one of the two to false"
+        )
+
+
+def compiled(model: Any, device: torch.device) -> Any:
+    """`model` compiled for batches of any shape; its layers are compiled at their first use.
+
+    Raises:
+        ConfigError: this machine cannot compile for `device`.
+    """
+    try:  # a trial, because only a compilation shows whether compiler, headers and Triton are there and fit together
+        torch.compile(torch.square)(torch.ones(3, device=device))
+    except Exception as error:  # torch raises what the failing part of its compiler happens to raise
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"train.compile: expected a machine on which torch.compile works for {device.type} (a C++ compiler; for "
+            f"CUDA also Triton), found that it fails ({reason}); install them, or set train.compile = false"
+        ) from None
+    return torch.compile(model, dynamic=True)
+
+
+@contextlib.contextmanager
+def recomputing(model: Any, name: str) -> Iterator[None]:
+    """Inside, each layer of `model` keeps its input alone and is computed again in the backward pass.
+
+    The library does so in training mode only, so the layers' own flags go up, while what they are made of stays in eval
+    mode; a dropout that a layer applies by itself is 0 for the time. The flags come down after: a layer in that state
+    ignores the cache of a generation.
+
+    Raises:
+        ConfigError: the model `name` has no layers that can be recomputed.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers or not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"train.checkpointing: expected a model whose layers can be recomputed, found none in "
+            f'"{name}" ({type(model).__name__}); set train.checkpointing = false'
+        )
+    # Nothing in a layer is random, so the generators' state need not be kept for the second pass.
+    how = {"use_reentrant": False, "preserve_rng_state": False}
+    # Newer versions of the library say "activation", and warn about the older name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(how)
+    before = [{key: value for key, value in vars(layer).items() if _drops(key, value)} for layer in layers]
+    try:
+        for layer, dropouts in zip(layers, before, strict=True):
+            layer.training = True
+            for key in dropouts:
+                setattr(layer, key, 0.0)
+        yield
+    finally:
+        for layer, dropouts in zip(layers, before, strict=True):
+            layer.training = False
+            for key, value in dropouts.items():
+                setattr(layer, key, value)
+
+
+def _drops(key: str, value: object) -> bool:
+    return "drop" in key and isinstance(value, float)

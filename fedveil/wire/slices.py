@@ -1,0 +1,65 @@
+"""A message in slices, so that nobody on its way has to hold it whole a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from fedveil.errors import WireError
+
+if TYPE_CHECKING:
+    from fedveil.wire.codec import Buffer  # the client's thin process imports this file, and no torch
+
+SLICE_BYTES = 5 << 20  # Flower's own unit of transport: an array of this size is one object and is not cut again
+STYPE = "fedveil.slice/1"
+
+
+def name(index: int) -> str:
+    """The key of a slice in Flower's record."""
+    return f"{index:06d}"
+
+
+def sliced(parts: Iterable[Buffer], size: int = SLICE_BYTES) -> Iterator[bytes]:
+    """The bytes of all parts in slices of `size`, the last one shorter. Parts are asked for one at a time."""
+    pending = bytearray()
+    for part in parts:
+        view = memoryview(part).cast("B") if len(part) else memoryview(b"")
+        while len(view):
+            room = size - len(pending)
+            pending += view[:room]
+            view = view[room:]
+            if len(pending) == size:
+                yield bytes(pending)
+                pending.clear()
+    if pending:
+        yield bytes(pending)
+
+
+def drained(parts: list[Buffer]) -> Iterator[Buffer]:
+    """Each part in turn; the list forgets it as it is handed out."""
+    parts.reverse()
+    while parts:
+        yield parts.pop()
+
+
+def gathered(slices: Iterable[Buffer], total: int) -> bytearray:
+    """The message whole. Raises WireError where the slices are not `total` bytes together."""
+    whole, filled = bytearray(total), 0
+    for part in slices:
+        end = filled + len(part)
+        if end > total:
+            break
+        whole[filled:end] = part
+        filled = end
+    else:
+        if filled == total:
+            return whole
+    raise WireError(f"message: expected slices of {total} bytes together, found another sum")
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """Keys of a record, in the order of their slices. Raises WireError where they are not slices 0, 1, 2, ..."""
+    found = sorted(names)
+    if not found or found != [name(i) for i in range(len(found))]:
+        raise WireError(f"message: expected slices {name(0)}, {name(1)}, ..., found {found[:4] or 'none'}")
+    return found
