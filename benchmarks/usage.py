@@ -35,7 +35,7 @@ class Usage:
         kind: what a process is, from its command line.
         every: seconds between two readings.
         seen: by process id.
-        timeline: (seconds, {kind: resident MB of all its processes}), a reading each.
+        timeline: (time.time(), {kind: resident MB of all its processes}), a reading each.
     """
 
     find: Callable[[], Iterable[psutil.Process]]
@@ -80,7 +80,7 @@ class Usage:
             for seen in self.seen.values():
                 _read(seen)
                 total[seen.kind] = total.get(seen.kind, 0.0) + seen.mb
-            self.timeline.append((now, total))
+            self.timeline.append((time.time(), total))
             self._end.wait(self.every)
 
     def _look(self) -> None:

@@ -95,32 +95,37 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         small["flower"] = bench.stock("flower", rounds, small["worker"].payload_bytes)
         for name, way in small.items():
             options.say(f"{name}: {_rounded(way.seconds)} s, {_rounded(way.cpu_seconds)} CPU-s")
-        base = _random_base(folder / "base", settings["base"])
+        base = _random_base(folder / "gpt2", settings["base"])
         base_mb = sum(file.stat().st_size for file in base.iterdir()) / 1e6
         bench.ours("base", rounds, {"task.model": str(base)})
         turns = federation.folder / "sites" / _SITE / "workers" / _SITE / "turns.jsonl"
         loads = [line["load_seconds"] for line in _lines(turns) if line["run"] == "base"]
         options.say(f"base of {base_mb:.0f} MB: {loads} s of loading")
-        changes = {
-            "task.model": str(base),
-            "method.fields": f"adapter = {{kind = 'lora', rank = {settings['large_rank']}}}",
-        }
+        narrow = _random_base(folder / "narrow", settings["narrow_base"])
+        rank = f"adapter = {{kind = 'lora', rank = {settings['large_rank']}}}"
+        changes = {"task.model": str(narrow), "method.fields": rank}
         large = {"worker": bench.ours("large", settings["large_rounds"], changes, every=0.01)}
         payload = large["worker"].payload_bytes
         large["flower"] = bench.stock("large-flower", settings["large_rounds"], payload, every=0.01)
-    copies = {name: _copies(way, _median_peak(small[name])) for name, way in large.items()}
+        held_turns = [line for line in _lines(turns) if line["run"] == "large"]
+    copies = {
+        "worker": _copies(large["worker"], _median_peak(small["worker"]), held_turns),
+        "flower": _copies(large["flower"], _median_peak(small["flower"])),
+    }
     options.say(f"{payload} bytes each way: {copies} times in memory")
     rows = [_row(name, way) for name, way in small.items()]
     held = {"load_seconds_first": interval(loads[:1]), "load_seconds": _with_median(loads[1:])}
     rows.append({"name": f"worker, base of {base_mb:.0f} MB", "rounds": len(loads) - 1, "metrics": held})
     for name, way in large.items():
         row = _row(f"{name}, {payload / 1e6:.0f} MB each way", way)
-        row["metrics"]["copies"] = interval([copies[name]])
+        row["metrics"] |= {f"copies_{phase}": interval([most]) for phase, most in copies[name].items() if most}
         rows.append(row)
     return Outcome(rows, _verdicts(small, loads[1:], copies, payload))
 
 
-def _verdicts(small: dict[str, _Run], loads: Sequence[float], copies: dict[str, float], payload: int) -> list[str]:
+def _verdicts(
+    small: dict[str, _Run], loads: Sequence[float], copies: dict[str, dict[str, float]], payload: int
+) -> list[str]:
     warm, cold, flower = (small[name] for name in ("worker", "no worker", "flower"))
     share = statistics.median(warm.cpu_seconds) / statistics.median(cold.cpu_seconds)
     more = statistics.median(warm.seconds) - statistics.median(flower.seconds)
@@ -130,7 +135,9 @@ def _verdicts(small: dict[str, _Run], loads: Sequence[float], copies: dict[str, 
         f"Loading in second and later rounds: at most {max(loads):.4f} s (asked: below 0.1 s).",
         f"The client process peaks at {max(warm.usage.peaks(_SHIM)):.0f} MB (asked: below 150 MB).",
         f"At {payload / 1e6:.0f} MB each way the client process and the worker together hold the payload at most "
-        f"{copies['worker']:.2f} times (asked: at most 2); stock Flower's client process alone {copies['flower']:.2f} times.",
+        f"{copies['worker']['turn']:.2f} times while it is decoded, trained from and packed, and "
+        f"{copies['worker']['flower']:.2f} times while Flower pulls and pushes it (asked: at most 2); stock Flower's client "
+        f"process alone holds it {copies['flower']['flower']:.2f} times.",
     ]
 
 
@@ -146,15 +153,22 @@ def _median_peak(way: _Run) -> float:
     return statistics.median(way.usage.peaks(_SHIM))
 
 
-def _copies(way: _Run, shim_mb: float) -> float:
-    """How often the payload was held at one time, at most: what client process and worker had beyond a client process
-    with a small message and a worker between two turns. From the second turn on, when the worker has its model."""
-    timeline = [mb for _, mb in way.usage.timeline]
-    first = next(i for i, mb in enumerate(timeline) if mb.get(_SHIM))
-    between = next(i for i in range(first, len(timeline)) if not timeline[i].get(_SHIM))
-    idle_mb = min(mb.get(_WORKER, 0.0) for mb in timeline[between:] if not mb.get(_SHIM))
-    beyond = [max(0.0, mb.get(_SHIM, 0.0) - shim_mb) + mb.get(_WORKER, 0.0) - idle_mb for mb in timeline[between:]]
-    return max(beyond) * 1e6 / way.payload_bytes
+def _copies(way: _Run, shim_mb: float, turns: Sequence[dict[str, Any]] = ()) -> dict[str, float]:
+    """How often the payload was held at one time, at most, by client process and worker together: what they had beyond a
+    client process with a small message and a worker between two turns. From the second turn on, when it has its model.
+
+    Apart for "turn", what FedVeil does in the worker, and "flower", its client process's pulling, inflating and pushing.
+    """
+    timeline = way.usage.timeline
+    first = next(i for i, (_, mb) in enumerate(timeline) if mb.get(_SHIM))
+    between = next(i for i in range(first, len(timeline)) if not timeline[i][1].get(_SHIM))
+    idle_mb = min(mb.get(_WORKER, 0.0) for _, mb in timeline[between:] if not mb.get(_SHIM))
+    most = {"turn": 0.0, "flower": 0.0}
+    for at, mb in timeline[between:]:
+        phase = "turn" if any(line["time"] - line["seconds"] <= at <= line["time"] for line in turns) else "flower"
+        beyond = max(0.0, mb.get(_SHIM, 0.0) - shim_mb) + mb.get(_WORKER, 0.0) - idle_mb
+        most[phase] = max(most[phase], beyond * 1e6 / way.payload_bytes)
+    return most
 
 
 def _row(name: str, way: _Run) -> dict[str, Any]:

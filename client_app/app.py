@@ -16,8 +16,9 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
-from client_app import link, policy, registry
+from client_app import link, policy
 from client_app.assignment import Assignment
+from client_app.owner import owner_of_this_process
 from fedveil.errors import PolicyError, WireError
 from fedveil.wire import slices
 
@@ -49,7 +50,7 @@ def _take_part(message: Message, context: Context) -> list[bytes]:
         raise WireError(f"message: expected the records fedveil and order, found none called {error}") from None
     assignment = Assignment.of(order, context.run_config, context.node_config)
     policy.check(assignment)
-    owner = registry.owner() if assignment.config.client.worker else None
+    owner = owner_of_this_process() if assignment.config.client.worker else None
     if owner is None:
         return _in_this_process(_drained(record), assignment)
     return link.take_part(_drained(record), assignment, owner)

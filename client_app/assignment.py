@@ -66,6 +66,17 @@ class Assignment:
         """The folder of the rows: the site's own, or the run config's; "" where neither names one."""
         return self.site.data or self.config.task.data
 
+    def described(self) -> dict[str, Any]:
+        """What it is about, for status and logs."""
+        order, config = self.order, self.config
+        about: dict[str, Any] = {
+            "run": order.run,
+            "round": order.round,
+            "rounds": config.run.rounds,
+            "method": order.method,
+        }
+        return {**about, "task": config.task.name, "model": config.task.model}
+
     def to_json(self) -> str:
         """As text; `from_json` gives an equal assignment."""
         site = self.site.model_dump(mode="json", by_alias=True)

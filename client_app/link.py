@@ -26,8 +26,9 @@ from typing import IO
 import grpc
 
 from client_app.assignment import Assignment
+from client_app.owner import Owner
 from client_app.private import PrivateStore
-from client_app.registry import APP_ROOT, Card, Folder, Owner, app_digest
+from client_app.registry import APP_ROOT, Card, Folder, app_digest
 from client_app.service import CHUNK_BYTES, NAME
 from client_app.sockets import address, listens
 from fedveil.errors import ConfigError, FedVeilError, StateError, WorkerError
@@ -35,7 +36,7 @@ from fedveil.tasks import tiny
 from fedveil.wire.slices import SLICE_BYTES, sliced
 
 _TRIES = 2
-_IN_MEMORY_BYTES = 2 * SLICE_BYTES  # a longer message waits on disk while the worker trains
+_IN_MEMORY_BYTES = 8 * SLICE_BYTES  # a longer message waits on disk while the worker trains
 _STOP_SECONDS = 10.0
 _OPTIONS = (("grpc.max_receive_message_length", 4 * CHUNK_BYTES), ("grpc.enable_http_proxy", 0))
 
@@ -123,6 +124,10 @@ def _end(folder: Folder, card: Card, owner: Owner) -> None:
             raise ConfigError(
                 f"state-dir: expected one SuperNode for site {folder.path.name} here, found process {card.owner.pid} "
                 f"too; stop it, or give this one another state-dir"
+            ) from None
+        if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+            raise WorkerError(
+                f"worker-memory-mb: expected the worker of another run to be idle, found it in a turn (process {card.pid})"
             ) from None
         log.info("worker %s, asked to end: %s", card.pid, error.code().name)
     deadline = time.monotonic() + _STOP_SECONDS

@@ -7,8 +7,8 @@
                                turns.jsonl   a line a turn
 
 A worker belongs to one SuperNode process, its owner, and ends with it; a message of another SuperNode is refused. A
-worker that has no run yet (`key` empty) is a spare, started before the first message; the first run of the same app
-version takes it.
+worker without a run (`key` empty) is a spare: started before the first message, or left after the last round of its run,
+when it lets go of model and rows and keeps the libraries. The next run of the same app version takes it.
 
 | found | what happens |
 |---|---|
@@ -33,8 +33,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import psutil
-
+from client_app.owner import Owner
 from client_app.private import safe
 from client_app.site import Site
 from client_app.sockets import listens
@@ -43,56 +42,6 @@ from fedveil.errors import WorkerError
 APP_ROOT = Path(__file__).resolve().parents[1]
 _APP_PACKAGES = ("client_app", "fedveil", "strategies")
 _START_SECONDS = 60.0
-_CLOCK_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class Owner:
-    """A process, told apart from a later one with its number by the second in which it started."""
-
-    pid: int
-    created: float
-
-    @classmethod
-    def of(cls, pid: int) -> Owner:
-        """The process that has this number now. Raises psutil.NoSuchProcess."""
-        return cls(pid, psutil.Process(pid).create_time())
-
-    @classmethod
-    def parse(cls, text: str) -> Owner:
-        """The owner whose `str` is `text`."""
-        pid, _, created = text.partition(":")
-        return cls(int(pid), float(created))
-
-    def __str__(self) -> str:
-        return f"{self.pid}:{self.created}"
-
-    def is_(self, other: Owner) -> bool:
-        """Whether both are one process. The system derives a start time from its clock, which may be corrected."""
-        return self.pid == other.pid and abs(self.created - other.created) < _CLOCK_SECONDS
-
-    def runs(self) -> bool:
-        """Whether that very process is still there."""
-        try:
-            process = psutil.Process(self.pid)
-            return self.is_(Owner(self.pid, process.create_time())) and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-
-def owner() -> Owner | None:
-    """The SuperNode (or, where the SuperExec runs apart, the SuperExec) that started this client process.
-
-    None in a process that is no client process of a deployment: the simulation engine's, or a test's.
-    """
-    if Path(sys.argv[0]).name != "flwr-clientapp":
-        return None
-    found = {}
-    for process in psutil.Process().parents():
-        with contextlib.suppress(psutil.Error):
-            for word in process.cmdline()[:3]:
-                found[Path(word).name] = Owner(process.pid, process.create_time())
-    return found.get("flower-supernode") or found.get("flower-superexec")
 
 
 @dataclass(frozen=True)
@@ -185,10 +134,11 @@ class Folder:
         command += ["--memory-mb", str(site.worker_memory_mb), *([] if key else ["--preload"])]
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "ab") as log:
+            env = {**(os.environ if env is None else env), "PYTHONPATH": str(root)}
+            env.pop("MALLOC_MMAP_THRESHOLD_", None)  # meant for Flower's processes: it would slow training down
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**(os.environ if env is None else env), "PYTHONPATH": str(root)},
-            )  # fmt: skip
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=env
+            )
         card = Card(worker, process.pid, whose, app_digest(root), key, time.time())
         deadline = time.monotonic() + _START_SECONDS
         while not listens(self.socket(worker)):

@@ -9,6 +9,7 @@ Who takes a turn or stops it names its SuperNode, and is refused where that is n
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -23,7 +24,8 @@ import grpc
 import psutil
 
 from client_app.assignment import Assignment
-from client_app.registry import Folder, Owner
+from client_app.owner import Owner
+from client_app.registry import Folder
 from fedveil.errors import FedVeilError, WorkerError
 from fedveil.wire.slices import drained, gathered, sliced
 
@@ -60,6 +62,7 @@ class Service:
     last_used: float = field(default_factory=time.monotonic)
     _status: dict[str, Any] = field(default_factory=lambda: {"state": "spare"})
     _key: str = ""
+    _imported: bool = False
     _turns: Turns | None = None
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -89,14 +92,17 @@ class Service:
             finally:
                 self.last_used = time.monotonic()
                 self._status = {**self._status, "state": "idle"}
+                if self._status.get("round", 0) + 1 == self._status.get("rounds"):
+                    self._become_spare()
 
     def _turn(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> tuple[dict[str, Any], list[Buffer]]:
         from client_app.turn import Turns
 
+        self._imported = True
         started, head = time.monotonic(), json.loads(next(requests))
         self._belong(head["key"])
         assignment = Assignment.from_json(head["assignment"])
-        what = _described(assignment)
+        what = assignment.described()
         self._status = {"state": "loading", **what}
         self._turns = self._turns or Turns()
         receive = lambda: gathered(requests, head["bytes"])  # noqa: E731
@@ -127,7 +133,7 @@ class Service:
 
     def show(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         """What is held, and how far a turn is. Whoever may open the socket may ask."""
-        device = _device() if self._turns else {}
+        device = _device() if self._imported else {}
         return json.dumps({**self._status, "memory_mb": memory_mb(), **device}).encode()
 
     def stop(self, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -139,6 +145,19 @@ class Service:
                 context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a turn is under way")
         self.ending.set()
         return b""
+
+    def _become_spare(self) -> None:
+        """After a run's last round: its model and rows go, the libraries stay for the run that comes next."""
+        last = {"last": self._status["last"]} if "last" in self._status else {}
+        self._turns, self._key, self._status = None, "", {"state": "spare", **last}
+        gc.collect()
+        torch = sys.modules["torch"]
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        with self.folder.locked():
+            for card in self.folder.living():
+                if card.pid == os.getpid():
+                    self.folder.adopt(card, "")
 
     def _belong(self, key: str) -> None:
         """A worker is one run's for good."""
@@ -157,18 +176,6 @@ class Service:
 
 def _caller(context: grpc.ServicerContext) -> Owner:
     return Owner.parse(str(dict(context.invocation_metadata()).get("owner", "0:0")))
-
-
-def _described(assignment: Assignment) -> dict[str, Any]:
-    order, config = assignment.order, assignment.config
-    return {
-        "run": order.run,
-        "round": order.round,
-        "rounds": config.run.rounds,
-        "method": order.method,
-        "task": config.task.name,
-        "model": config.task.model,
-    }
 
 
 def memory_mb() -> int:

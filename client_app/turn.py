@@ -57,9 +57,7 @@ class Turns:
         secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
         ctx = RoundContext(order.round, assignment.name, order.is_new, secret)
         local = task.local(rows, ctx.rng("batches"), watch)
-        # What lies there in round 0 is of an earlier run under the same name.
-        private = store.load() if order.round > 0 else None
-        private, parts = exchange.participate(receive(), private, local, ctx)
+        private, parts = exchange.participate(receive(), store.load(), local, ctx)
         store.prepare(private)
         return Turn(parts, load_seconds)
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import grpc
 
-from client_app.registry import Folder, Owner
+from client_app.owner import Owner
+from client_app.registry import Folder
 from client_app.service import Service
 from client_app.sockets import address
 

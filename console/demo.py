@@ -25,16 +25,16 @@ SETTINGS: dict[str, Any] = {
     "task.evaluation": str(DATA),
     "train.batch-size": 8,
     "train.learning-rate": 3e-3,
-    "train.max-steps": 16,
+    "train.max-steps": 20,
     "cohort.fraction": 0.75,
-    "evaluate.max-examples": 60,
+    "evaluate.max-examples": 40,
 }
 
 
 def add_parser(sub: Any) -> None:
     """Adds the sub-command."""
     parser = sub.add_parser("demo", help="run a real federation on this machine, end with a table and a report")
-    parser.add_argument("--rounds", type=_positive, default=5)
+    parser.add_argument("--rounds", type=_positive, default=4)
     parser.add_argument("--sites", type=_positive, default=4)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for runs, summary and report")
     parser.add_argument("--methods", default="fedavg,fedrand", help="names with commas between them")

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
+from client_app.owner import Owner
+from client_app.registry import Card, Folder
+from client_app.site import Site as ClientSite
+from client_app.site import parse_site
 from console.keys import write_node_key, write_tls
 from console.machine import Value, cores, free_ports, listens, toml
 from console.processes import LaunchError, Processes
@@ -131,7 +138,7 @@ class Federation:
                 on_tick(status)
             self._require_alive(SUPERLINK)
             now = time.monotonic()
-            if now - asked >= 20.0 or (now - asked >= 2.0 and not self.processes.runs(SERVER_APP, SUPERLINK)):
+            if now - asked >= 60.0 or (now - asked >= 2.0 and not self.processes.runs(SERVER_APP, SUPERLINK)):
                 flower = self.flower_status(run)
                 if flower.startswith("finished"):
                     return self._ended(run, flower, now - started)
@@ -171,8 +178,8 @@ class Federation:
         self.processes.kill(name, grace)
 
     def start_site(self, name: str) -> None:
-        """Starts a site's SuperNode; its key must be registered. Does not wait until it is online."""
-        log = self.processes.log(name)
+        """Starts a site's SuperNode and a spare worker; its key must be registered. Does not wait until it is online."""
+        log, env = self.processes.log(name), {**self._env(), "OMP_NUM_THREADS": str(self.client_threads)}
         self._log_starts[name] = log.stat().st_size if log.exists() else 0
         self.processes.start(
             name,
@@ -180,8 +187,10 @@ class Federation:
                 f"127.0.0.1:{self._fleet_port}", self.folder / "ca.crt", self._key(name),
                 self._site_ports[name], self._write_node_config(name),
             ),
-            {**self._env(), "OMP_NUM_THREADS": str(self.client_threads)},
+            env,
         )  # fmt: skip
+        site = parse_site(tomllib.loads(self._node_file(name).read_text()))
+        start_spare(site, self.processes.pid(name), self.processes.marked(name, env))
 
     def online(self, name: str) -> bool:
         """Whether the SuperLink has accepted the site. Raises LaunchError if its SuperNode has ended."""
@@ -300,9 +309,12 @@ class Federation:
         config |= {"partition-id": list(self.sites).index(name), "num-partitions": len(self.sites)}
         if site.data is not None:
             config["data"] = str(site.data.absolute())
-        file = self.folder / "sites" / f"{name}.toml"
+        file = self._node_file(name)
         file.write_text(toml({**config, **dict(site.node_config)}))
         return file
+
+    def _node_file(self, name: str) -> Path:
+        return self.folder / "sites" / f"{name}.toml"
 
     def _until(self, ready: Callable[[], bool], name: str) -> None:
         deadline = time.monotonic() + self._start_timeout
@@ -328,12 +340,29 @@ def supernode(superlink: str, ca: Path, key: Path, port: int, node_config: Path)
     ]  # fmt: skip
 
 
+def start_spare(site: ClientSite, owner: int, env: Mapping[str, str]) -> Card:
+    """A worker without a run, of this installation's own app, that ends with the process `owner`.
+
+    The first run of the same app version takes it. Raises LaunchError where there is no such process.
+    """
+    folder = Folder(site.state_dir, site.site)
+    try:
+        whose = Owner.of(owner)
+    except psutil.NoSuchProcess:
+        raise LaunchError(f"owner: expected a running process, found none with number {owner}") from None
+    with folder.locked():
+        return folder.start(site, whose, "", env=env)
+
+
 def environment(flower_home: Path) -> dict[str, str]:
     """What Flower's processes, and what they start, find in their environment."""
     programs = str(Path(sys.executable).parent)
     return {
         # Several processes share the cores: threads that spin while they wait cost ten times the work itself.
         "OMP_WAIT_POLICY": "PASSIVE",
+        # Large blocks go back to the system when they are freed. Flower pulls and pushes in threads, whose arenas would
+        # otherwise keep a message's memory several times over. The worker, which trains, does without.
+        "MALLOC_MMAP_THRESHOLD_": "1048576",
         **{key: value for key, value in os.environ.items() if not key.startswith("FLWR_")},
         "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
         "FLWR_HOME": str(flower_home),

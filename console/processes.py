@@ -51,12 +51,16 @@ class Processes:
         with self.log(name).open("ab") as log:
             self._children[name] = subprocess.Popen(
                 [_program(command[0], env), *command[1:]],
-                env={**env, MARK: f"{self._token}:{name}"},
+                env=self.marked(name, env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def marked(self, name: str, env: Mapping[str, str]) -> dict[str, str]:
+        """`env` for a process that shall be stopped with `name`, whoever starts it."""
+        return {**env, MARK: f"{self._token}:{name}"}
 
     def pid(self, name: str) -> int:
         """The number of the process `name`."""
@@ -70,7 +74,7 @@ class Processes:
         """Runs `command` to its end and returns its stdout. Raises LaunchError with the last lines if it fails."""
         child = subprocess.Popen(
             [_program(command[0], env), *command[1:]],
-            env={**env, MARK: f"{self._token}:{name}"},
+            env=self.marked(name, env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

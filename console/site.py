@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING, Any
 from fedveil.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from client_app.registry import Card
-    from client_app.site import Site as ClientSite
     from console.processes import Processes
 
 _STATE = Path("~/.local/state/fedveil")
@@ -55,7 +51,7 @@ def add_parser(sub: Any) -> None:
 
 def _start(args: argparse.Namespace) -> int:
     from client_app.site import parse_site
-    from console.launch import environment, supernode
+    from console.launch import environment, start_spare, supernode
     from console.machine import free_ports, toml
     from console.processes import Processes
 
@@ -80,7 +76,7 @@ def _start(args: argparse.Namespace) -> int:
         began = log.stat().st_size if log.exists() else 0
         processes.start(args.name, command, env)
         print(f"site {args.name}: SuperNode for {args.superlink}, log {log}", flush=True)
-        card = _spare(site, processes.pid(args.name), env)
+        card = start_spare(site, processes.pid(args.name), env)
         print(f"site {args.name}: worker {card.pid} is warm; fedveil site status --follow shows it", flush=True)
         return _watch(processes, args.name, began)
     finally:
@@ -102,26 +98,12 @@ def _watch(processes: Processes, name: str, began: int) -> int:
 
 def _warm(args: argparse.Namespace) -> int:
     from client_app.site import parse_site
+    from console.launch import start_spare
 
     site = parse_site({"site": args.name, "state-dir": str(args.state_dir)})
-    card = _spare(site, args.owner, os.environ)
+    card = start_spare(site, args.owner, os.environ)
     print(f"worker {card.pid} is warm, for site {args.name} of process {args.owner}")
     return 0
-
-
-def _spare(site: ClientSite, owner: int, env: Mapping[str, str]) -> Card:
-    """A worker without a run, of this installation's own app: the first run of the same version takes it."""
-    import psutil
-
-    from client_app.registry import Folder, Owner
-
-    folder = Folder(site.state_dir, site.site)
-    try:
-        whose = Owner.of(owner)
-    except psutil.NoSuchProcess:
-        raise ConfigError(f"--owner: expected a running process, found none with number {owner}") from None
-    with folder.locked():
-        return folder.start(site, whose, "", env=env)
 
 
 def _status(args: argparse.Namespace) -> int:

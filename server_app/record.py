@@ -14,6 +14,7 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
+import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,9 +62,18 @@ class RunFolder:
             raise StateError(
                 f"run folder {folder}: expected a new one, found a run; choose another run.name, or set run.resume = true"
             )
+        if not resume and folder.is_dir() and any(folder.iterdir()):
+            raise StateError(f"run folder {folder}: expected an empty one, found other files; choose another run.name")
         if resume and not self._checkpoint.exists():
             raise StateError(f"run.resume: expected a checkpoint in {folder}, found none; start the run without it")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not resume:
+            write_atomic(folder / "id", secrets.token_hex(4).encode())
+
+    @property
+    def id(self) -> str:
+        """8 hex digits that tell this run from every other of its name; a resumed run keeps them."""
+        return (self.folder / "id").read_text()
 
     @property
     def _checkpoint(self) -> Path:

@@ -6,6 +6,7 @@ cohort. The state changes whole or not at all, and after every change there is a
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from logging import INFO, WARNING
@@ -49,7 +50,9 @@ class Rounds:
         scores: Callable[[State, int], Scores] | None,
     ) -> None:
         self.method, self.cohort, self.seed, self.deterministic = method, cohort, seed, deterministic
-        self.run_name, self.limits, self.folder, self.scores = run, limits, folder, scores
+        # Sites keep private state under this name: never that of another run.
+        self.run_name = f"{run}-{folder.id if folder else secrets.token_hex(4)}"
+        self.limits, self.folder, self.scores = limits, folder, scores
         self.tap = folder.tap() if folder and tap else None
         self.history: list[RoundRecord] = []
         self._server: State | None = None

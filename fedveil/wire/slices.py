@@ -10,7 +10,9 @@ from fedveil.errors import WireError
 if TYPE_CHECKING:
     from fedveil.wire.codec import Buffer  # the client's thin process imports this file, and no torch
 
-SLICE_BYTES = 5 << 20  # Flower's own unit of transport: an array of this size is one object and is not cut again
+# Below Flower's own unit of transport (5 MB), so that an array is one object and is not cut again; above the threshold
+# at which console/launch.py has freed memory go back to the system.
+SLICE_BYTES = 5 << 18
 STYPE = "fedveil.slice/1"
 
 

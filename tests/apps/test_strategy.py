@@ -311,10 +311,19 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(grid, task, tmp_path):
     assert digest(end.arrays.to_torch_state_dict()) == digest(whole.arrays.to_torch_state_dict())
 
 
+def test_a_run_never_meets_the_private_state_of_another_one_of_its_name(grid, task):
+    ends = [strategy(FedRand(), cohort={"fraction": 0.5}).start(grid(), initial(task), num_rounds=4) for _ in range(2)]
+    assert digest(ends[0].arrays.to_torch_state_dict()) == digest(ends[1].arrays.to_torch_state_dict())
+
+
 def test_a_run_folder_is_not_overwritten(tmp_path):
     RunFolder(tmp_path / "run").status("completed", 4, 5)
     with pytest.raises(StateError, match="expected a new one, found a run"):
         RunFolder(tmp_path / "run")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(StateError, match="expected an empty one, found other files"):
+        RunFolder(tmp_path / "model")
     with pytest.raises(StateError, match="expected a checkpoint"):
         RunFolder(tmp_path / "other", resume=True)
 

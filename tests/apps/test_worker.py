@@ -23,8 +23,9 @@ import torch
 
 from client_app import link, registry
 from client_app.assignment import Assignment, Order
+from client_app.owner import Owner
 from client_app.private import PrivateStore
-from client_app.registry import Folder, Owner
+from client_app.registry import Folder
 from client_app.site import Site
 from fedveil.config import parse
 from fedveil.errors import ConfigError, WorkerError
@@ -160,12 +161,6 @@ def test_rows_that_changed_on_disk_are_read_anew(bench):
     assert len({line["pid"] for line in bench.lines()}) == 1
 
 
-def test_a_run_starts_without_the_private_state_of_an_earlier_one_of_its_name(bench):
-    first = [bench.turn(0), bench.turn(1)]
-    again = [bench.turn(0), bench.turn(1)]
-    assert first == again
-
-
 def spec_of(entries: int):
     return {"h.lora_A": TensorSpec((1, 5)), "h.lora_B": TensorSpec((entries, 1))}
 
@@ -236,6 +231,22 @@ def test_a_spare_of_the_same_app_is_taken_by_the_first_run(bench):
     pids = [line["pid"] for line in bench.lines()]
     assert pids[0] == spare.pid
     assert pids[1] not in (spare.pid, other.pid)
+
+
+def test_after_its_run_s_last_round_a_worker_holds_nothing_of_it_and_the_next_run_takes_it(bench):
+    bench.orders(load=0.3)
+    bench.turn(4)  # the last of 5
+    (card,) = bench.workers()
+    assert card.key == ""
+    with link.channel(bench.folder, card) as channel:
+        shown = json.loads(channel.unary_unary("/fedveil.Worker/Status")(b""))
+    assert shown["state"] == "spare"
+    assert "run" not in shown
+    bench.turn(0, run="second")
+    first, second = bench.lines()
+    assert first["pid"] == second["pid"]
+    assert second["load_seconds"] > 0.3
+    assert [c.key != "" for c in bench.workers()] == [True]
 
 
 def shell_python(tmp_path: Path, deaths: int) -> str:

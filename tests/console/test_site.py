@@ -10,7 +10,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from client_app.registry import Card, Folder, Owner
+from client_app.owner import Owner
+from client_app.registry import Card, Folder
 from console import workers
 from console.main import main
 from console.workers import WorkerStatus, described, follow
@@ -98,7 +99,7 @@ def test_a_worker_started_for_a_container_is_shown_and_ends_with_its_owner(tmp_p
         (["start", "--ca", __file__, "--key", "/nowhere/key"], "--key: expected a file, found none at /nowhere/key"),
         (["start", "--ca", __file__, "--key", __file__, "--device", "tpu"], "node config: device: .* found 'tpu'"),
         (["start", "--ca", __file__, "--key", __file__, "--worker-memory-mb", "-1"], "worker-memory-mb: .* found -1"),
-        (["warm", "--owner", "999999999"], "--owner: expected a running process, found none with number 999999999"),
+        (["warm", "--owner", "999999999"], "owner: expected a running process, found none with number 999999999"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments, reason, tmp_path, capsys):

@@ -23,7 +23,8 @@ def main(grid: Grid, context: Context) -> None:
         return MetricRecord({"round": server_round})
 
     sites = int(config["sites"])
-    arrays = ArrayRecord({"w": Array(np.zeros(int(config["bytes"]) // 4, np.float32))})
+    weights = np.random.default_rng(0).random(int(config["bytes"]) // 4, np.float32)  # equal chunks would travel once
+    arrays = ArrayRecord({"w": Array(weights)})
     strategy = FedAvg(fraction_evaluate=0.0, min_evaluate_nodes=0, min_train_nodes=sites, min_available_nodes=sites)
     strategy.start(grid, arrays, num_rounds=int(config["rounds"]), evaluate_fn=evaluate)
     seconds = [later - earlier for earlier, later in itertools.pairwise(times)]
