@@ -99,7 +99,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         base_mb = sum(file.stat().st_size for file in base.iterdir()) / 1e6
         bench.ours("base", rounds, {"task.model": str(base)})
         turns = federation.folder / "sites" / _SITE / "workers" / _SITE / "turns.jsonl"
-        loads = [line["load_seconds"] for line in _lines(turns) if line["run"] == "base"]
+        loads = [line["load_seconds"] for line in _lines(turns) if line["run"].startswith("base-")]
         options.say(f"base of {base_mb:.0f} MB: {loads} s of loading")
         narrow = _random_base(folder / "narrow", settings["narrow_base"])
         rank = f"adapter = {{kind = 'lora', rank = {settings['large_rank']}}}"
@@ -107,7 +107,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         large = {"worker": bench.ours("large", settings["large_rounds"], changes, every=0.01)}
         payload = large["worker"].payload_bytes
         large["flower"] = bench.stock("large-flower", settings["large_rounds"], payload, every=0.01)
-        held_turns = [line for line in _lines(turns) if line["run"] == "large"]
+        held_turns = [line for line in _lines(turns) if line["run"].startswith("large-")]
     copies = {
         "worker": _copies(large["worker"], _median_peak(small["worker"]), held_turns),
         "flower": _copies(large["flower"], _median_peak(small["flower"])),
