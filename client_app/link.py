@@ -38,6 +38,7 @@ from fedveil.wire.slices import SLICE_BYTES, sliced
 _TRIES = 2
 _IN_MEMORY_BYTES = 8 * SLICE_BYTES  # a longer message waits on disk while the worker trains
 _STOP_SECONDS = 10.0
+_DYING_SECONDS = 2.0
 _OPTIONS = (("grpc.max_receive_message_length", 4 * CHUNK_BYTES), ("grpc.enable_http_proxy", 0))
 
 log = getLogger("fedveil.link")
@@ -130,11 +131,18 @@ def _end(folder: Folder, card: Card, owner: Owner) -> None:
                 f"worker-memory-mb: expected the worker of another run to be idle, found it in a turn (process {card.pid})"
             ) from None
         log.info("worker %s, asked to end: %s", card.pid, error.code().name)
-    deadline = time.monotonic() + _STOP_SECONDS
+    if not _gone(folder, card, _STOP_SECONDS):
+        raise WorkerError(f"worker {card.pid}: expected it to end within {_STOP_SECONDS:g} s; kill it")
+
+
+def _gone(folder: Folder, card: Card, seconds: float) -> bool:
+    """Whether a worker stops to listen within that time."""
+    deadline = time.monotonic() + seconds
     while listens(folder.socket(card.id)):
         if time.monotonic() > deadline:
-            raise WorkerError(f"worker {card.pid}: expected it to end within {_STOP_SECONDS:g} s; kill it")
-        time.sleep(0.05)
+            return False
+        time.sleep(0.02)
+    return True
 
 
 @contextlib.contextmanager
@@ -156,9 +164,11 @@ def _handed_over(spool: IO[bytes], folder: Folder, card: Card, assignment: Assig
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.ABORTED:
             raise TurnError(**json.loads(error.details())) from None
-        state = "still there" if listens(folder.socket(card.id)) else "gone"
+        seconds = time.monotonic() - started
+        # A killed process closes its connections one by one: the listening one may be the last.
+        state = "gone" if _gone(folder, card, _DYING_SECONDS) else "still there"
         raise WorkerError(
-            f"worker {card.pid}: expected an upload, found it {state} after {time.monotonic() - started:.1f} s "
+            f"worker {card.pid}: expected an upload, found it {state} after {seconds:.1f} s "
             f"({error.code().name}); its log is {folder.log}"
         ) from None
     log.info("worker %s: %s", card.pid, head)
