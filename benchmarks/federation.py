@@ -1,28 +1,21 @@
 """Methods beside each other: the same federation in process, once a method and seed.
 
 Beside the methods stand "round 0" (the model before any round) and "one client alone" (the client of median size, which
-trains in every round on its own rows and shares nothing). Each seed runs in a process of its own, with one thread, as many
-at a time as there are cores.
+trains in every round on its own rows and shares nothing).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import strategies
-from benchmarks import data
+from benchmarks import data, seeds
 from benchmarks.run import Options, Outcome, intervals
 from fedveil import rng, tasks
 from fedveil.config import RunConfig, parse
-from fedveil.errors import ConfigError
 from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
 from fedveil.lora import aggregation_gap
@@ -42,9 +35,8 @@ class _Run:
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Rows: round 0, one client alone, and each of `settings["methods"]`; a run a seed."""
-    seeds = range(options.seeds or settings["seeds"])
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        done = list(pool.map(lambda seed: _in_process_of_its_own(settings, seed, options), seeds))
+    answers = seeds.run("benchmarks.federation", settings, options)
+    done = [{name: _Run(**measured) for name, measured in answer.items()} for answer in answers]
     runs = {name: [of_seed[name] for of_seed in done] for name in done[0]}
     rows = [_row(name, measured, settings) for name, measured in runs.items()]
     return Outcome(rows, _verdicts(runs, settings))
@@ -61,41 +53,8 @@ def _row(name: str, done: list[_Run], settings: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _in_process_of_its_own(settings: dict[str, Any], seed: int, options: Options) -> dict[str, _Run]:
-    asked = json.dumps({"settings": settings, "seed": seed, "device": options.device})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.federation"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(asked)
-    process.stdin.close()
-    for line in process.stdout:
-        if line.startswith("{"):
-            answer = line
-        else:
-            options.say(line.rstrip())
-    if process.wait():
-        raise ConfigError(
-            f"seed {seed}: expected a result, found exit code {process.returncode}; its error stands above"
-        )
-    return {name: _Run(**measured) for name, measured in json.loads(answer).items()}
-
-
-def main() -> None:
-    """One seed: settings as JSON on standard input, progress and then the result as one line of JSON."""
-    asked = json.load(sys.stdin)
-
-    def say(text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-
-    done = _seed(asked["settings"], asked["seed"], Options(device=asked["device"], say=say))
-    say(json.dumps({name: asdict(measured) for name, measured in done}))
+def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> dict[str, Any]:
+    return {name: asdict(measured) for name, measured in _seed(settings, seed, options)}
 
 
 def _seed(settings: dict[str, Any], seed: int, options: Options) -> list[tuple[str, _Run]]:
@@ -183,4 +142,4 @@ def _brief(scores: Mapping[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    seeds.serve(_of_seed)

@@ -74,7 +74,11 @@ def run_preset(name: str, options: Options) -> dict[str, Any]:
         "rows": outcome.rows,
         "verdicts": outcome.verdicts,
         "paper": preset.get("paper", {}),
-        "differences": [*preset.get("differences", []), *outcome.differences],
+        "differences": [
+            *preset.get("differences", []),
+            *(preset.get("quick_differences", []) if options.quick else []),
+            *outcome.differences,
+        ],
     }
 
 

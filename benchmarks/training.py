@@ -25,7 +25,7 @@ import torch
 from benchmarks.run import Options, Outcome, interval
 from fedveil import config, rng, tasks
 from fedveil.adapters import Lora
-from fedveil.tasks import batches, models, tiny
+from fedveil.tasks import batches, library, models, tiny
 from fedveil.tasks.base import Step
 from fedveil.tasks.batches import Row
 from fedveil.tasks.text_generation import TextGeneration
@@ -132,7 +132,7 @@ def _rows(settings: Mapping[str, Any]) -> list[Row]:
 
 def _save_model(folder: Path, settings: Mapping[str, Any], device: torch.device) -> None:
     """A GPT-2 with random weights; its tokenizer is the tiny base's, whose ids are below any vocabulary here."""
-    with models.quiet(), torch.random.fork_rng(devices=[]):
+    with library.quiet(), torch.random.fork_rng(devices=[]):
         from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
         tokenizer = AutoTokenizer.from_pretrained(str(tiny.folder()), local_files_only=True)
@@ -185,7 +185,7 @@ class _Bare:
     ) -> None:
         self._rows, self._device, self._batch = rows, device, settings["batch"]
         self._accumulate, self._by_length = keys.get("train.accumulate", 1), keys.get("train.bucketing", False)
-        with models.quiet(), warnings.catch_warnings():
+        with library.quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft asks the model under an older name
             from peft import LoraConfig, get_peft_model
             from transformers import AutoModelForCausalLM

@@ -204,7 +204,7 @@ def _random_base(folder: Path, shape: dict[str, int]) -> Path:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from fedveil.tasks import tiny
-    from fedveil.tasks.models import quiet
+    from fedveil.tasks.library import quiet
 
     torch.manual_seed(0)
     config = GPT2Config(**shape, bos_token_id=0, eos_token_id=0, pad_token_id=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,9 @@ from fedveil.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+_METRICS = 6  # a table: more columns break their numbers
 
 
 def add_parser(sub: Any) -> None:
@@ -53,20 +56,33 @@ def run(args: argparse.Namespace) -> int:
     result = benchmarks.run_preset(args.preset, options)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(table(result))
+    for shown in tables(result):
+        console.print(shown)
     for line in [*result.get("verdicts", []), *(f"Differs from the paper: {d}" for d in result["differences"])]:
         console.print(f"- {line}", markup=False)
     console.print(f"Result: {file}", soft_wrap=True)
     return 0
 
 
-def table(result: Mapping[str, Any]) -> Table:
-    """The rows: mean [low, high], and what the paper reports."""
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """The rows, a table for every few metrics: mean [low, high], and what the paper reports."""
+    rows = result["rows"]
+    metrics = list(dict.fromkeys(name for row in rows for name in row.get("metrics", {})))
+    parts = [metrics[i : i + _METRICS] for i in range(0, len(metrics), _METRICS)] or [[]]
+    return [_table(result, part, part is parts[0]) for part in parts]
+
+
+def _table(result: Mapping[str, Any], metrics: Sequence[str], first: bool) -> Table:
     from rich.table import Table
 
     rows, paper = result["rows"], result.get("paper", {})
-    metrics = list(dict.fromkeys(name for row in rows for name in row.get("metrics", {})))
-    counts = [key for key in ("upload_bytes", "download_bytes", "rounds", "seconds") if any(key in row for row in rows)]
+    if not first:
+        rows = [row for row in rows if any(name in row.get("metrics", {}) for name in metrics)]
+    counts = [
+        key
+        for key in ("upload_bytes", "download_bytes", "rounds", "seconds")
+        if first and any(key in row for row in rows)
+    ]
     shown = Table("row", title=f"{result['preset']}{' (quick)' if result['quick'] else ''}: {result.get('title', '')}")
     for name in [*metrics, *(key.replace("_", " ") for key in counts)]:
         shown.add_column(name, justify="right")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from console import disclosure, page, sites
+from console import disclosure, findings, page, sites
 from console.figures import Curve, svg
 from console.page import Html, bullets, fold, join, table, tag
 from console.runs import Row, Run, load
@@ -51,6 +51,7 @@ def html(runs: Sequence[Run]) -> str:
     parts += [_alert(run) for run in runs if run.status.get("state") != "completed"]
     parts += [tag("h2", "Summary"), _summary(runs), _figures(runs)]
     parts += [tag("h2", "What each side learned"), *(_learned(run) for run in runs)]
+    parts += _findings(runs)
     parts += [tag("h2", "Disclosure ledger"), tag("p", LEDGER_NOTE, "note"), *(_ledger(run) for run in runs)]
     parts += [tag("h2", "Sites"), *(_sites(run) for run in runs)]
     parts += [tag("h2", "Configuration and environment"), _config(runs), _environment(runs)]
@@ -129,6 +130,12 @@ def _learned(run: Run) -> Html:
         items.append(f"Uploads also carried: {', '.join(words)}.")
     empty = tag("p", "No message was exchanged.", "note")
     return join([tag("h3", _heading(run)), bullets(items) if items else empty])
+
+
+def _findings(runs: Sequence[Run]) -> list[object]:
+    found = [(run, findings.html(run.folder)) for run in runs]
+    audited = [join([tag("h3", _heading(run)), part]) for run, part in found if part is not None]
+    return [tag("h2", "What attacks found"), tag("p", findings.NOTE, "note"), *audited] if audited else []
 
 
 def _times(count: int) -> str:

@@ -3,30 +3,23 @@
 | adapter | trained tensors, by name |
 |---|---|
 | `Lora` | `<module>.lora_A` (r x d_in), `<module>.lora_B` (d_out x r) for every chosen linear layer |
+| `HadamardLora` | the same two, and `<module>.private_A`, `<module>.private_B` of the same shapes |
 | `AllWeights` | every parameter of the base, under its own name; tied parameters once |
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, final
 
 from fedveil.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Lora:
-    """Low-rank pairs: W = W_0 + scale * B A, with scale = alpha / rank (Hu et al. 2021).
-
-    Attributes:
-        rank: r, the inner width of each pair.
-        alpha: the numerator of the scale; None means `rank`, so that W = W_0 + B A.
-        targets: "all-linear" (every linear layer of the blocks, the output head left out), or a
-            regular expression over module names.
-    """
+class _Pairs:
+    """What every adapter of low-rank pairs has. Abstract: no `kind`."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
-    kind: Literal["lora"] = "lora"
     rank: int = 8
     alpha: float | None = None
     targets: str = "all-linear"
@@ -42,14 +35,66 @@ class Lora:
         """alpha / rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
-    def example_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Two layers of a small model, of unequal widths: for wire tables and for tests over every method."""
-        widths = {"h.0.attn": (5, 7), "h.0.mlp": (7, 3)}
+    def _example_shapes(self, pairs: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+        """Three layers of unequal widths, so that a method which shares the top two keeps one to itself."""
+        widths = {"h.0.attn": (5, 7), "h.1.mlp": (7, 3), "h.2.mlp": (3, 4)}
         return {
-            f"{module}.lora_{side}": (self.rank, d_in) if side == "A" else (d_out, self.rank)
+            f"{module}.{pair}_{side}": (self.rank, d_in) if side == "A" else (d_out, self.rank)
             for module, (d_in, d_out) in widths.items()
+            for pair in pairs
             for side in "AB"
         }
+
+
+@final
+@dataclass(frozen=True)
+class Lora(_Pairs):
+    """Low-rank pairs: W = W_0 + scale * B A, with scale = alpha / rank (Hu et al. 2021).
+
+    Attributes:
+        rank: r, the inner width of each pair.
+        alpha: the numerator of the scale; None means `rank`, so that W = W_0 + B A.
+        targets: "all-linear" (every linear layer of the blocks, the output head left out), or a
+            regular expression over module names.
+    """
+
+    kind: Literal["lora"] = "lora"
+
+    def example_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Layers of a small model: for wire tables and for tests over every method."""
+        return self._example_shapes(("lora",))
+
+
+@final
+@dataclass(frozen=True)
+class HadamardLora(_Pairs):
+    """Two low-rank pairs a layer, multiplied entry by entry (Hyeon-Woo et al. 2022): W = W_0 + scale * (B A) o M.
+
+    | form | M | initial values |
+    |---|---|---|
+    | "plus-one" | B_p A_p + 1 | B and B_p zero |
+    | "product" | B_p A_p | B zero, B_p from N(0, 1/r); with B_p zero too no gradient would ever differ from zero |
+
+    A and A_p are random in both. The change of W has rank up to r^2, so a forward pass forms it whole.
+
+    Attributes:
+        rank: r, the inner width of each pair.
+        alpha: the numerator of the scale; None means `rank`, which gives scale 1.
+        targets: as for `Lora`.
+        form: what the private pair is made into.
+    """
+
+    kind: Literal["hadamard-lora"] = "hadamard-lora"
+    form: Literal["plus-one", "product"] = "plus-one"
+
+    @property
+    def private_b_std(self) -> float:
+        """Standard deviation of B_p's initial entries."""
+        return 0.0 if self.form == "plus-one" else self.rank**-0.5
+
+    def example_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Layers of a small model: for wire tables and for tests over every method."""
+        return self._example_shapes(("lora", "private"))
 
 
 @dataclass(frozen=True)
@@ -64,4 +109,4 @@ class AllWeights:
         return {"wte.weight": (11, 4), "h.0.mlp.weight": (4, 4), "h.0.mlp.bias": (4,)}
 
 
-Adapter = Lora | AllWeights
+Adapter = Lora | HadamardLora | AllWeights

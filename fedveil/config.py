@@ -47,6 +47,8 @@ class TaskConfig(_Section):
     evaluation: str = ""
     source_column: str = "mr"
     target_column: str = "ref"
+    image_column: str = "image"
+    choices_column: str = Field("", description="vision-language: choices of a question; empty = captions")
     label_column: str = "mr"
     label_pattern: str = ""
     partition: Literal["iid", "dirichlet", "pathological", "natural"] = "iid"

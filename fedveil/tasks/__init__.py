@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from fedveil.config import RunConfig
     from fedveil.tasks.base import Task
 
-_NOT_TASKS = {"base", "batches", "models", "partition", "rows", "speed", "text_metrics", "tiny", "training"}
+_NOT_TASKS = {
+    "adapting", "base", "batches", "causal", "hadamard", "library", "models", "partition", "rows", "speed", "text_metrics", "tiny",
+    "tiny_vision_language", "training",
+}  # fmt: skip
 
 
 def names() -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fedveil.method import Local, Spec, Weights
 from fedveil.rng import Stream
@@ -39,6 +41,21 @@ class Step:
     loss: float
     tokens: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says about one row, on the CPU, fp32.
+
+    Attributes:
+        logits: (positions, classes) by slice: "target" (each position predicts one token of the row's own target, its end
+            among them; a classifier has one position), and where the task has them "image" (the positions of the image's
+            own tokens) and "generated" (each position predicts one token that the model wrote by itself).
+        wanted: (positions,) the target's tokens or class, for the slice "target".
+    """
+
+    logits: Mapping[str, Tensor]
+    wanted: Tensor
 
 
 Watch = Callable[[Step], None]  # may raise, and so end the training
@@ -91,3 +108,13 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """Scores of the model with `weights`: always "loss", with `generate` the task's quality metrics too."""
+
+    @abstractmethod
+    def predict(self, weights: Weights, rows: Rows, generate: bool = False) -> Iterator[Prediction]:
+        """What the model with `weights` says about each row, in their order; `generate` adds the slice "generated".
+
+        A batch at a time, so that the logits of many rows are never held at once.
+
+        Raises:
+            TaskError: weights that are not the spec's.
+        """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -34,6 +34,7 @@ class Batch:
         positions: where the model predicts a target token, counted over the flattened `ids`.
         wanted: the target token of each of these positions.
         tokens: in all rows, padding apart.
+        inputs: what the model takes beside them: the images of all rows, for a model that sees.
     """
 
     ids: Int[Tensor, "rows length"]
@@ -41,6 +42,7 @@ class Batch:
     positions: Int[Tensor, " terms"]
     wanted: Int[Tensor, " terms"]
     tokens: int
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def terms(self) -> int:
@@ -56,7 +58,9 @@ class Batch:
         return self._each(lambda t: t.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(change(self.ids), change(self.mask), change(self.positions), change(self.wanted), self.tokens)
+        inputs = {name: change(value) for name, value in self.inputs.items()}
+        ids, mask, positions, wanted = map(change, (self.ids, self.mask, self.positions, self.wanted))
+        return Batch(ids, mask, positions, wanted, self.tokens, inputs)
 
 
 def collate(rows: Sequence[Row], padding: int) -> Batch:

@@ -1,35 +1,23 @@
-"""Loading a Hugging Face base model from a folder or the hub, and attaching an adapter to it."""
+"""Loading a Hugging Face base model, with its adapter, from a folder or the hub."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import math
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedveil.adapters import Adapter, Lora
+from fedveil.adapters import Adapter, AllWeights
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, TaskError
-from fedveil.method import Weights
-from fedveil.rng import Stream
 from fedveil.tasks import tiny
+from fedveil.tasks.adapting import attach
+from fedveil.tasks.library import first_line, quiet
 
-_NOISY = (
-    "bitsandbytes",
-    "huggingface_hub",
-    "peft",
-    "transformers.modeling_utils",
-    "transformers.distributed",
-    "transformers.utils.loading_report",
-)
-_NEXT = 'give "tiny", a folder made with save_pretrained, or a hub id that this machine can reach or has cached'
+NEXT = 'give "tiny", a folder made with save_pretrained, or a hub id that this machine can reach or has cached'
 
 
 @dataclass(frozen=True)
@@ -41,32 +29,36 @@ class Base:
         tokenizer: has an end token.
         trained: the adapter's parameters by their canonical names, fp32, in the model's order.
         context: longest sequence of tokens; None where the model sets no limit.
+        processor: of a model that sees: images and text to its inputs. None for a language model.
+        image_token: of a model that sees: the token id that stands for a part of an image.
     """
 
     model: Any
     tokenizer: Any
     trained: Mapping[str, nn.Parameter]
     context: int | None
+    processor: Any = None
+    image_token: int | None = None
 
 
-def find(name: str) -> tuple[str, bool]:
+def find(name: str, task: str = "text-generation") -> tuple[str, bool]:
     """Where `task.model` lies: (folder or hub id, whether it is a folder). The hub is not asked here.
 
     Raises:
         TaskError: "tiny" is not installed, or a path has no folder with a model.
     """
     if name == "tiny":
-        return str(tiny.folder()), True
+        return str(tiny.folder(task)), True
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise TaskError(
                 f'task.model: expected a model folder with config.json, found none in "{name}" '
-                f"(it has {_some(sorted(p.name for p in folder.iterdir()))}); {_NEXT}"
+                f"(it has {_some(sorted(p.name for p in folder.iterdir()))}); {NEXT}"
             )
         return str(folder), True
     if not name or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
-        raise TaskError(f'task.model: expected a folder with a model, found none at "{name}"; {_NEXT}')
+        raise TaskError(f'task.model: expected a folder with a model, found none at "{name}"; {NEXT}')
     return name, False
 
 
@@ -93,29 +85,82 @@ def load_causal(config: RunConfig, adapter: Adapter, device: torch.device) -> Ba
         TaskError: the base or its tokenizer cannot be loaded whole.
         ConfigError: the adapter fits no layer of it, or it is not made for task.max-tokens.
     """
-    where, is_local = find(config.task.model)
     with quiet():
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=is_local)
-            model, info = AutoModelForCausalLM.from_pretrained(
-                where, local_files_only=is_local, output_loading_info=True, **_precision(config, adapter, device)
-            )
-        except Exception as error:  # the library raises OSError, ValueError, KeyError, SafetensorError, ...
-            raise TaskError(
-                f'task.model: expected a causal language model with its tokenizer, found that "{config.task.model}" '
-                f"does not load ({_first_line(error)}); {_NEXT}"
-            ) from None
-        _check_whole(config.task.model, tokenizer, info)
+        kind = "a causal language model with its tokenizer"
+        model, tokenizer = _loaded(config, adapter, device, AutoModelForCausalLM, AutoTokenizer, kind)
         trained = attach(model, adapter)
-    context = getattr(model.config, "max_position_embeddings", None)
+    return Base(_ready(model, config, device), tokenizer, trained, _context(model, config))
+
+
+def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device) -> Base:
+    """The image-text-to-text model of `config.task.model`; the adapter is on its language model, all else is frozen.
+
+    Names of trained tensors are those inside the language model. Precision as in `load_causal`.
+
+    Raises:
+        TaskError: as `load_causal`; a model of another kind, or a processor without image processor or chat template.
+        ConfigError: as `load_causal`.
+    """
+    name = config.task.model
+    with quiet():
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        kind = "an image-text-to-text model with its processor"
+        model, processor = _loaded(config, adapter, device, AutoModelForImageTextToText, AutoProcessor, kind)
+        if not hasattr(processor, "image_processor"):
+            raise TaskError(f'task.model: expected a processor of images and text, found none in "{name}"; {NEXT}')
+        if not getattr(processor, "chat_template", None):
+            raise TaskError(
+                f'task.model: expected a processor with a chat template, found none in "{name}"; add chat_template.jinja '
+                f"to its folder, or take an instruction-tuned model"
+            )
+        language = getattr(model.base_model, "language_model", None)
+        if language is None:
+            raise TaskError(
+                f"task.model: expected a model made of vision tower and language model, found {type(model).__name__} in "
+                f'"{name}"; {NEXT}'
+            )
+        model.requires_grad_(False)
+        trained = attach(language.requires_grad_(True), adapter)
+    image_token = getattr(model.config, "image_token_id", None)
+    base = Base(_ready(model, config, device), processor.tokenizer, trained, _context(model, config))
+    return replace(base, processor=processor, image_token=image_token)
+
+
+def _loaded(
+    config: RunConfig, adapter: Adapter, device: torch.device, model_of: Any, processor_of: Any, kind: str
+) -> tuple[Any, Any]:
+    """Model and processor (or tokenizer) by transformers' own classes, all weights in place."""
+    name = config.task.model
+    where, is_local = find(name, config.task.name)
+    try:
+        processor = processor_of.from_pretrained(where, local_files_only=is_local)
+        model, info = model_of.from_pretrained(
+            where, local_files_only=is_local, output_loading_info=True, **_precision(config, adapter, device)
+        )
+    except Exception as error:  # the library raises OSError, ValueError, KeyError, SafetensorError, ...
+        raise TaskError(
+            f'task.model: expected {kind}, found that "{name}" does not load ({first_line(error)}); {NEXT}'
+        ) from None
+    _check_whole(name, getattr(processor, "tokenizer", processor), info)
+    return model, processor
+
+
+def _context(model: Any, config: RunConfig) -> int | None:
+    context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and config.task.max_tokens > context:
         raise ConfigError(
             f"task.max-tokens: expected at most {context}, the context of {config.task.model}, "
             f"found {config.task.max_tokens}; lower it"
         )
-    model.generation_config = type(model.generation_config)()  # a hub model may bring sampling defaults
+    return context
+
+
+def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
+    """On its device, dropping nothing, with no sampling defaults of its own."""
+    model.generation_config = type(model.generation_config)()
     if config.train.quantized_base == "none":
         model = model.to(device)
     model.eval()
@@ -123,11 +168,11 @@ def load_causal(config: RunConfig, adapter: Adapter, device: torch.device) -> Ba
         if type(module).__name__ == "Linear4bit":
             # In eval mode bitsandbytes repacks the base on some CPUs: lossy, and only for widths that are multiples of 64.
             module.training = True
-    return Base(model, tokenizer, trained, context)
+    return model
 
 
 def _precision(config: RunConfig, adapter: Adapter, device: torch.device) -> dict[str, Any]:
-    is_frozen = isinstance(adapter, Lora)
+    is_frozen = not isinstance(adapter, AllWeights)
     dtype = torch.bfloat16 if is_frozen and config.train.precision == "bf16" else torch.float32
     if config.train.quantized_base == "none":
         return {"dtype": dtype}
@@ -148,109 +193,12 @@ def _check_whole(name: str, tokenizer: Any, info: Mapping[str, Any]) -> None:
     if absent:
         raise TaskError(
             f'task.model: expected all weights of the model, found that "{name}" lacks {_some(absent)} or has them '
-            f"in another shape; {_NEXT}"
+            f"in another shape; {NEXT}"
         )
     if tokenizer.eos_token_id is None:
         raise TaskError(
             f'task.model: expected a tokenizer with an end token, found none in "{name}"; set its eos_token'
         )
-
-
-def attach(model: Any, adapter: Adapter) -> dict[str, nn.Parameter]:
-    """Attaches `adapter` to `model` in place; its parameters by canonical name, fp32, the only ones that train.
-
-    Raises:
-        ConfigError: `adapter.targets` matches no linear layer.
-    """
-    if not isinstance(adapter, Lora):
-        return dict(model.named_parameters())  # a tied parameter comes once
-    with quiet(), torch.random.fork_rng(devices=[]):  # PEFT draws initial values that nobody uses
-        from peft import LoraConfig, inject_adapter_in_model
-        from transformers.pytorch_utils import Conv1D
-
-        lora = LoraConfig(
-            r=adapter.rank,
-            lora_alpha=adapter.scale * adapter.rank,  # PEFT divides by the rank; any number does
-            target_modules=adapter.targets,
-            fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),
-            lora_dropout=0.0,
-            bias="none",
-        )
-        try:
-            model = inject_adapter_in_model(lora, model)
-        except ValueError as error:
-            raise ConfigError(
-                f'adapter.targets: expected "all-linear" or a regular expression over the names of linear layers, '
-                f'found "{adapter.targets}" ({_first_line(error)})'
-            ) from None
-    trained = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-            trained[name.removesuffix(".default.weight")] = parameter
-    return trained
-
-
-def draw_lora(shapes: Mapping[str, tuple[int, ...]], rng: Stream) -> dict[str, Tensor]:
-    """Initial factors under the names of `shapes`, in their order: A uniform within 1/sqrt(d_in), B zero.
-
-    The draws go by sorted name, so they do not depend on the order of the mapping.
-    """
-    generator = rng.torch_generator()
-    drawn = {name: torch.zeros(shapes[name]) for name in sorted(shapes)}
-    for name, tensor in drawn.items():
-        if name.endswith(".lora_A"):
-            nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
-    return {name: drawn[name] for name in shapes}
-
-
-def put(weights: Weights, trained: Mapping[str, nn.Parameter]) -> None:
-    """Copies `weights` into the model's parameters.
-
-    Raises:
-        TaskError: a tensor is missing, unknown or of another shape; then nothing was copied.
-    """
-    for name in trained:
-        if name not in weights:
-            raise TaskError(f"weights: expected {name}, found no such tensor; send every tensor of the spec")
-    for name, weight in weights.items():
-        if name not in trained:
-            raise TaskError(f"weights: expected the tensors of the spec, found {name}; use one adapter on both sides")
-        if weight.shape != trained[name].shape:
-            raise TaskError(
-                f"weights: expected {name} of shape {tuple(trained[name].shape)}, found {tuple(weight.shape)}; "
-                f"use one base and one adapter on both sides"
-            )
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(weights[name])
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps the libraries' progress bars, advice and import-time warnings off the terminal; errors still raise."""
-    loggers = [logging.getLogger(name) for name in _NOISY]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)
-        from transformers.utils import logging as hf
-
-        had_bars = hf.is_progress_bar_enabled()
-        hf.disable_progress_bar()
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-            if had_bars:
-                hf.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _some(names: list[str]) -> str:

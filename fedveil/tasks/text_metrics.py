@@ -1,6 +1,7 @@
 """Scores of generated text against several references a source.
 
-`score` gives bleu, rouge_l, nist, meteor and cider, each in the scale of its usual tool:
+`score` gives bleu, rouge_l, nist, meteor and cider, `captions` bleu_1 to bleu_4, rouge_l and cider, each in the scale of
+its usual tool:
 
 | score | scale | made by |
 |---|---|---|
@@ -43,10 +44,7 @@ def score(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dic
     Raises:
         ValueError: no candidate, or the lengths differ, or a source without reference.
     """
-    if not candidates or len(candidates) != len(references) or not all(references):
-        raise ValueError(
-            f"expected as many candidates as non-empty lists of references, found {len(candidates)} and {len(references)}"
-        )
+    _check(candidates, references)
     candidate_words = [words(c) for c in candidates]
     reference_words = [[words(r) for r in refs] for refs in references]
     return {
@@ -56,6 +54,31 @@ def score(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dic
         "meteor": _meteor(candidate_words, reference_words),
         "cider": sum(each := cider_d(candidate_words, reference_words)) / len(each),
     }
+
+
+def captions(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """The scores that image captions are given: bleu_1 to bleu_4, rouge_l, cider. Raises as `score`."""
+    _check(candidates, references)
+    each = cider_d([words(c) for c in candidates], [[words(r) for r in refs] for refs in references])
+    bleu = {f"bleu_{n}": _bleu(candidates, references, n) for n in range(1, MAX_N + 1)}
+    return bleu | {"rouge_l": _rouge_l(candidates, references), "cider": sum(each) / len(each)}
+
+
+def exact_match(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Part of the candidates that are one of their references, case, outer space and a last point apart."""
+    _check(candidates, references)
+    return sum(_plain(c) in map(_plain, refs) for c, refs in zip(candidates, references, strict=True)) / len(candidates)
+
+
+def _plain(text: str) -> str:
+    return text.strip().removesuffix(".").strip().casefold()
+
+
+def _check(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    if not candidates or len(candidates) != len(references) or not all(references):
+        raise ValueError(
+            f"expected as many candidates as non-empty lists of references, found {len(candidates)} and {len(references)}"
+        )
 
 
 def cider_d(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> list[float]:
@@ -105,12 +128,12 @@ def _norm(values: Iterable[float]) -> float:
     return math.sqrt(sum(v * v for v in values))
 
 
-def _bleu(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+def _bleu(candidates: Sequence[str], references: Sequence[Sequence[str]], order: int = MAX_N) -> float:
     from sacrebleu.metrics import BLEU
 
     most = max(map(len, references))
     columns = [[refs[i] if i < len(refs) else None for refs in references] for i in range(most)]
-    return float(BLEU(force=True).corpus_score(list(candidates), columns).score)
+    return float(BLEU(force=True, max_ngram_order=order).corpus_score(list(candidates), columns).score)
 
 
 def _rouge_l(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> float:

@@ -37,18 +37,19 @@ LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 4, 160, 5, 192, 1024
 BATCH, PEAK_RATE, WARM_UP_PART = 10, 3e-3, 0.05
 
 
-def folder() -> Path:
-    """The folder of the tiny base.
+def folder(task: str = "text-generation") -> Path:
+    """The folder of a task's tiny base: "tiny", or "tiny-<task>" for another task than text generation.
 
-    Looked for in $FEDVEIL_ASSETS/tiny, beside this package, in the installed distribution "fedveil" (also an
+    Looked for in $FEDVEIL_ASSETS, beside this package, in the installed distribution "fedveil" (also an
     editable one), and in every folder of sys.path.
 
     Raises:
         TaskError: none of them holds all of FILES.
     """
-    candidates = list(dict.fromkeys(_candidates()))
+    name = "tiny" if task == "text-generation" else f"tiny-{task}"
+    candidates = [assets / name for assets in dict.fromkeys(_assets())]
     for candidate in candidates:
-        if all((candidate / name).is_file() for name in FILES):
+        if all((candidate / file).is_file() for file in FILES):
             return candidate
     raise TaskError(
         f'task.model "tiny": expected a folder with {", ".join(FILES)}, found none in {", ".join(map(str, candidates))}; '
@@ -56,12 +57,13 @@ def folder() -> Path:
     )
 
 
-def _candidates() -> Iterator[Path]:
+def _assets() -> Iterator[Path]:
+    """Where bundled bases may lie."""
     if os.environ.get(ASSETS_VARIABLE):
-        yield Path(os.environ[ASSETS_VARIABLE]) / "tiny"
-    yield Path(__file__).resolve().parents[1] / "assets" / "tiny"
+        yield Path(os.environ[ASSETS_VARIABLE])
+    yield Path(__file__).resolve().parents[1] / "assets"
     for root in [*_installed_roots(), *map(Path, sys.path)]:
-        yield root / "fedveil" / "assets" / "tiny"
+        yield root / "fedveil" / "assets"
 
 
 def _installed_roots() -> Iterator[Path]:
@@ -114,7 +116,7 @@ def make(data: Path, out: Path, seed: int, steps: int) -> float:
     """
     import torch
 
-    from fedveil.tasks.models import quiet
+    from fedveil.tasks.library import quiet
 
     rows = [row for row in read_rows(data / "train.jsonl") if is_public(row["mr"])]
     rng = random.Random(seed)

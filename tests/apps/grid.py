@@ -46,6 +46,9 @@ class ToyTask(Task):
         step = float(torch.rand((), generator=rng.torch_generator()))
         return ToyLocal(self.spec_, len(rows), step)
 
+    def predict(self, weights, rows, generate=False):
+        raise NotImplementedError
+
     def evaluate(self, weights, examples, generate):
         return {"loss": float(sum(w.sum() for w in weights.values()))}
 

@@ -63,7 +63,8 @@ class Bench:
 
     def assignment(self, round_=0, run="first", **site) -> Assignment:
         method = json.dumps({"rho": 0.0})
-        config = {"run.deterministic": True, "task.name": "toy", "task.data": str(self.data), "method.name": "fedrand"}
+        config = {"run.deterministic": True, "task.name": "toy", "task.model": "toy-base", "method.name": "fedrand"}
+        config |= {"task.data": str(self.data)}
         order = Order(round_, round_ == 0, "north", run, "fedrand", method)
         return Assignment(order, parse(config), self.site.model_copy(update=site))
 
@@ -437,7 +438,7 @@ def test_a_turn_whose_caller_has_gone_is_given_up(bench):
         status = channel.unary_unary("/fedveil.Worker/Status")
         assert until(lambda: json.loads(status(b""))["state"] == "training")
         shown = json.loads(status(b""))
-        assert {k: shown[k] for k in ("run", "round", "steps", "model")} == {"run": "first", "round": 0, "steps": 1000, "model": "tiny"}  # fmt: skip
+        assert {k: shown[k] for k in ("run", "round", "steps", "model")} == {"run": "first", "round": 0, "steps": 1000, "model": "toy-base"}  # fmt: skip
         assert shown["step"] >= 1
         assert shown["tokens_per_second"] == 200
         assert shown["memory_mb"] > 50

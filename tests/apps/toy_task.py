@@ -56,6 +56,9 @@ class Toy(Task):
     def local(self, rows, rng, watch=None):
         return ToyTraining(self, rows, rng, watch)
 
+    def predict(self, weights, rows, generate=False):
+        raise NotImplementedError
+
     def evaluate(self, weights, examples, generate):
         return {"loss": 0.0}
 

@@ -18,7 +18,7 @@ from fedveil.adapters import AllWeights, Lora
 from fedveil.errors import ConfigError, TaskError
 from fedveil.method import REPORT_FIELDS
 from fedveil.rng import Stream
-from fedveil.tasks import load, models
+from fedveil.tasks import adapting, causal, library, load, models
 from fedveil.tasks.base import Share
 from fedveil.tasks.text_generation import SEPARATOR, TextGeneration
 
@@ -67,7 +67,7 @@ def llama(tmp_path_factory) -> Path:
         num_key_value_heads=1, max_position_embeddings=128, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
     )  # fmt: skip
-    with torch.random.fork_rng(), models.quiet():
+    with torch.random.fork_rng(), library.quiet():
         torch.manual_seed(1)
         LlamaForCausalLM(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -112,14 +112,14 @@ def test_lora_is_the_base_plus_scale_b_a(task, rows):
     from transformers import GPT2LMHeadModel
 
     weights = randomised(task)
-    with models.quiet():
+    with library.quiet():
         plain = GPT2LMHeadModel.from_pretrained(models.find("tiny")[0], dtype=torch.float32).eval()
     with torch.no_grad():
         for name, w in weights.items():
             if name.endswith(".lora_A"):
                 module = name.removesuffix(".lora_A")
                 plain.get_submodule(module).weight += 2.0 * (weights[f"{module}.lora_B"] @ w).T
-    models.put(weights, task.base.trained)
+    adapting.put(weights, task.base.trained)
     ids = torch.tensor([task.base.tokenizer.encode(rows[0]["ref"])])
     with torch.no_grad():
         difference = task.base.model(input_ids=ids).logits - plain(input_ids=ids).logits
@@ -157,7 +157,7 @@ def test_training_steps_as_a_plain_loop_does(task, rows):
     assert (result.report["steps"], local.num_examples) == (3, 24)
 
     order = torch.randperm(24, generator=Stream(KEY).torch_generator()).tolist()
-    models.put(start, task.base.trained)
+    adapting.put(start, task.base.trained)
     optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=2e-3, weight_decay=1e-6)
     losses, tokens = [], 0
     for i in (0, 4, 8):
@@ -365,7 +365,7 @@ def test_examples_of_a_share_are_capped_by_seed():
     assert [len(p) for p in parts] == [50, 50, 50]
     assert parts[0] == make(task__max_examples=50, run__seed=4).examples(DATA, "train", Share(0, 3))
     assert parts[0] != make(task__max_examples=50, run__seed=5).examples(DATA, "train", Share(0, 3))
-    assert set(parts[0][0]) == {"mr", "ref"}
+    assert set(parts[0][0]) == {"mr", "ref", causal.WHERE}
     assert len(task.examples(DATA, "test")) > 1000
 
 
@@ -374,15 +374,17 @@ def test_parquet_and_single_files_read_as_folders_do(task, tmp_path):
 
     expected = task.examples(DATA, "test")
     Dataset.from_list(list(expected)).to_parquet(tmp_path / "test.parquet")
-    assert task.examples(tmp_path, "test") == expected
-    assert task.examples(tmp_path / "test.parquet", "anything") == expected
+    parquet = [row | {causal.WHERE: f"row {i + 1} of {tmp_path / 'test.parquet'}"} for i, row in enumerate(expected)]
+    assert task.examples(tmp_path, "test") == parquet
+    assert task.examples(tmp_path / "test.parquet", "anything") == parquet
     assert task.examples(DATA / "test.jsonl", "train") == expected
     assert {p.name for p in tmp_path.iterdir()} == {"test.parquet"}
 
 
 def test_text_that_looks_like_a_date_stays_text(task, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"mr": "2020-01-01", "ref": "2020-01-01T00:00:00"}\n')
-    assert task.examples(tmp_path, "train") == [{"mr": "2020-01-01", "ref": "2020-01-01T00:00:00"}]
+    (row,) = task.examples(tmp_path, "train")
+    assert (row["mr"], row["ref"]) == ("2020-01-01", "2020-01-01T00:00:00")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.tasks.text_metrics import cider_d, score, words
+from fedveil.tasks.text_metrics import captions, cider_d, exact_match, score, words
 
 WORDS = ["the", "mill", "pub", "cheap", "riverside", "."]
 SENTENCE = st.lists(st.sampled_from(WORDS), max_size=7)
@@ -112,3 +112,20 @@ def test_empty_candidates_score_nothing():
 def test_a_source_without_reference_is_refused():
     with pytest.raises(ValueError, match="found 2 and 2"):
         score(["a", "b"], [["a"], []])
+
+
+def test_exact_match_by_hand():
+    references = [["A dog."], ["a cat", "a small cat"], ["B"], ["two boats"]]
+    assert exact_match(["a dog", "A small cat.", " b ", "two boat"], references) == 0.75
+    with pytest.raises(ValueError, match="expected as many candidates"):
+        exact_match([], [])
+
+
+def test_captions_by_hand():
+    """One candidate of four words, three of them in the reference, two pairs, one triple, no four in a row."""
+    found = captions(["a red boat sinks"], [["a red boat floats"]])
+    assert set(found) == {"bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider"}
+    assert found["bleu_1"] == pytest.approx(75.0)
+    assert found["bleu_2"] == pytest.approx(100 * (3 / 4 * 2 / 3) ** (1 / 2))
+    assert found["bleu_3"] == pytest.approx(100 * (3 / 4 * 2 / 3 * 1 / 2) ** (1 / 3))
+    assert found["rouge_l"] == pytest.approx(0.75)

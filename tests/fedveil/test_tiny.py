@@ -69,7 +69,7 @@ def test_an_editable_install_is_followed_to_its_checkout(tmp_path, monkeypatch):
 
 
 def test_nowhere_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny, "_candidates", lambda: iter([tmp_path]))
+    monkeypatch.setattr(tiny, "_assets", lambda: iter([tmp_path]))
     with pytest.raises(
         TaskError, match=r'task.model "tiny": expected .* found none in .*install fedveil .*FEDVEIL_ASSETS'
     ):

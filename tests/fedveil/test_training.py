@@ -16,7 +16,7 @@ from fedveil import config as run_config
 from fedveil.adapters import AllWeights, Lora
 from fedveil.errors import ConfigError, TaskError
 from fedveil.rng import Stream
-from fedveil.tasks import batches, load, models, speed, training
+from fedveil.tasks import adapting, batches, load, speed, training
 from fedveil.tasks.batches import Row
 from fedveil.tasks.text_generation import TextGeneration
 
@@ -84,7 +84,7 @@ def test_the_defaults_are_a_plain_loop_bit_for_bit(configured, rows, start):
     seen = []
     result = task.local(rows, Stream(KEY), seen.append).train(start)
 
-    models.put(start, task.base.trained)
+    adapting.put(start, task.base.trained)
     optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=1e-3, weight_decay=1e-6)
     generator = Stream(KEY).torch_generator()
     losses = []
@@ -127,7 +127,7 @@ def test_accumulated_batches_step_as_one_batch_of_all_their_rows(configured, row
 
 def test_the_accumulated_gradient_is_no_mean_of_means(configured, rows, start, monkeypatch):
     """By what reaches the optimiser: equal to the joint gradient, and far from the mean of the batches' own means."""
-    models.put(start, configured().base.trained)
+    adapting.put(start, configured().base.trained)
     given = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]]))  # fmt: skip
     task = configured(train__batch_size=2, train__accumulate=3, train__max_steps=1)
@@ -202,7 +202,7 @@ def test_bucketing_and_accumulation_keep_batches_whole(configured):
 
 def test_recomputed_activations_give_the_same_gradients(configured, rows, start):
     task = configured()
-    models.put(start, task.base.trained)
+    adapting.put(start, task.base.trained)
     block = task.base.model.transformer.h[1]
     passes, kept = [], []
     hook = block.mlp.c_fc.base_layer.register_forward_hook(lambda *_: passes.append(block.training))
@@ -247,7 +247,7 @@ def test_checkpointing_trains_to_the_same_weights_and_leaves_generation_alone(co
 def test_a_layers_own_dropout_is_off_while_it_is_recomputed(configured, rows, start):
     """OPT's layers drop out by themselves, by their own `training` flag."""
     task = configured()
-    models.put(start, task.base.trained)
+    adapting.put(start, task.base.trained)
     layer = task.base.model.transformer.h[2]
     layer.dropout = 0.25
     with speed.recomputing(task.base.model, "tiny"):

@@ -1,0 +1,80 @@
+"""The undefended control: a model that knows some members by heart. An attack that does not win there measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import strategies
+from attacks.base import View
+from fedveil import rng
+from fedveil.config import RunConfig, parse
+from fedveil.exchange import Exchange
+from fedveil.inprocess import Federation
+from fedveil.method import Local, RoundContext, Weights
+from fedveil.tasks.base import Rows, Task
+from fedveil.wire.tap import Tap
+
+KNOWN_BY_HEART = 0.1  # of the loss at the start
+_SETTINGS: Mapping[str, object] = {
+    "method.name": "fedavg",
+    "method.fields": "",
+    "train.epochs": 8,
+    "train.max-steps": 0,
+    "train.accumulate": 1,
+    "cohort.fraction": 1.0,
+    "run.deterministic": True,
+    "client.worker": False,
+}
+
+
+@dataclass(frozen=True)
+class Overfitted:
+    """What became of the control.
+
+    Attributes:
+        weights: the server's model.
+        task, members: what it was trained with, and on.
+        view: the server's, of its messages. The members of client "a" are every other one from the first on.
+        rounds: of 8 epochs each.
+        loss_share: of the loss at the start that is left on the members.
+    """
+
+    weights: Weights
+    rounds: int
+    loss_share: float
+    task: Task
+    members: Rows
+    view: View
+
+
+def settings(config: RunConfig) -> RunConfig:
+    """The control's own config: FedAvg of every site in every round, at least three times the run's learning rate."""
+    rate = max(3 * config.train.learning_rate, 3e-3)
+    return parse({**config.flat(), **_SETTINGS} | {"train.learning-rate": rate, "train.batch-size": 8})
+
+
+def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int = 8) -> Overfitted:
+    """FedAvg of two clients on `members`, until their loss is KNOWN_BY_HEART of what it was or `rounds` are over.
+
+    `task` was loaded with `config`, which `settings` made; `tap` records the messages.
+    """
+    exchange = Exchange(strategies.create("fedavg"), "fedavg", task.spec)
+    initial = task.initial(rng.initial(config.run.seed, "weights"))
+    parts = {"a": members[::2], "b": members[1::2]} if len(members) > 1 else {"a": members}
+
+    def local_for(site: str, ctx: RoundContext) -> Local:
+        return task.local(parts[site], ctx.rng("batches"))
+
+    state = exchange.method.init(exchange.spec, initial, rng.initial(config.run.seed, "method init"))
+    federation = Federation(exchange, config, local_for, list(parts), state, tap=tap)
+    first, share = None, 1.0
+    for round_ in range(rounds):
+        federation.round(round_)
+        now = sum(report["loss_received"] for report in federation.reports.values()) / len(parts)
+        first = now if first is None else first
+        share = now / first
+        if share <= KNOWN_BY_HEART:
+            break
+    weights, view = federation.deployed()["server"], View.server(tap, exchange)
+    return Overfitted(weights, round_ + 1, share, task, members, view)

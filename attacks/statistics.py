@@ -1,0 +1,178 @@
+"""How well scores tell members from non-members. Host-side numpy, no model inside.
+
+Scores are higher where a row is more likely a member. No statistic is ever flipped: below 0.5 stays below 0.5.
+
+| function | source |
+|---|---|
+| `auroc` | Mann and Whitney 1947 |
+| `hanley_mcneil` | Hanley and McNeil 1982 |
+| `tpr_at_fpr` | Carlini et al. 2022, Membership Inference Attacks From First Principles, section II |
+| `clopper_pearson` | Clopper and Pearson 1934 |
+| `epsilon_lower_bound` | Jagielski, Ullman, Oprea 2020; Nasr et al. 2021 |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Scores = NDArray[np.float64]
+Statistic = Callable[[Scores, Scores], float]
+_BOUND_STEPS = 200  # halvings of an interval: beyond double precision
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def auroc(members: Scores, non_members: Scores) -> float:
+    """P(a member scores above a non-member), ties halved. Raises ValueError for an empty side or a NaN."""
+    _check(members, non_members)
+    ordered = np.sort(non_members)
+    below = np.searchsorted(ordered, members, "left")
+    not_above = np.searchsorted(ordered, members, "right")
+    return float((below + not_above).sum() / (2 * len(members) * len(non_members)))
+
+
+def tpr_at_fpr(members: Scores, non_members: Scores, fpr: float) -> float:
+    """Part of the members above the lowest threshold that at most `fpr` of the non-members exceed.
+
+    The threshold is a non-member's own score, so that ties count for neither side. With fewer than 1 / fpr non-members no
+    one of them may exceed it. Raises ValueError for an fpr outside 0 to 1.
+    """
+    _check(members, non_members)
+    if not 0 <= fpr <= 1:
+        raise ValueError(f"fpr: expected a rate from 0 to 1, found {fpr}")
+    allowed = math.floor(fpr * len(non_members) + 1e-9)
+    if allowed >= len(non_members):
+        return 1.0
+    threshold = np.sort(non_members)[len(non_members) - 1 - allowed]
+    return float((members > threshold).mean())
+
+
+def hanley_mcneil(area: float, members: int, non_members: int) -> float:
+    """Standard error of an AUROC of that size."""
+    q1, q2 = area / (2 - area), 2 * area**2 / (1 + area)
+    variance = area * (1 - area) + (members - 1) * (q1 - area**2) + (non_members - 1) * (q2 - area**2)
+    return math.sqrt(variance / (members * non_members))
+
+
+def bootstrap(
+    statistic: Statistic, members: Scores, non_members: Scores, rng: np.random.Generator, resamples: int = 1000
+) -> Estimate:
+    """The statistic with its 95 % percentile interval; members and non-members are resampled apart."""
+    drawn = [
+        statistic(rng.choice(members, len(members)), rng.choice(non_members, len(non_members)))
+        for _ in range(resamples)
+    ]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Estimate(statistic(members, non_members), float(low), float(high))
+
+
+def paired_difference(
+    mine: tuple[Scores, Scores],
+    other: tuple[Scores, Scores],
+    rng: np.random.Generator,
+    resamples: int = 1000,
+    statistic: Statistic = auroc,
+) -> Estimate:
+    """Mine less the other's statistic, both scored on the same (members, non-members): each resample serves both.
+
+    Raises ValueError where the rows cannot be the same.
+    """
+    if [len(side) for side in mine] != [len(side) for side in other]:
+        raise ValueError(
+            f"expected scores of the same rows, found {[len(s) for s in mine]} and {[len(s) for s in other]}"
+        )
+    drawn = []
+    for _ in range(resamples):
+        m, n = (rng.integers(len(side), size=len(side)) for side in mine)
+        drawn.append(statistic(mine[0][m], mine[1][n]) - statistic(other[0][m], other[1][n]))
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Estimate(statistic(*mine) - statistic(*other), float(low), float(high))
+
+
+def verdict(low: float, high: float, at: float = 0.5) -> Literal["above", "contains", "below"]:
+    """Where an interval lies."""
+    return "above" if low > at else "below" if high < at else "contains"
+
+
+@lru_cache(maxsize=1 << 14)  # a bound asks for the same counts at many thresholds
+def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Exact two-sided interval of a binomial probability."""
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"expected 0 to {trials} successes of at least one trial, found {successes}")
+    tail = (1 - confidence) / 2
+    low = 0.0 if successes == 0 else _root(lambda p: _at_least(successes, trials, p) - tail)
+    high = 1.0 if successes == trials else _root(lambda p: tail - (1 - _at_least(successes + 1, trials, p)))
+    return low, high
+
+
+def epsilon_lower_bound(
+    members: Scores, non_members: Scores, delta: float, rng: np.random.Generator, confidence: float = 0.95
+) -> float:
+    """No (epsilon, delta)-private training gives such scores away for an epsilon below this, but with 1 - confidence.
+
+    Formal guarantees: the threshold is chosen on one random half of the rows and tested on the other, both sides of the
+    bound hold at once (each with half the error), and the rows must have been members or not independently of each other.
+    Several rows of one trained model are not independent, so on one model it is an indication, not a proof.
+
+        TPR <= e^eps FPR + delta   =>   eps >= ln((TPR_low - delta) / FPR_high)
+    """
+    _check(members, non_members)
+    m, n = rng.permutation(members), rng.permutation(non_members)
+    chosen, tested = (m[::2], n[::2]), (m[1::2], n[1::2])
+    if not len(tested[0]) or not len(tested[1]):
+        return 0.0
+    thresholds = np.unique(np.concatenate(chosen))
+    # Any choice is valid; this one is the best ratio of rates on the first half, each with one count against it.
+    tpr = ((chosen[0][:, None] > thresholds).sum(0) - 1) / len(chosen[0])
+    fpr = ((chosen[1][:, None] > thresholds).sum(0) + 1) / len(chosen[1])
+    threshold = thresholds[int(np.argmax(tpr / fpr))]
+    tpr_low = clopper_pearson(int((tested[0] > threshold).sum()), len(tested[0]), confidence)[0]
+    fpr_high = clopper_pearson(int((tested[1] > threshold).sum()), len(tested[1]), confidence)[1]
+    return max(0.0, math.log((tpr_low - delta) / fpr_high)) if tpr_low > delta else 0.0
+
+
+def _at_least(successes: int, trials: int, p: float) -> float:
+    """P(Binomial(trials, p) >= successes)."""
+    if p <= 0 or p >= 1:
+        return float(successes == 0 or p >= 1)
+    k = np.arange(successes, trials + 1)
+    return float(np.exp(_log_choose(trials)[successes:] + k * math.log(p) + (trials - k) * math.log1p(-p)).sum())
+
+
+@lru_cache(maxsize=16)
+def _log_choose(trials: int) -> Scores:
+    """ln C(trials, k) for k = 0 ... trials."""
+    factorials = np.array([math.lgamma(k + 1) for k in range(trials + 1)])
+    return np.asarray(factorials[-1] - factorials - factorials[::-1])
+
+
+def _root(rising: Callable[[float], float]) -> float:
+    """Where a rising function on [0, 1] crosses 0."""
+    low, high = 0.0, 1.0
+    for _ in range(_BOUND_STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rising(middle) > 0 else (middle, high)
+        if high - low < 1e-12:
+            break
+    return (low + high) / 2
+
+
+def _check(members: Scores, non_members: Scores) -> None:
+    if not len(members) or not len(non_members):
+        raise ValueError(f"expected scores of both sides, found {len(members)} and {len(non_members)}")
+    if np.isnan(members).any() or np.isnan(non_members).any():
+        raise ValueError("expected scores that are numbers, found NaN")

@@ -1,0 +1,245 @@
+"""Vision and language: a model that sees learns to caption images, or to answer questions with given choices.
+
+| form | when | prompt (behind the image) | target |
+|---|---|---|---|
+| caption | task.choices-column is empty | `CAPTION_PROMPT` | task.target-column: a text, or a list of them |
+| choice | task.choices-column is set | task.source-column, the choices as letters, `CHOICE_PROMPT` | task.target-column: index of the right choice |
+
+The prompts go through the processor's own chat template, image first. They are those with which LLaVA-style models are
+commonly tuned and scored. Trained is an adapter of the language model; vision tower and connector are frozen. Several
+captions of an image are as many training rows, and one image to score.
+
+Images are bytes (as `datasets` stores them: {"bytes", "path"}) or paths beside the data file.
+"""
+
+from __future__ import annotations
+
+import io
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from fedveil.adapters import Adapter
+from fedveil.config import RunConfig
+from fedveil.errors import ConfigError, TaskError
+from fedveil.method import Weights
+from fedveil.tasks import causal, library, models
+from fedveil.tasks.base import Examples, Share, Task
+from fedveil.tasks.batches import Batch, Row
+
+CAPTION_PROMPT = "Describe this image concisely."
+CHOICE_PROMPT = "Answer with the option's letter from the given choices directly."
+LETTERS = string.ascii_uppercase
+_KEPT_BYTES = 1 << 30  # of decoded images; beyond it, an image is decoded again for every batch that has it
+_OF_TOKENS = {"input_ids", "attention_mask"}
+_FOLDER = "fedveil folder"  # where paths in the image column begin
+
+Inputs = Mapping[str, Tensor]  # what the model takes of an image: (1, ...) each
+
+
+def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
+    """The task of `config`; the base itself is loaded at the first need. Raises as text generation's."""
+    causal.check(config, adapter)
+    return VisionLanguage(config, adapter, models.pick_device(device))
+
+
+def prompt_of_choices(question: str, choices: Sequence[str]) -> str:
+    """The question, its choices as lettered lines, and how to answer."""
+    options = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
+    return f"{question}\n{options}\n{CHOICE_PROMPT}"
+
+
+@dataclass(frozen=True)
+class ImageRow(Row):
+    """A row with an image: `ids` hold one image token for each of its parts, `inputs` gives what stands behind them."""
+
+    inputs: Callable[[], Inputs]
+
+
+@dataclass(frozen=True)
+class _Example:
+    """One image with its prompt and right answers."""
+
+    image: bytes
+    prompt: str
+    targets: list[str]
+    where: str
+
+
+@dataclass
+class _Room:
+    """Memory for decoded images."""
+
+    left: int
+
+    def holds(self, nbytes: int) -> bool:
+        """Takes that much, where it is left."""
+        self.left -= nbytes
+        return self.left >= 0
+
+
+@final
+class VisionLanguage(causal.CausalTask):
+    """A model that captions images or chooses answers about them."""
+
+    def _load(self) -> models.Base:
+        return models.load_seeing(self.config, self.adapter, self.device)
+
+    def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
+        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
+        task = self.config.task
+        asked = (task.source_column, task.choices_column) if task.choices_column else ()
+        folder = str(data if Path(data).is_dir() else Path(data).parent)
+        found = self._read(data, split, (task.image_column, task.target_column, *asked), share)
+        return [{**example, _FOLDER: folder} for example in found]
+
+    def prepare(self, examples: Examples) -> list[ImageRow]:
+        """A row for each target of each image, tokenised, the image as the model takes it.
+
+        Raises:
+            TaskError: an image that does not decode, or a row without target, by file and row.
+            ConfigError: a prompt that leaves no room under task.max-tokens.
+        """
+        room = _Room(_KEPT_BYTES)
+        return [row for example in examples for row in self._rows(self._example(example), room)]
+
+    def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
+        """ "loss" over all targets of the first evaluate.max-examples images; with `generate` also exact_match, and for
+        captions bleu_1 to bleu_4, rouge_l and cider of one text an image (see text_metrics).
+
+        Raises:
+            TaskError: no examples, rows as in `prepare`, or weights that are not the spec's.
+        """
+        if not examples:
+            raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
+        chosen = [self._example(example) for example in examples[: self.config.evaluate.max_examples]]
+        self.put(weights)
+        room = _Room(_KEPT_BYTES)
+        rows = [self._rows(example, room) for example in chosen]
+        scores = {"loss": self.mean_loss([row for of_image in rows for row in of_image])}
+        if generate:
+            from fedveil.tasks import text_metrics
+
+            written = self._texts_of([of_image[0] for of_image in rows])
+            targets = [example.targets for example in chosen]
+            scores["exact_match"] = text_metrics.exact_match(written, targets)
+            if not self.config.task.choices_column:
+                scores |= text_metrics.captions(written, targets)
+        return scores
+
+    def generate(self, weights: Weights, examples: Examples) -> list[str]:
+        """The text that the model with `weights` writes about each image: greedy, or evaluate.beams beams."""
+        self.put(weights)
+        room = _Room(_KEPT_BYTES)
+        return self._texts_of([self._rows(self._example(example), room)[0] for example in examples])
+
+    def collate(self, rows: Sequence[Row]) -> Batch:
+        """One batch, on the CPU, with what the model takes of its images."""
+        batch = super().collate(rows)
+        inputs = [row.inputs() for row in rows if isinstance(row, ImageRow)]
+        return replace(batch, inputs={key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})
+
+    def _example(self, example: Mapping[str, Any]) -> _Example:
+        task, where = self.config.task, causal.where(example)
+        image = _bytes(example.get(task.image_column), Path(str(example.get(_FOLDER, "."))), task.image_column, where)
+        if not task.choices_column:
+            return _Example(image, CAPTION_PROMPT, _captions(example, task.target_column, where), where)
+        choices, answer = example.get(task.choices_column), example.get(task.target_column)
+        question = example.get(task.source_column)
+        if not isinstance(question, str) or not isinstance(choices, list) or not 2 <= len(choices) <= len(LETTERS):
+            raise TaskError(
+                f'task.data: expected a text in "{task.source_column}" and 2 to {len(LETTERS)} choices in '
+                f'"{task.choices_column}", found {question!r} and {choices!r} in {where}; correct or drop the row'
+            )
+        if not isinstance(answer, int) or not 0 <= answer < len(choices):
+            raise TaskError(
+                f'task.data: expected an index from 0 to {len(choices) - 1} in "{task.target_column}", found {answer!r} '
+                f"in {where}; correct or drop the row"
+            )
+        return _Example(image, prompt_of_choices(question, [str(c) for c in choices]), [LETTERS[answer]], where)
+
+    def _rows(self, example: _Example, room: _Room) -> list[ImageRow]:
+        prompt, inputs = self._seen(example, room)
+        tokenizer, longest = self.base.tokenizer, self.config.task.max_tokens
+        if len(prompt) + 2 > longest:
+            raise ConfigError(
+                f"task.max-tokens: expected room for the {len(prompt)} tokens of image and prompt and an answer, found "
+                f"{longest} ({example.where}); raise it"
+            )
+        answers = [tokenizer.encode(target, add_special_tokens=False) for target in example.targets]
+        end = tokenizer.eos_token_id
+        return [ImageRow([*prompt, *[*ids, end][: longest - len(prompt)]], len(prompt), inputs) for ids in answers]
+
+    def _seen(self, example: _Example, room: _Room) -> tuple[list[int], Callable[[], Inputs]]:
+        """The prompt's tokens, one for each part of the image, and what the model takes of the image."""
+        content = [{"type": "image"}, {"type": "text", "text": example.prompt}]
+        text = self.base.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+
+        def processed() -> dict[str, Tensor]:
+            image = _decoded(example.image, example.where)
+            with library.quiet():
+                return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
+
+        found = processed()
+        ids: list[int] = found.pop("input_ids")[0].tolist()
+        inputs = {name: value for name, value in found.items() if name not in _OF_TOKENS}
+        if more := [name for name, value in inputs.items() if name.endswith("token_type_ids")]:
+            raise TaskError(
+                f"task.model: expected a model that takes tokens and images (LLaVA-style), found that "
+                f'"{self.config.task.model}" also takes {more[0]}; {models.NEXT}'
+            )
+        if room.holds(sum(value.nbytes for value in inputs.values())):
+            return ids, lambda: inputs
+        names = list(inputs)
+        return ids, lambda: {name: value for name, value in processed().items() if name in names}
+
+
+def _bytes(value: object, folder: Path, column: str, where: str) -> bytes:
+    """The bytes of an image column's value."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str) and value:
+        try:
+            return (folder / value).read_bytes()
+        except OSError as error:
+            raise TaskError(
+                f'task.data: expected an image at the path in "{column}", found {error} ({where}); correct the path'
+            ) from None
+    raise TaskError(
+        f'task.data: expected an image in column "{column}": bytes or a path, found {value!r} in {where}; correct or drop '
+        f"the row"
+    )
+
+
+def _decoded(image: bytes, where: str) -> Any:
+    """The image in colour."""
+    from PIL import Image
+
+    try:
+        return Image.open(io.BytesIO(image)).convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise TaskError(
+            f"task.data: expected an image that decodes, found that {where} does not ({error}); correct or drop the row"
+        ) from None
+
+
+def _captions(example: Mapping[str, Any], column: str, where: str) -> list[str]:
+    """The captions of an image, at least one, none empty."""
+    value = example.get(column)
+    texts = value if isinstance(value, list) else [value]
+    found = [text for text in texts if isinstance(text, str) and text.strip()]
+    if not found or len(found) < len(texts):
+        raise TaskError(
+            f'task.data: expected a caption, or a list of them, in column "{column}", found {value!r} in {where}; '
+            f"correct or drop the row"
+        )
+    return found

@@ -1,0 +1,131 @@
+"""FedPara.
+
+Hyeon-Woo, Ye-Bin, Oh: FedPara: Low-Rank Hadamard Product for Communication-Efficient Federated Learning. ICLR 2022.
+https://arxiv.org/abs/2108.06098. Its personalised variant (pFedPara) with LoRA pairs, as Park et al. (FedRand, 2025,
+appendix A.3) compare against it.
+
+Every layer has two low-rank pairs: one is averaged over all clients, the other scales its product entry by entry and
+never leaves the site.
+
+| paper | code | shape, unit |
+|---|---|---|
+| A, B | `<module>.lora_A`, `<module>.lora_B` | r x d_in and d_out x r, weights; A random, B zero at first |
+| A_p^k, B_p^k | `<module>.private_A`, `<module>.private_B` of client k | likewise; B_p see `adapter.form` |
+| o | entry by entry | |
+| s | `adapter.scale` | alpha / r |
+| n_k, m_r | `upload.num_examples`, their sum over the cohort | examples |
+
+    W^k     = W_0 + s (B A) o (B_p^k A_p^k + 1)      (1, form "plus-one")
+    W^k     = W_0 + s (B A) o (B_p^k A_p^k)          (1', form "product")
+    start_k = (A_r, B_r, A_p^k, B_p^k)               (2, the private pair as client k last trained it)
+    A_{r+1} = sum_k (n_k / m_r) A^k, and B likewise  (3, on the server)
+    W       = W_0 + s B A                            (4, the server's model: the private factor is 1 everywhere)
+
+The client learns: A and B of every round it takes part in.
+The server learns: each client's trained A and B, in full, and n_k. Of the private pair nothing directly; the gradient of
+A and B depends on it.
+
+Formal guarantees: none (epsilon is infinite). By construction: no field of the layout carries a private pair, so none can
+be packed or accepted.
+
+| case | result |
+|---|---|
+| first participation | the client draws its private pair from its own secret: A_p uniform within 1/sqrt(d_in); B_p zero in
+  "plus-one" (so that W^k is the server's model), from N(0, 1/r) in "product" |
+| site that lost its private state | the pair is drawn anew, as at a first participation |
+| site that is new to the server but has a private state | goes on with its own pair |
+| B_p = 0 in form "product" | with B = 0 every gradient is zero and training never starts; hence the other draw |
+| form "plus-one", B = 0 and B_p = 0 | only B has a gradient in the first step, then all four |
+| form "product", the server's model | every client trains A and B under a random factor of its own, mostly far below 1;
+  with a factor of 1 in its place (4) is a model that nobody trained, and it may learn nothing |
+| no upload | A and B stay, bit for bit |
+
+Differences from the paper: pFedPara replaces the weights of a network trained from the start, (X_1 Y_1^T) o (X_2 Y_2^T + 1);
+here the products change a frozen W_0. FedRand's text can be read as (1) or (1'); (1) is the default, as in pFedPara. The
+neutral private pair of (4) is exact in both forms: B_p = 0, or one row and one column of ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedveil.adapters import HadamardLora
+from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.lora import draw, modules, without_private
+from fedveil.mean import WeightedMean
+from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
+from fedveil.rng import Stream
+
+
+@final
+@dataclass(frozen=True)
+class FedPara(Method):
+    """One pair a layer shared, one kept.
+
+    Attributes:
+        adapter: the two pairs and what is made of the private one.
+        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+    """
+
+    adapter: HadamardLora = field(default_factory=HadamardLora)
+    wire_dtype: WireDtype = "float32"
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """(A_0, B_0). The private pair that the task drew is nobody's."""
+        shared = without_private(weights)
+        modules(shared)
+        return State(shared)
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """(A_r, B_r), the same for every client."""
+        return Payload(cast_to(server.tensors, self.wire_dtype))
+
+    def client(
+        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """Eq. 2, local epochs on both pairs, the shared one sent."""
+        received = tensors_of(down)
+        own = private.tensors if private is not None else self._drawn(local.spec, ctx.rng("private pair"))
+        start = {n: received[n] if n in received else own[n] for n in local.spec}  # Eq. 2
+        trained = local.train(as_spec(start, local.spec)).weights
+        return State(dict(trained)), Payload(cast_to(without_private(trained), self.wire_dtype))
+
+    def _drawn(self, spec: Spec, rng: Stream) -> dict[str, Tensor]:
+        shared = without_private(spec)
+        return draw(self.adapter, {n: t.shape for n, t in spec.items() if n not in shared}, rng)
+
+    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+        """Eq. 3."""
+        mean = WeightedMean()
+        for upload in uploads:
+            mean.add(tensors_of(upload.payload), upload.num_examples)
+        return State(mean.result(server.tensors))
+
+    def deployed(
+        self, server: State, private: State | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """The server's model (Eq. 4); a client's with both pairs as it last trained them."""
+        clients = {"client": private.tensors} if private is not None else {}
+        return {"server": self._with_neutral_pair(server.tensors), **clients}
+
+    def _with_neutral_pair(self, shared: Weights) -> dict[str, Tensor]:
+        """All four factors a module, the private ones such that they change nothing (Eq. 4)."""
+        whole: dict[str, Tensor] = {}
+        for module in modules(shared):
+            a, b = shared[f"{module}.lora_A"], shared[f"{module}.lora_B"]
+            private_a, private_b = torch.zeros_like(a), torch.zeros_like(b)
+            if self.adapter.form == "product":  # one row times one column of ones: exactly 1 everywhere
+                private_a[0], private_b[:, 0] = 1.0, 1.0
+            pair = {f"{module}.lora_A": a, f"{module}.lora_B": b}
+            whole |= {**pair, f"{module}.private_A": private_a, f"{module}.private_B": private_b}
+        return whole
+
+    def layout(self, spec: Spec) -> Layout:
+        """The shared pair, both ways."""
+        shared = without_private(spec)
+        return Layout(dense_fields(shared, "down", self.wire_dtype) + dense_fields(shared, "up", self.wire_dtype))

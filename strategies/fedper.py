@@ -1,0 +1,163 @@
+"""FedPer.
+
+Arivazhagan, Aggarwal, Singh, Choudhary: Federated Learning with Personalization Layers. 2019.
+https://arxiv.org/abs/1912.00818. With LoRA pairs, as Park et al. (FedRand, 2025, section 4.1) compare against it.
+
+The pairs of the top layers are shared; after a first round over all layers, the pairs below stay at the site.
+
+| paper | code | shape, unit |
+|---|---|---|
+| n | `layers` | layers; of those that carry trained tensors, the n nearest the output |
+| W_T | the tensors of the top n layers | `<module>.lora_A`, `<module>.lora_B`, weights |
+| W_L | all other tensors, "the lower layers" | weights |
+| n_k, m_r | `upload.num_examples`, their sum over the cohort | examples |
+| k in H_r | `server.scalars["holders"]` | clients that gave an accepted upload after round 0 |
+
+    (W_T, W_L)_1 = sum_k (n_k / m_0) (W_T, W_L)^k             (1, round 0: FedAvg over everything)
+    W_T,r+1      = sum_k (n_k / m_r) W_T^k,  W_L,r+1 = W_L,1  (2, r > 0, on the server)
+    start_k      = (W_T,r, W_L^k)                             (3, r > 0, on the client; W_L^k as it last trained it)
+    W_L^k        = W_L,1                                      (4, for (3) while k has no W_L^k of a round after 0)
+
+A layer's number is the first whole number between the dots of a tensor's name: 3 in "model.layers.3.mlp.lora_A".
+
+The client learns: W_T of every round it takes part in, and W_L,1 (in round 0 the initial weights).
+The server learns: everything a client trained in round 0; of later rounds the trained top layers and n_k.
+
+Formal guarantees: none (epsilon is infinite). By construction: after round 0 no upload holds a tensor of a lower layer,
+and the server's lower layers never change again. What the clients of round 0 sent then stays sent.
+
+| case | result |
+|---|---|
+| `layers` at or above the number of layers | FedAvg, bit for bit |
+| client that trained in round 0 | its next participation starts from W_L,1, not from its own lower layers of round 0 |
+| newcomer in a later round | the top layers as they stand and W_L,1 |
+| the upload got lost, or the server takes a site with a state of a round after 0 for new | W_L,1 comes once more; the
+  site goes on with its own lower layers |
+| site that lost its private state | reports an error and gets everything next time |
+| upload of a round after 0 that holds lower layers | they are not folded |
+| no upload | the weights stay, bit for bit |
+| client that never came back after round 0 | deploys what it trained in round 0 |
+
+Differences from the paper: Arivazhagan et al. share the layers near the input and keep the ones near the output, from
+round 0 on and with random initial values; FedRand's comparison, which this file follows, shares the ones near the output
+and starts the others from the first round's aggregate. It does not say how a client that was not in the first round gets
+that aggregate, nor what the server's own model has in those layers: here W_L,1 is sent once more at the first
+participation after round 0, and it is what the server's model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar, final
+
+from fedveil.adapters import Lora
+from fedveil.errors import ConfigError, StateError
+from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.mean import WeightedMean
+from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
+from fedveil.rng import Stream
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True)
+class FedPer(Method):
+    """The top layers shared, the others kept after round 0.
+
+    Attributes:
+        layers: how many layers are shared, counted from the output.
+        adapter: LoRA.
+        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+    """
+
+    layers: int = 2
+    adapter: Lora = field(default_factory=Lora)
+    wire_dtype: WireDtype = "float32"
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise ConfigError(f"layers: expected at least 1 shared layer, found {self.layers}")
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """The adapter's initial weights; nobody holds the aggregate of round 0 yet."""
+        self._top(spec)
+        return State(dict(weights), {"holders": []})
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """W_T; W_L too in round 0, and later to those who may have no lower layers of their own."""
+        if ctx.round == 0 or ctx.is_new or ctx.client not in _holders(server):
+            return Payload(cast_to(server.tensors, self.wire_dtype), "all")
+        return Payload(cast_to(_only(self._top(server.tensors), server.tensors), self.wire_dtype), "top")
+
+    def client(
+        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """Local epochs on all layers from Eq. 3; the top layers sent, in round 0 all of them."""
+        top, received = self._top(local.spec), tensors_of(down)
+        # Eq. 4: lower layers of round 0 are no start, however the site comes to have them.
+        has_own = private is not None and private.scalars["round"] != 0
+        kept = private.tensors if private is not None and has_own else received
+        start = {n: (received if n in top else kept).get(n) for n in local.spec}  # Eq. 3
+        whole = {n: w for n, w in start.items() if w is not None}
+        if len(whole) < len(start):
+            raise StateError(
+                "private state: expected lower layers of an earlier participation (only the top was sent), found none; "
+                "all layers come at the next participation"
+            )
+        trained = local.train(as_spec(whole, local.spec)).weights
+        sent, variant = (trained, "all") if ctx.round == 0 else (_only(top, trained), "top")
+        return State(dict(trained), {"round": ctx.round}), Payload(cast_to(sent, self.wire_dtype), variant)
+
+    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+        """Eq. 1 in round 0, Eq. 2 after it."""
+        mean, top, holders = WeightedMean(), self._top(server.tensors), set(_holders(server))
+        for upload in uploads:
+            sent = tensors_of(upload.payload)
+            if upload.ctx.round > 0:
+                sent = _only(top, sent)
+                holders.add(upload.ctx.client)
+            mean.add(sent, upload.num_examples)
+        return State(mean.result(server.tensors), {"holders": sorted(holders)})
+
+    def deployed(
+        self, server: State, private: State | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """The server's model, with W_L,1 in the lower layers; a client's as it last trained it, all layers."""
+        clients = {"client": private.tensors} if private is not None else {}
+        return {"server": server.tensors, **clients}
+
+    def layout(self, spec: Spec) -> Layout:
+        """The top layers always; the lower ones down to who may have none of its own, and up in round 0."""
+        top = self._top(spec)
+        shared, lower = _only(top, spec), {n: t for n, t in spec.items() if n not in top}
+        both = ("all", "top")
+        fields = dense_fields(shared, "down", self.wire_dtype, both)
+        fields += dense_fields(lower, "down", self.wire_dtype, ("all",), "round 0, first time after it")
+        fields += dense_fields(shared, "up", self.wire_dtype, both)
+        return Layout(fields + dense_fields(lower, "up", self.wire_dtype, ("all",), "round 0"))
+
+    def _top(self, names: Iterable[str]) -> frozenset[str]:
+        """Names of the tensors in the top layers. Raises ConfigError for a tensor of no layer."""
+        layer_of = {name: _layer(name) for name in names}
+        shared = sorted(set(layer_of.values()))[-self.layers :]
+        return frozenset(name for name, layer in layer_of.items() if layer in shared)
+
+
+def _layer(name: str) -> int:
+    for part in name.split("."):
+        if part.isdecimal():
+            return int(part)
+    raise ConfigError(
+        f'{name}: expected a layer number in the name ("h.3.attn.lora_A"), found none; set adapter.targets to modules '
+        "of numbered layers"
+    )
+
+
+def _only(names: frozenset[str], tensors: Mapping[str, T]) -> dict[str, T]:
+    return {name: tensor for name, tensor in tensors.items() if name in names}
+
+
+def _holders(server: State) -> list[str]:
+    return list(server.scalars["holders"])  # type: ignore[call-overload,no-any-return]

@@ -1,0 +1,45 @@
+"""A tapped federation in one process, the same for every attack that reads messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from attacks.base import View
+from fedveil import rng
+from fedveil.config import parse
+from fedveil.exchange import Exchange
+from fedveil.inprocess import Federation
+from fedveil.wire.tap import Tap
+from strategies import create
+
+Federate = Callable[..., tuple[Federation, View]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Threads that wait for each other over a 4 x 24 matrix cost ten times what they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def federate(tmp_path) -> Federate:
+    """Makes a federation of `name` that writes to a tap, and what its server can see; the test runs it."""
+
+    def make(
+        name: str, spec, weights, local_for, fields: str = "", sites: Sequence[str] = "abcd", rounds: int = 6,
+        fraction: float = 1.0, seed: int = 3,
+    ) -> tuple[Federation, View]:  # fmt: skip
+        flat = {"run.deterministic": True, "run.seed": seed, "run.rounds": rounds, "cohort.fraction": fraction}
+        exchange = Exchange(create(name, fields), name, spec)
+        state = exchange.method.init(spec, weights, rng.initial(seed, "method init"))
+        tap = Tap(tmp_path / f"{name}{fields}{seed}".replace(" ", "").replace("=", "-"))
+        federation = Federation(exchange, parse(flat), local_for, list(sites), state, tap=tap)
+        return federation, View.server(tap, exchange)
+
+    return make

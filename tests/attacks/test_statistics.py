@@ -1,0 +1,230 @@
+"""Against hand-computed values, published ones and naive twins. Statistical tests fix their seed and state their level."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attacks import statistics
+from attacks.statistics import (
+    auroc,
+    bootstrap,
+    clopper_pearson,
+    epsilon_lower_bound,
+    hanley_mcneil,
+    paired_difference,
+    tpr_at_fpr,
+    verdict,
+)
+
+FEW = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=15)  # few values, so that ties are common
+
+
+def scores(*values: float) -> np.ndarray:
+    return np.array(values, dtype=float)
+
+
+def test_auroc_by_hand():
+    """Pairs (3, 1) (3, 2) (2, 1) won, (2, 2) a tie: 3.5 of 4. The wrong way round: 0.5 of 4, and not flipped."""
+    assert auroc(scores(3, 2), scores(1, 2)) == 3.5 / 4
+    assert auroc(scores(1, 2), scores(3, 2)) == 0.5 / 4
+    assert auroc(scores(7), scores(7)) == 0.5
+    assert auroc(scores(math.inf, 0), scores(-math.inf, 0)) == 3.5 / 4
+
+
+@given(FEW, FEW)
+@settings(deadline=None)
+def test_auroc_equals_its_naive_twin(members, others):
+    pairs = [1.0 if m > o else 0.5 if m == o else 0.0 for m in members for o in others]
+    assert auroc(scores(*members), scores(*others)) == pytest.approx(np.mean(pairs), abs=1e-12)
+
+
+@given(FEW, FEW, st.floats(0, 1))
+@settings(deadline=None)
+def test_tpr_equals_its_naive_twin(members, others, fpr):
+    """The best of all thresholds among the non-members' scores, and "nobody above", that keep the false positives."""
+    allowed = math.floor(fpr * len(others) + 1e-9)
+    best = max(np.mean([m > t for m in members]) for t in [*others, -math.inf] if sum(o > t for o in others) <= allowed)
+    found = tpr_at_fpr(scores(*members), scores(*others), fpr)
+    assert found == pytest.approx(best, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "fpr,expected",
+    [(0.0, 0.25), (0.19, 0.25), (0.2, 0.5), (0.4, 0.75), (1.0, 1.0)],
+)
+def test_tpr_by_hand(fpr, expected):
+    """Five non-members 1 to 5: one may be exceeded from 20 % on. The member at 5 is a tie at 0 % and counts for nobody."""
+    assert tpr_at_fpr(scores(6, 5, 4, 1), scores(1, 2, 3, 4, 5), fpr) == expected
+
+
+def test_tpr_with_too_few_non_members_lets_none_exceed():
+    """0.1 % of 300: below one row, so the threshold is the highest non-member."""
+    others = np.arange(300.0)
+    assert tpr_at_fpr(scores(299, 299.5), others, 0.001) == 0.5
+
+
+@pytest.mark.parametrize("fpr", [-0.01, 1.01])
+def test_no_rate(fpr):
+    with pytest.raises(ValueError, match="fpr: expected a rate from 0 to 1"):
+        tpr_at_fpr(scores(1), scores(1), fpr)
+
+
+@pytest.mark.parametrize("statistic", [auroc, lambda m, n: tpr_at_fpr(m, n, 0.1)])
+@pytest.mark.parametrize("members,others", [([], [1.0]), ([1.0], []), ([math.nan], [1.0]), ([1.0], [math.nan])])
+def test_empty_sides_and_nan_are_refused(statistic, members, others):
+    with pytest.raises(ValueError, match="expected scores"):
+        statistic(scores(*members), scores(*others))
+
+
+def test_hanley_mcneil_at_300_against_300():
+    """methods.md, section 1.2: 0.021 to 0.024 for areas of 0.5 to 0.7. At 0.5 the exact null value is close by."""
+    assert 0.0205 < hanley_mcneil(0.7, 300, 300) < 0.0215
+    assert 0.0230 < hanley_mcneil(0.5, 300, 300) < 0.0240
+    assert hanley_mcneil(0.5, 300, 300) == pytest.approx(math.sqrt(601 / (12 * 300 * 300)), rel=0.01)
+    assert hanley_mcneil(1.0, 10, 10) == 0
+
+
+def test_hanley_mcneil_equals_the_spread_of_samples():
+    """Exponential scores, for which its Q1 and Q2 are exact; 3,000 samples: the spread is within 5 % (about 4 sigma)."""
+    rng = np.random.default_rng(20)
+    areas = [auroc(rng.exponential(2.0, 60), rng.exponential(1.0, 40)) for _ in range(3000)]
+    assert np.std(areas) == pytest.approx(hanley_mcneil(2 / 3, 60, 40), rel=0.05)
+
+
+def test_bootstrap_interval_has_its_level():
+    """Null data: 200 intervals of 95 % hold 0.5 in 190 +- 3.1 cases; 4.5 sigma below would be 176."""
+    rng = np.random.default_rng(31415)
+    held = 0
+    for _ in range(200):
+        found = bootstrap(auroc, rng.normal(size=60), rng.normal(size=80), rng, 200)
+        held += verdict(found.low, found.high) == "contains"
+    assert 176 <= held < 200
+
+
+def test_bootstrap_is_repeatable_and_brackets_its_value():
+    rng = np.random.default_rng(1)
+    members, others = rng.normal(0.5, 1, 150), rng.normal(0, 1, 100)
+    one, two = (bootstrap(auroc, members, others, np.random.default_rng(7)) for _ in range(2))
+    assert one == two
+    assert one.low < one.value == auroc(members, others) < one.high
+    assert (one.high - one.low) / (2 * 1.96) == pytest.approx(hanley_mcneil(one.value, 150, 100), rel=0.15)
+
+
+def test_bootstrap_resamples_each_side_from_itself():
+    """One member above, one non-member below: every resample says 1; a mixed one would not."""
+    found = bootstrap(auroc, scores(2, 2), scores(1, 1, 1), np.random.default_rng(0), 50)
+    assert (found.value, found.low, found.high) == (1, 1, 1)
+
+
+def test_paired_difference_is_narrower_than_an_unpaired_one():
+    """Two attacks whose scores nearly agree: the pair's interval is far below what two separate ones would leave."""
+    rng = np.random.default_rng(5)
+    mine = rng.normal(0.6, 1, 200), rng.normal(0, 1, 200)
+    other = tuple(side + rng.normal(0, 0.02, 200) for side in mine)
+    paired = paired_difference(mine, other, rng)
+    alone = bootstrap(auroc, *mine, rng)
+    assert paired.value == pytest.approx(auroc(*mine) - auroc(*other))
+    assert paired.low <= paired.value <= paired.high
+    assert paired.high - paired.low < (alone.high - alone.low) / 5
+    same = paired_difference(mine, mine, rng)
+    assert (same.value, same.low, same.high) == (0, 0, 0)
+
+
+def test_paired_difference_of_other_rows_is_refused():
+    with pytest.raises(ValueError, match=r"same rows, found \[2, 1\] and \[1, 1\]"):
+        paired_difference((scores(1, 2), scores(1)), (scores(1), scores(1)), np.random.default_rng(0))
+
+
+def test_two_thousand_rows_and_a_thousand_resamples_take_seconds_not_minutes():
+    """0.3 s on two slow cores; a quadratic AUROC would take about a minute. Likewise the bound, 0.6 s there."""
+    rng = np.random.default_rng(0)
+    members, others = rng.normal(1, 1, 2000), rng.normal(0, 1, 2000)
+    started = time.process_time()
+    bootstrap(auroc, members, others, rng)
+    epsilon_lower_bound(members, others, 1e-5, rng)
+    assert time.process_time() - started < 10
+
+
+@pytest.mark.parametrize("low,high,expected", [(0.51, 0.6, "above"), (0.5, 0.6, "contains"), (0.4, 0.49, "below")])
+def test_verdict(low, high, expected):
+    assert verdict(low, high) == expected
+
+
+def test_clopper_pearson_published_values():
+    """5 of 10: 0.1871 to 0.8129 (tables of Clopper and Pearson); 0 of n and n of n in closed form."""
+    low, high = clopper_pearson(5, 10)
+    assert (round(low, 4), round(high, 4)) == (0.1871, 0.8129)
+    assert [round(b, 4) for b in clopper_pearson(1, 20)] == [0.0013, 0.2487]
+    for n in (1, 7, 1000):
+        closed = 1 - 0.025 ** (1 / n)
+        assert clopper_pearson(0, n) == pytest.approx((0, closed), abs=1e-9)
+        assert clopper_pearson(n, n) == pytest.approx((1 - closed, 1), abs=1e-9)
+
+
+@given(st.integers(1, 60), st.data(), st.sampled_from([0.5, 0.9, 0.95, 0.999]))
+@settings(deadline=None, max_examples=40)
+def test_clopper_pearson_bounds_leave_the_tails(trials, data, confidence):
+    """By an exact sum with integers: P(X >= k; low) and P(X <= k; high) are each half the error."""
+    k = data.draw(st.integers(0, trials))
+    low, high = clopper_pearson(k, trials, confidence)
+    half = (1 - confidence) / 2
+
+    def mass(p: float, counts: range) -> float:
+        return math.fsum(math.comb(trials, i) * p**i * (1 - p) ** (trials - i) for i in counts)
+
+    assert 0 <= low <= k / trials <= high <= 1
+    assert low == 0 if k == 0 else mass(low, range(k, trials + 1)) == pytest.approx(half, abs=1e-8)
+    assert high == 1 if k == trials else mass(high, range(k + 1)) == pytest.approx(half, abs=1e-8)
+
+
+@pytest.mark.parametrize("successes,trials", [(-1, 5), (6, 5), (0, 0)])
+def test_clopper_pearson_of_no_binomial(successes, trials):
+    with pytest.raises(ValueError, match="expected 0 to"):
+        clopper_pearson(successes, trials)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1.0, 2.0])
+def test_epsilon_bound_on_randomised_response(epsilon):
+    """A bit told truthfully with probability e^eps / (1 + e^eps) is exactly (eps, 0)-private.
+
+    100 bounds of 95 %: at most 5 +- 2.2 may be above eps; 15 is 4.5 sigma. They are of use: the mean is above half of it.
+    """
+    rng = np.random.default_rng(271828)
+    truth = math.exp(epsilon) / (1 + math.exp(epsilon))
+    bounds = [
+        epsilon_lower_bound((rng.random(600) < truth).astype(float), (rng.random(600) >= truth).astype(float), 0.0, rng)
+        for _ in range(100)
+    ]
+    assert sum(bound > epsilon for bound in bounds) <= 15
+    assert epsilon / 2 < np.mean(bounds) < epsilon
+
+
+def test_epsilon_bound_of_nothing_is_zero_and_of_everything_is_what_the_rows_allow():
+    rng = np.random.default_rng(3)
+    assert epsilon_lower_bound(rng.normal(size=400), rng.normal(size=400), 1e-5, rng) < 0.3
+    assert epsilon_lower_bound(scores(1), scores(0), 0.0, rng) == 0
+    told_apart = epsilon_lower_bound(np.ones(200), np.zeros(200), 0.0, rng)
+    none_of_100 = 1 - 0.025 ** (1 / 100)  # half of the rows test the threshold
+    assert told_apart == pytest.approx(math.log((1 - none_of_100) / none_of_100), abs=1e-6)
+    assert epsilon_lower_bound(np.ones(200), np.zeros(200), 0.99, rng) == 0  # delta explains it
+
+
+def test_the_threshold_is_tested_on_other_rows():
+    """Best threshold of 40 rows of noise: chosen and tested on the same rows, bounds would be above 0 far too often."""
+    rng = np.random.default_rng(11)
+    positive = sum(epsilon_lower_bound(rng.normal(size=40), rng.normal(size=40), 0.0, rng, 0.5) > 0 for _ in range(200))
+    assert positive <= 125  # level 0.5: 100 + 3.5 sigma
+
+
+def test_counts_are_cached_by_value():
+    clopper_pearson.cache_clear()
+    clopper_pearson(3, 9)
+    clopper_pearson(3, 9)
+    assert clopper_pearson.cache_info().hits == 1
+    assert statistics._log_choose(4) == pytest.approx(np.log([1, 4, 6, 4, 1]))
