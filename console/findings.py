@@ -15,6 +15,9 @@ NOTE = (
 )
 
 
+_MUST: dict[str, tuple[str, ...]] = {"round 0": ("contains",), "overfitted FedAvg": ("above",)}
+
+
 def html(run: Path) -> Html | None:
     """The findings about the run in that folder; None where it was not audited."""
     file = run / "audit.json"
@@ -48,7 +51,7 @@ def html(run: Path) -> Html | None:
 
 def _row(finding: dict[str, Any]) -> list[object]:
     verdict = finding["verdict"]
-    must = {"round 0": ("contains",), "overfitted FedAvg": ("above",)}.get(finding["model"])
+    must = _MUST.get(finding["model"])
     if finding["attack"].endswith("wrong site"):
         must = ("contains", "below")
     kind = "" if must is None else "tag completed" if verdict in must else "tag failed"
