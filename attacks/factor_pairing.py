@@ -45,7 +45,7 @@ class Error:
     """How far a rebuilt client is from the true one: ||rebuilt - true|| / ||true||, Frobenius, 0 where both are zero.
 
     Attributes:
-        products: over B A of every module, what the model computes with.
+        products: over B A of every module that has such a pair. FedPara's private pair is not in it: see `tensors`.
         tensors: over the factors themselves.
     """
 

@@ -45,7 +45,7 @@ class Base:
 
     def losses(self, rows: Rows) -> NDArray[np.float64]:
         """Mean target loss of each row under the base."""
-        unknown = [row for row in rows if id(row) not in self._known]
+        unknown = list({id(row): row for row in rows if id(row) not in self._known}.values())
         for row, prediction in zip(unknown, self.task.predict(self.initial, unknown), strict=True):
             self._known[id(row)] = (row, loss_of(prediction))
         return np.array([self._known[id(row)][1] for row in rows])
@@ -84,10 +84,11 @@ def centred(
         for m, label in zip(members, member_labels, strict=True)
         if len(groups.get(label, ())) > 1
     ]
+    known = set(member_labels)
     theirs = [
         n - (groups[label].sum() - n) / (len(groups[label]) - 1)
         for n, label in zip(non_members, other_labels, strict=True)
-        if len(groups[label]) > 1 and label in set(member_labels)
+        if len(groups[label]) > 1 and label in known
     ]
     return np.array(mine), np.array(theirs)
 

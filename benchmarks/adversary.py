@@ -115,7 +115,8 @@ class Adversary:
                 pair = mine[attack], theirs[attack]
                 if labels and not prefix:
                     pair = membership.centred(*pair, labels, self.non_members.labels)
-                figures[prefix + attack] = self._auroc(*pair, target.name, draw)
+                if min(map(len, pair)):  # no label may have rows on both sides
+                    figures[prefix + attack] = self._auroc(*pair, target.name, draw)
         return figures
 
     def _some(self, target: Target) -> tuple[Rows, Sequence[str]]:
