@@ -1,0 +1,78 @@
+"""What an audit says of its attacks, from hand-made findings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from attacks import audit
+from attacks.audit import WRONG_SITE, Finding, Sample
+
+CONTROL = SimpleNamespace(loss_share=0.08, rounds=4)
+
+
+def found(model: str, attack: str, verdict: str) -> Finding:
+    value = {"above": 0.8, "contains": 0.5, "below": 0.2}[verdict]
+    interval = (value, value - 0.1, value + 0.1)
+    return Finding(model, attack, interval, interval, interval, 0.0, 30, 30, verdict)
+
+
+def note(attack: str, *findings: Finding) -> str:
+    (said,) = [n for n in audit._notes(findings, CONTROL) if n.startswith(f"{attack}:")]
+    return said
+
+
+WON = found("overfitted FedAvg", "loss", "above")
+LOST = found("round 0", "loss", "contains")
+
+
+def test_an_attack_counts_where_both_controls_hold():
+    said = note("loss", LOST, WON, found("server", "loss", "contains"), found("a", "loss", "above"))
+    assert said == "loss: both controls hold. Membership shows in a (0.800 [0.700, 0.900])."
+    assert note("loss", LOST, WON, found("server", "loss", "below")).endswith("Membership shows in none of 1 models.")
+
+
+@pytest.mark.parametrize("verdict", ["contains", "below"])
+def test_an_attack_that_does_not_win_undefended_is_unusable(verdict):
+    said = note("loss", LOST, found("overfitted FedAvg", "loss", verdict), found("server", "loss", "contains"))
+    assert "NOT usable here, for it does not win where members are known by heart" in said
+
+
+@pytest.mark.parametrize("verdict", ["above", "below"])
+def test_an_attack_that_tells_untrained_rows_apart_is_unusable(verdict):
+    said = note("loss", found("round 0", "loss", verdict), WON, found("server", "loss", "above"))
+    assert "NOT usable here, for it tells rows apart that nobody trained on there" in said
+
+
+def test_without_controls_an_attack_is_unusable():
+    assert "not tried" in note("loss", found("server", "loss", "above"))
+
+
+def test_the_alignment_loses_on_wrong_sites_unless_it_wins_on_more_than_one_in_four():
+    won = found("overfitted FedAvg", "alignment", "above")
+    wrong = [found(f"s{i}", WRONG_SITE, "contains") for i in range(3)] + [found("s3", WRONG_SITE, "below")]
+    seen = found("s0", "alignment", "above")
+    assert "both controls hold. Membership shows in s0" in note("alignment", won, seen, *wrong)
+    one = [*wrong[:3], found("s3", WRONG_SITE, "above")]
+    assert "both controls hold" in note("alignment", won, seen, *one)
+    two = [*wrong[:2], found("s2", WRONG_SITE, "above"), found("s3", WRONG_SITE, "above")]
+    assert "NOT usable" in note("alignment", won, seen, *two)
+    assert not [n for n in audit._notes([won, seen, *wrong], CONTROL) if n.startswith(WRONG_SITE)]
+
+
+def test_a_finding_has_the_statistics_of_its_scores():
+    rng = np.random.default_rng(3)
+    f = audit.finding("server", "loss", rng.normal(2.0, 1.0, 200), rng.normal(0.0, 1.0, 200), 0)
+    assert (f.members, f.non_members, f.verdict) == (200, 200, "above")
+    assert f.auroc[1] < f.auroc[0] < f.auroc[2]
+    assert f.auroc[0] == pytest.approx(0.92, abs=0.04)  # Phi(2 / sqrt 2)
+    assert f.tpr_at_1[0] > f.tpr_at_01[0]
+    assert f.epsilon_bound > 0.5
+
+
+def test_a_sample_keeps_rows_with_the_labels_of_another():
+    sample = Sample([1, 2, 3, 4], ["x", "y", "x", "z"])
+    assert sample.alike(["x", "z"], 2) == Sample([1, 3], ["x", "x"])
+    assert sample.alike(["q"], 5).rows == []
