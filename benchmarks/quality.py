@@ -21,7 +21,7 @@ _TEST = 5  # the name of the draws
 def scores(
     task: VisionLanguage, weights: Weights, examples: Sequence[Mapping[str, Any]], metrics: Sequence[str], seed: int
 ) -> dict[str, Figure]:
-    """The `metrics` of the model on `examples`: "loss" a token, and "accuracy", "cider", "bleu_4", "rouge_l" of what it
+    """The `metrics` of the model on `examples`: "test loss" a token, and "accuracy", "cider", "bleu_4", "rouge_l" of what it
     writes, in the papers' scale (100 x).
     """
     written = task.generate(weights, examples)
@@ -29,7 +29,7 @@ def scores(
     found: dict[str, Figure] = {}
     for metric in metrics:
         match metric:
-            case "loss":
+            case "test loss":
                 found[metric] = resampling.mean(_losses(task, weights, examples), _TEST, seed)
             case "accuracy":
                 each = [100 * text_metrics.exact_match([c], [t]) for c, t in zip(written, targets, strict=True)]
@@ -46,7 +46,7 @@ def scores(
             case "bleu_4":
                 found[metric] = resampling.reduced(_bleu_statistics(written, targets), _bleu, _TEST, seed)
             case _:
-                raise ValueError(f"metrics: expected loss, accuracy, cider, rouge_l or bleu_4, found {metric}")
+                raise ValueError(f"metrics: expected test loss, accuracy, cider, rouge_l or bleu_4, found {metric}")
     return found
 
 

@@ -108,7 +108,7 @@ def test_a_small_table_from_end_to_end():
         "methods": {"FedAvg": {"name": "fedavg"}, "FedRand": {"name": "fedrand"}},
         "attack": {"shadows": 2, "shadow_steps": 2, "aligned_rows": 20, "generated_rows": 5, "shifted": ["loss"], "rows": 50},
         "parts": [{"name": "", "data": "caltech-caption", "test": "caltech-caption", "shifted": "cifar-caption",
-                   "metrics": ["loss", "cider", "rouge_l", "bleu_4"], "members": 60, "held_out": 80, "test_rows": 10}],
+                   "metrics": ["test loss", "cider", "rouge_l", "bleu_4"], "members": 60, "held_out": 80, "test_rows": 10}],
         "config": {"task.model": "tiny", "task.partition": "iid", "train.batch-size": 8, "train.learning-rate": 3e-3,
                    "train.epochs": 2, "cohort.fraction": 0.6, "evaluate.max-new-tokens": 8, "run.rounds": 2},
     }  # fmt: skip
