@@ -90,6 +90,9 @@ class _Untrained:
     def train(self, weights: Any) -> Trained:
         return Trained({name: w + self._shift for name, w in weights.items()}, {})
 
+    def gradient(self, weights: Any) -> Trained:
+        return Trained({name: w - self._shift for name, w in weights.items()}, {})
+
 
 def _fold(n: int, megabytes: int, dtype: str = "float32", judged: bool = False) -> tuple[float, int]:
     spec = _spec(megabytes)

@@ -155,6 +155,9 @@ class _Remembering:
         self._truth[self._site] = trained.weights
         return trained
 
+    def gradient(self, weights: Weights) -> Trained:
+        return self._local.gradient(weights)
+
 
 def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     rows: dict[str, _Row] = {}

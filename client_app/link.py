@@ -84,7 +84,8 @@ def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, ro
 def run_key(assignment: Assignment, root: Path = APP_ROOT) -> str:
     """What a worker is made for: app, run, method, task, training, base model, data and device, as 16 hex digits."""
     config, site = assignment.config, assignment.site
-    model = Path(tiny.folder(config.task.name) if config.task.model == "tiny" else config.task.model).expanduser()
+    bundled = config.task.model == "tiny" and config.task.name not in tiny.IN_CODE
+    model = Path(tiny.folder(config.task.name) if bundled else config.task.model).expanduser()
     files = sorted(model.iterdir()) if model.is_dir() else []
     base = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     made_for = [

@@ -167,7 +167,7 @@ def _non_members(args: argparse.Namespace, config: RunConfig, members: Mapping[s
     from fedveil import tasks
     from fedveil.config import parse
     from fedveil.tasks.base import Share
-    from fedveil.tasks.causal import WHERE
+    from fedveil.tasks.rows import WHERE
 
     whole = parse(config.flat() | {"task.max-examples": 0})
     task = tasks.load(whole, strategies.create("fedavg").adapter, "cpu")  # reads rows only

@@ -105,8 +105,8 @@ class AllWeights:
     kind: Literal["all"] = "all"
 
     def example_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Three tensors of a small model: for wire tables and for tests over every method."""
-        return {"wte.weight": (11, 4), "h.0.mlp.weight": (4, 4), "h.0.mlp.bias": (4,)}
+        """Four tensors of a small model: for wire tables and for tests over every method."""
+        return {"wte.weight": (11, 4), "position_embeddings": (6, 4), "h.0.mlp.weight": (4, 4), "h.0.mlp.bias": (4,)}
 
 
 Adapter = Lora | HadamardLora | AllWeights

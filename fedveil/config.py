@@ -53,6 +53,7 @@ class TaskConfig(_Section):
     label_pattern: str = ""
     partition: Literal["iid", "dirichlet", "pathological", "natural"] = "iid"
     alpha: float = Field(0.5, gt=0)
+    classes: int = Field(10, ge=2, description="image-classification: classes of a model that starts without weights")
     classes_per_site: int = Field(2, ge=1)
     max_examples: int = Field(0, ge=0, description="training rows a site; 0 = all")
     max_tokens: int = Field(96, ge=8, description="longest sequence, source and target together")

@@ -52,7 +52,9 @@ class Exchange:
 
     def receive(self, data: Buffer, round_: int) -> Message:
         """A client's message, decoded; the gate has still to judge it. Raises WireError."""
-        return unpack(data, self.layout, Stamp.of(self.method, self.name, round_, "up"))
+        message = unpack(data, self.layout, Stamp.of(self.method, self.name, round_, "up"))
+        self.method.check(message.payload, self.spec)
+        return message
 
 
 class _Reporting:
@@ -74,3 +76,8 @@ class _Reporting:
         trained = self._local.train(weights)
         self.report = trained.report
         return trained
+
+    def gradient(self, weights: Weights) -> Trained:
+        found = self._local.gradient(weights)
+        self.report = found.report
+        return found

@@ -152,7 +152,7 @@ class RoundContext:
 
 @dataclass(frozen=True)
 class Trained:
-    """What local training returns: new weights under the names it was given, and figures to report."""
+    """What local training returns: new weights (or a gradient) under the spec's names, and figures to report."""
 
     weights: Weights
     report: Mapping[str, float]
@@ -173,6 +173,13 @@ class Local(Protocol):
 
     def train(self, weights: Weights) -> Trained:
         """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` stay as they are."""
+        ...
+
+    def gradient(self, weights: Weights) -> Trained:
+        """The gradient of the mean loss of one batch at `weights` (every tensor of the spec), under the spec's names.
+
+        The batch is this exchange's: train.batch-size rows that the client's stream draws. `weights` stay as they are.
+        """
         ...
 
 
@@ -227,6 +234,12 @@ class Method(ABC):
     @abstractmethod
     def layout(self, spec: Spec) -> Layout:
         """Every field on the wire."""
+
+    def check(self, payload: Payload, spec: Spec) -> None:  # noqa: B027  # most methods have nothing to add
+        """What the layout cannot say about an upload, such as two fields that must fit. Raises WireError naming the field.
+
+        Called on every upload before it may be folded, so that one that does not fit costs its sender's part only.
+        """
 
     def dp_event(self, plan: object) -> object:
         """The dp-accounting event of a run. Default: non-private, epsilon = inf."""

@@ -33,6 +33,11 @@ class ToyLocal:
         self.started_from.append({n: w.clone() for n, w in weights.items()})
         return Trained({n: w + self.step for n, w in weights.items()}, {"steps": 1, "loss_trained": 0.25})
 
+    def gradient(self, weights: Weights) -> Trained:
+        """Whose step of rate 1 is the training."""
+        self.started_from.append({n: w.clone() for n, w in weights.items()})
+        return Trained({n: torch.full_like(w, -self.step) for n, w in weights.items()}, {"loss_received": 0.25})
+
 
 @pytest.fixture
 def lora_spec() -> Spec:

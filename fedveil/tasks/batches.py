@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -17,12 +17,51 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
+class AnyBatch(Protocol):
+    """What local training needs of a batch, whatever its task puts into it."""
+
+    @property
+    def terms(self) -> int:
+        """Terms of the loss: target tokens, or images."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows, padding apart; 0 where a task has none."""
+        ...
+
+    def pinned(self) -> Self:
+        """The batch in page-locked memory."""
+        ...
+
+    def to(self, device: torch.device) -> Self:
+        """The batch on `device`."""
+        ...
+
+
+class AnyRow(Protocol):
+    """What the order of an epoch needs of a row."""
+
+    @property
+    def length(self) -> int:
+        """What bucketing sorts by."""
+        ...
+
+
+_Batch = TypeVar("_Batch", bound=AnyBatch)
+
+
 @dataclass(frozen=True)
 class Row:
     """One encoded row: `ids` with the target from position `start` on."""
 
     ids: list[int]
     start: int
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -77,7 +116,7 @@ def collate(rows: Sequence[Row], padding: int) -> Batch:
     return Batch(torch.tensor(ids), torch.tensor(mask), torch.tensor(positions), torch.tensor(wanted), tokens)
 
 
-def order(rows: Sequence[Row], batch_size: int, generator: torch.Generator, bucketing: bool) -> list[int]:
+def order(rows: Sequence[AnyRow], batch_size: int, generator: torch.Generator, bucketing: bool) -> list[int]:
     """Indices of one epoch, every row once: shuffled, or shuffled batches of rows of like length.
 
     With `bucketing` the rows are shuffled, sorted by length inside windows of WINDOW batches and cut into batches, which
@@ -90,7 +129,7 @@ def order(rows: Sequence[Row], batch_size: int, generator: torch.Generator, buck
     alike = [
         index
         for i in range(0, len(shuffled), window)
-        for index in sorted(shuffled[i : i + window], key=lambda j: len(rows[j].ids))
+        for index in sorted(shuffled[i : i + window], key=lambda j: rows[j].length)
     ]
     full = len(alike) // batch_size
     cuts: list[int] = torch.randperm(full, generator=generator).tolist()
@@ -99,8 +138,8 @@ def order(rows: Sequence[Row], batch_size: int, generator: torch.Generator, buck
 
 
 def load(
-    steps: Iterable[Sequence[Row]], collated: Callable[[Sequence[Row]], list[Batch]], device: torch.device
-) -> Generator[list[Batch]]:
+    steps: Iterable[_In], collated: Callable[[_In], list[_Batch]], device: torch.device
+) -> Generator[list[_Batch]]:
     """The batches of each step on `device`; for a GPU they are collated a step ahead, into pinned memory."""
     if device.type != "cuda":
         for rows in steps:

@@ -1,161 +1,30 @@
-"""What every task around a causal language model shares: weights in and out, its loss, scoring, generation."""
+"""What every task around a causal language model shares: its loss, scoring, generation."""
 
 from __future__ import annotations
 
-import contextlib
-import random
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedveil import lora
-from fedveil.adapters import Adapter, AllWeights
-from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
-from fedveil.method import Spec, TensorSpec, Weights
-from fedveil.rng import Stream
-from fedveil.tasks import adapting, batches, library, models, partition, rows, speed
-from fedveil.tasks.base import Examples, Prediction, Share, Task, Watch, unwatched
+from fedveil.method import Weights
+from fedveil.tasks import batches, library
+from fedveil.tasks.adapted import AdaptedTask
+from fedveil.tasks.base import Prediction
 from fedveil.tasks.batches import Batch, Row
-from fedveil.tasks.training import LocalTraining
-
-WHERE = "fedveil row"  # the column that says where an example came from, for messages
-_NOTHING = contextlib.nullcontext()
 
 
-def check(config: RunConfig, adapter: Adapter) -> None:
-    """What can be said before a model is loaded.
-
-    Raises:
-        ConfigError: a quantised base under an adapter that would train it, or train.compile where it does not go.
-        TaskError: no base model at that path.
-    """
-    if config.train.quantized_base != "none" and isinstance(adapter, AllWeights):
-        raise ConfigError(
-            f'train.quantized-base: expected "none" with an adapter of kind "{adapter.kind}", which trains the base, '
-            f'found "{config.train.quantized_base}"; use an adapter of kind "lora"'
-        )
-    speed.check(config)
-    models.find(config.task.model, config.task.name)
-
-
-def where(example: Mapping[str, Any]) -> str:
-    """The row of an example, for a message."""
-    return str(example.get(WHERE) or f"a row with {', '.join(example)}")
-
-
-class CausalTask(Task):
-    """A causal language model with its adapter. Weights come back on the device that they were given on.
-
-    The loss is the mean over target tokens (the end among them). Nothing is dropped out and batches come in the order
-    that the client's stream draws; with run.deterministic one thread trains, so that two processes on one machine end
-    bit-identically.
-    """
-
-    def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device) -> None:
-        self.config = config
-        self.adapter = adapter
-        self.device = device
-
-    @abstractmethod
-    def _load(self) -> models.Base:
-        """The base with its adapter."""
-
-    @cached_property
-    def base(self) -> models.Base:
-        """The base with its adapter. Its trained tensors hold whatever was put in last."""
-        return self._load()
-
-    @cached_property
-    def _base_weights(self) -> Weights:
-        if not isinstance(self.adapter, AllWeights):
-            return {}
-        return {name: p.detach().to("cpu", copy=True) for name, p in self.base.trained.items()}
-
-    @property
-    def trained(self) -> Mapping[str, Tensor]:
-        """The parameters behind the spec; they hold whatever was put in last."""
-        return self.base.trained
-
-    @property
-    def spec(self) -> Spec:
-        """Names in the order of the model's layers; fp32."""
-        return {name: TensorSpec(tuple(p.shape), p.dtype) for name, p in self.base.trained.items()}
-
-    def initial(self, rng: Stream) -> Weights:
-        """LoRA: A uniform within 1/sqrt(d_in), B zero; all weights: the base's own. On the CPU."""
-        if isinstance(self.adapter, AllWeights):
-            return {name: w.clone() for name, w in self._base_weights.items()}
-        return lora.draw(self.adapter, {name: spec.shape for name, spec in self.spec.items()}, rng)
-
-    def _read(self, data: Path, split: str, columns: tuple[str, ...], share: Share | None) -> Examples:
-        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order.
-
-        Each row has its file and number under WHERE.
-        """
-        task, seed = self.config.task, self.config.run.seed
-        file = rows.split_file(Path(data), split)
-        table = rows.read(file, columns)
-        table = table.remove_columns([WHERE] if WHERE in table.column_names else [])
-        table = table.add_column(WHERE, [f"row {i + 1} of {file}" for i in range(len(table))])
-        if share is not None:
-            table = partition.cut(table, share, task, seed)
-        if split == "train" and 0 < task.max_examples < len(table):
-            table = table.select(sorted(random.Random(seed).sample(range(len(table)), task.max_examples)))
-        found: list[Mapping[str, Any]] = table.to_list()
-        return found
-
-    def local(self, rows: Sequence[Row], rng: Stream, watch: Watch = unwatched) -> LocalTraining:
-        """Training on `rows`. Raises TaskError where there are none."""
-        return LocalTraining(self, rows, rng, watch)
-
-    def put(self, weights: Weights) -> None:
-        """Puts weights into the model. Raises TaskError where they are not the spec's."""
-        if isinstance(self.adapter, AllWeights):
-            self._base_weights  # noqa: B018  # kept before they are overwritten
-        adapting.put(weights, self.base.trained)
-
-    @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Autocast under `train.precision = bf16`, and silence of the 8-bit kernels about their casts."""
-        with (
-            torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"),
-            library.quiet() if self.config.train.quantized_base != "none" else _NOTHING,
-        ):
-            yield
-
-    @cached_property
-    def _compiled(self) -> Any:
-        return speed.compiled(self.base.model, self.device)
-
-    def training(self) -> contextlib.AbstractContextManager[None]:
-        """Around the training steps: layers are recomputed under train.checkpointing.
-
-        Raises:
-            ConfigError: the model has no layers that can be.
-        """
-        if not self.config.train.checkpointing:
-            return _NOTHING
-        return speed.recomputing(self.base.model, self.config.task.model)
+class CausalTask(AdaptedTask):
+    """A causal language model with its adapter. The loss is the mean over target tokens (the end among them)."""
 
     def collate(self, rows: Sequence[Row]) -> Batch:
         """One batch, on the CPU."""
         return batches.collate(rows, self.base.tokenizer.eos_token_id)
 
     def _logits(self, batch: Batch) -> Tensor:
-        # Scoring would be compiled a second time, for a few batches.
-        model = self._compiled if self.config.train.compile and torch.is_grad_enabled() else self.base.model
-        with self._computing():
-            logits: Tensor = model(
-                input_ids=batch.ids, attention_mask=batch.mask, use_cache=False, **batch.inputs
-            ).logits
-        return logits
+        return self._forward({"input_ids": batch.ids, "attention_mask": batch.mask, "use_cache": False, **batch.inputs})
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Summed loss of the target tokens of `batch`, which lies on the device.
@@ -165,11 +34,6 @@ class CausalTask(Task):
         """
         counted = self._logits(batch).flatten(0, 1)[batch.positions].float()
         return torch.nn.functional.cross_entropy(counted, batch.wanted, reduction="sum")
-
-    def _parts(self, count: int) -> Iterator[range]:
-        """Indices of the batches of a scoring."""
-        size = 2 * self.config.train.batch_size
-        return (range(i, min(i + size, count)) for i in range(0, count, size))
 
     @torch.no_grad()
     def mean_loss(self, encoded: Sequence[Row]) -> float:

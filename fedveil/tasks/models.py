@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from fedveil import rng
 from fedveil.adapters import Adapter, AllWeights
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, TaskError
+from fedveil.method import Weights
 from fedveil.tasks import tiny
 from fedveil.tasks.adapting import attach
 from fedveil.tasks.library import first_line, quiet
 
 NEXT = 'give "tiny", a folder made with save_pretrained, or a hub id that this machine can reach or has cached'
+PREPROCESSOR = "preprocessor_config.json"
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+TINY_VIT = {
+    "image_size": 32, "patch_size": 4, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 384,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,11 +35,13 @@ class Base:
 
     Attributes:
         model: in eval mode (4-bit layers apart, which drop nothing), so nothing is dropped out; only `trained` asks for gradients.
-        tokenizer: has an end token.
+        tokenizer: has an end token. None for a classifier of images.
         trained: the adapter's parameters by their canonical names, fp32, in the model's order.
         context: longest sequence of tokens; None where the model sets no limit.
-        processor: of a model that sees: images and text to its inputs. None for a language model.
+        processor: of a model that sees: images (and text) to its inputs. None for a language model, and for a classifier
+            that comes without one.
         image_token: of a model that sees: the token id that stands for a part of an image.
+        draw: of a model that came without weights: all its parameters drawn from a stream.
     """
 
     model: Any
@@ -39,15 +50,20 @@ class Base:
     context: int | None
     processor: Any = None
     image_token: int | None = None
+    draw: Callable[[rng.Stream], Weights] | None = None
 
 
 def find(name: str, task: str = "text-generation") -> tuple[str, bool]:
     """Where `task.model` lies: (folder or hub id, whether it is a folder). The hub is not asked here.
 
+    "tiny" stays as it is for a task whose tiny base is built in code.
+
     Raises:
         TaskError: "tiny" is not installed, or a path has no folder with a model.
     """
     if name == "tiny":
+        if task in tiny.IN_CODE:
+            return name, True
         return str(tiny.folder(task)), True
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -129,6 +145,82 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device) -> Ba
     return replace(base, processor=processor, image_token=image_token)
 
 
+def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -> Base:
+    """The image classification model of `config.task.model` with `adapter` attached, on `device`.
+
+    "tiny", and a folder with config.json but no weights, start from scratch with task.classes classes: under an adapter
+    the frozen weights are drawn from a public stream of run.seed, so that every site has the same.
+
+    Raises:
+        TaskError: a model of another kind or not whole, or one that cannot start from scratch.
+        ConfigError: the adapter fits no layer of it, or a quantised base without weights.
+    """
+    name, draw = config.task.model, None
+    with quiet():
+        from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+        where, is_local = find(name, config.task.name)
+        try:
+            bare = _without_weights(where, is_local, config.task.classes)
+            processor = None
+            if not is_local or (where != "tiny" and (Path(where) / PREPROCESSOR).is_file()):
+                processor = AutoImageProcessor.from_pretrained(where, local_files_only=is_local)
+            if bare is None:
+                model, info = AutoModelForImageClassification.from_pretrained(
+                    where, local_files_only=is_local, output_loading_info=True, **_precision(config, adapter, device)
+                )
+                _check_whole(name, info)
+            else:
+                model = _drawn(bare, rng.initial(config.run.seed, "base model"))
+        except (TaskError, ConfigError):
+            raise
+        except Exception as error:  # as in `_loaded`
+            raise TaskError(
+                f'task.model: expected an image classification model, found that "{name}" does not load '
+                f"({first_line(error)}); {NEXT}"
+            ) from None
+        if bare is not None:
+            if config.train.quantized_base != "none":
+                raise ConfigError(
+                    f'train.quantized-base: expected "none" with a model without weights, found '
+                    f'"{config.train.quantized_base}"; set it to "none"'
+                )
+            if any(at.endswith("running_mean") for at, _ in model.named_buffers()):
+                raise TaskError(
+                    f"task.model: expected a model without batch normalisation to start from scratch, found "
+                    f'{type(model).__name__} in "{name}"; take one with weights, or a ViT'
+                )
+            model = model.to(_precision(config, adapter, device)["dtype"])
+            draw = partial(_draw, bare)
+        trained = attach(model, adapter)
+    return Base(_ready(model, config, device), None, trained, None, processor, draw=draw)
+
+
+def _without_weights(where: str, is_local: bool, classes: int) -> Any:
+    """The config of a model that has no weights, for `classes` classes; None where it has some."""
+    from transformers import AutoConfig, ViTConfig
+
+    if where == "tiny":
+        return ViTConfig(**TINY_VIT, num_labels=classes)
+    if not is_local or any(True for pattern in WEIGHTS for _ in Path(where).glob(pattern)):
+        return None
+    return AutoConfig.from_pretrained(where, local_files_only=True, num_labels=classes)
+
+
+def _drawn(bare: Any, stream: rng.Stream) -> Any:
+    """A model of that config, fp32, its weights drawn from `stream`."""
+    from transformers import AutoModelForImageClassification
+
+    with torch.random.fork_rng(devices=[]):  # the library draws from the global generator alone
+        torch.default_generator.manual_seed(stream.torch_generator().initial_seed())
+        return AutoModelForImageClassification.from_config(bare, dtype=torch.float32)
+
+
+def _draw(bare: Any, stream: rng.Stream) -> Weights:
+    with quiet():
+        return {name: parameter.detach() for name, parameter in _drawn(bare, stream).named_parameters()}
+
+
 def _loaded(
     config: RunConfig, adapter: Adapter, device: torch.device, model_of: Any, processor_of: Any, kind: str
 ) -> tuple[Any, Any]:
@@ -144,7 +236,11 @@ def _loaded(
         raise TaskError(
             f'task.model: expected {kind}, found that "{name}" does not load ({first_line(error)}); {NEXT}'
         ) from None
-    _check_whole(name, getattr(processor, "tokenizer", processor), info)
+    _check_whole(name, info)
+    if getattr(processor, "tokenizer", processor).eos_token_id is None:
+        raise TaskError(
+            f'task.model: expected a tokenizer with an end token, found none in "{name}"; set its eos_token'
+        )
     return model, processor
 
 
@@ -160,7 +256,8 @@ def _context(model: Any, config: RunConfig) -> int | None:
 
 def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
     """On its device, dropping nothing, with no sampling defaults of its own."""
-    model.generation_config = type(model.generation_config)()
+    if model.can_generate():
+        model.generation_config = type(model.generation_config)()
     if config.train.quantized_base == "none":
         model = model.to(device)
     model.eval()
@@ -187,17 +284,13 @@ def _precision(config: RunConfig, adapter: Adapter, device: torch.device) -> dic
     return {"dtype": dtype, "quantization_config": quantisation, "device_map": {"": str(device)}}
 
 
-def _check_whole(name: str, tokenizer: Any, info: Mapping[str, Any]) -> None:
+def _check_whole(name: str, info: Mapping[str, Any]) -> None:
     """The library would fill absent tensors with random values, and only say so."""
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise TaskError(
             f'task.model: expected all weights of the model, found that "{name}" lacks {_some(absent)} or has them '
             f"in another shape; {NEXT}"
-        )
-    if tokenizer.eos_token_id is None:
-        raise TaskError(
-            f'task.model: expected a tokenizer with an end token, found none in "{name}"; set its eos_token'
         )
 
 

@@ -1,17 +1,64 @@
-"""Reading the rows of a split from a data folder or file: JSON Lines or Parquet, nothing written beside them."""
+"""Reading the rows of a split from a data folder or file: JSON Lines or Parquet, nothing written beside them.
+
+A row keeps where it came from under WHERE, so that a message about it names its file and number.
+"""
 
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedveil.errors import TaskError
+from fedveil.tasks import partition
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from fedveil.config import RunConfig
+    from fedveil.tasks.base import Share
+
 SUFFIXES = (".jsonl", ".parquet")
+WHERE = "fedveil row"  # the column that says where an example came from, for messages
+
+
+def where(example: Mapping[str, Any]) -> str:
+    """The row of an example, for a message."""
+    return str(example.get(WHERE) or f"a row with {', '.join(example)}")
+
+
+def examples(
+    data: Path, split: str, columns: tuple[str, ...], share: Share | None, config: RunConfig
+) -> list[Mapping[str, Any]]:
+    """Rows of `split`, all columns, as `of_site` chooses them. Raises TaskError as `split_file`, `read` and a cut."""
+    file = split_file(Path(data), split)
+    table = read(file, columns)
+    return of_site(table, numbered(file, len(table)), split, share, config)
+
+
+def numbered(file: Path, count: int) -> list[str]:
+    """What WHERE says of the rows of a file."""
+    return [f"row {i + 1} of {file}" for i in range(count)]
+
+
+def of_site(
+    table: Dataset, origins: Sequence[str], split: str, share: Share | None, config: RunConfig
+) -> list[Mapping[str, Any]]:
+    """The rows of `table`, or of the part that is `share`; each row has its origin under WHERE.
+
+    Of the split "train" at most task.max-examples, a seeded choice in file order.
+    """
+    task, seed = config.task, config.run.seed
+    table = table.remove_columns([WHERE] if WHERE in table.column_names else [])
+    table = table.add_column(WHERE, list(origins))
+    if share is not None:
+        table = partition.cut(table, share, task, seed)
+    if split == "train" and 0 < task.max_examples < len(table):
+        table = table.select(sorted(random.Random(seed).sample(range(len(table)), task.max_examples)))
+    found: list[Mapping[str, Any]] = table.to_list()
+    return found
 
 
 def split_file(data: Path, split: str) -> Path:

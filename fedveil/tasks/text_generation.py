@@ -15,7 +15,7 @@ from fedveil.adapters import Adapter
 from fedveil.config import RunConfig
 from fedveil.errors import TaskError
 from fedveil.method import Weights
-from fedveil.tasks import causal, models
+from fedveil.tasks import adapted, causal, models, rows
 from fedveil.tasks.base import Examples, Share, Task
 from fedveil.tasks.batches import Row
 
@@ -31,7 +31,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
             the rest, or a device that is not there.
         TaskError: no base model at that path.
     """
-    causal.check(config, adapter)
+    adapted.check(config, adapter)
     return TextGeneration(config, adapter, models.pick_device(device))
 
 
@@ -45,7 +45,7 @@ class TextGeneration(causal.CausalTask):
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
         """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
         task = self.config.task
-        return self._read(data, split, (task.source_column, task.target_column), share)
+        return rows.examples(data, split, (task.source_column, task.target_column), share, self.config)
 
     def prepare(self, examples: Examples) -> list[Row]:
         """Every row tokenised. Raises TaskError for a row without text in one of the two columns."""
@@ -95,7 +95,7 @@ class TextGeneration(causal.CausalTask):
             if not isinstance(example.get(column), _TEXT_TYPES):
                 raise TaskError(
                     f'task.data: expected text in column "{column}" of every row, found {example.get(column)!r} '
-                    f"in {causal.where(example)}; correct or drop the row"
+                    f"in {rows.where(example)}; correct or drop the row"
                 )
         return str(example[task.source_column]), str(example[task.target_column])
 

@@ -30,6 +30,7 @@ from fedveil.errors import TaskError
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 ASSETS_VARIABLE = "FEDVEIL_ASSETS"
+IN_CODE = frozenset({"image-classification"})  # tasks whose tiny base is a config in code, without a folder
 PUBLIC_DIGITS = frozenset({8, 9})
 END = "<|endoftext|>"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from fedveil.errors import TaskError
 from fedveil.method import Spec, Trained, Weights
 from fedveil.rng import Stream
 from fedveil.tasks import batches
-from fedveil.tasks.base import Step, Watch, unwatched
-from fedveil.tasks.batches import Batch, Row
+from fedveil.tasks.base import Rows, Step, Watch, unwatched
+from fedveil.tasks.batches import AnyBatch
 
 RECEIVED_ROWS = 64  # rows of the site behind "loss_received"
 _READ_SECONDS = 0.5  # between two looks at the losses: each one waits for the GPU
@@ -50,15 +50,15 @@ class Trainable(Protocol):
         """What the training steps need around them. Raises ConfigError where this model cannot have it."""
         ...
 
-    def collate(self, rows: Sequence[Row]) -> Batch:
+    def collate(self, rows: Rows) -> AnyBatch:
         """One batch, on the CPU."""
         ...
 
-    def loss_sum(self, batch: Batch) -> Tensor:
-        """Summed loss of a batch on the parameters' device. Waits for nothing that the device computes."""
+    def loss_sum(self, batch: Any) -> Tensor:
+        """Summed loss of a batch of `collate` on the parameters' device. Waits for nothing that the device computes."""
         ...
 
-    def mean_loss(self, encoded: Sequence[Row]) -> float:
+    def mean_loss(self, encoded: Rows) -> float:
         """Mean loss of the rows with the weights put in last."""
         ...
 
@@ -72,7 +72,7 @@ class LocalTraining:
     the last step.
     """
 
-    def __init__(self, task: Trainable, rows: Sequence[Row], rng: Stream, watch: Watch = unwatched) -> None:
+    def __init__(self, task: Trainable, rows: Rows, rng: Stream, watch: Watch = unwatched) -> None:
         if not rows:
             raise TaskError("task.data: expected at least one row to train on, found none; add rows")
         self._task = task
@@ -120,6 +120,47 @@ class LocalTraining:
         }
         return Trained(after, report)
 
+    def gradient(self, weights: Weights) -> Trained:
+        """The gradient of the mean loss of one batch at `weights`, which stay as they are. No optimiser has a part in it.
+
+        The batch is the first of the epoch that `train` would run now: train.batch-size rows, whatever train.accumulate,
+        train.epochs and train.max-steps are. A tensor that the loss does not reach has a gradient of zeros.
+        The report has loss_received (of this batch), steps (1), tokens and train_seconds.
+
+        Raises:
+            TaskError: weights that are not the spec's, or a loss that is not finite.
+            ConfigError: train.checkpointing or train.compile, where they cannot be had.
+        """
+        started = time.perf_counter()
+        task, train = self._task, self._task.config.train
+        task.put(weights)
+        parameters = list(task.trained.values())
+        order = batches.order(self._rows, train.batch_size, self._rng.torch_generator(), train.bucketing)
+        rows = [self._rows[i] for i in order[: train.batch_size]]
+        progress = _Progress(1, train.learning_rate, self._watch)
+        with _threads(1 if task.config.run.deterministic else torch.get_num_threads()), task.training():
+            _forget(parameters)  # a training that an error ended may have left a part of a step's gradient
+            ((batch,),) = batches.load([rows], self._collated, parameters[0].device)
+            progress.add(self._backward([batch]), batch.tokens)
+            progress.read()
+        found = {
+            name: torch.zeros_like(weights[name]) if p.grad is None else p.grad.to(weights[name].device)
+            for name, p in task.trained.items()
+        }
+        _forget(parameters)
+        report = {"loss_received": progress.losses[0], "steps": 1.0, "tokens": float(batch.tokens)}
+        return Trained(found, {**report, "train_seconds": time.perf_counter() - started})
+
+    def _backward(self, step: list[AnyBatch]) -> Tensor:
+        """Adds the gradient of the mean loss over the terms of all batches of a step; that loss, on the device."""
+        terms = sum(batch.terms for batch in step)
+        losses: list[Tensor] = []
+        for batch in step:
+            loss = self._task.loss_sum(batch) / terms
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return reduce(torch.add, losses)
+
     def _steps(self) -> tuple[list[float], int]:
         """The loss of each step, and the tokens that all of them read."""
         train, task = self._task.config.train, self._task
@@ -129,19 +170,14 @@ class LocalTraining:
         progress = _Progress(self._planned, train.learning_rate, self._watch)
         with contextlib.closing(batches.load(self._batches(), self._collated, parameters[0].device)) as steps:
             for step in steps:
-                terms = sum(batch.terms for batch in step)
-                losses = []
-                for batch in step:
-                    loss = task.loss_sum(batch) / terms
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    losses.append(loss.detach())
+                loss = self._backward(step)
                 optimiser.step()
                 optimiser.zero_grad()
-                progress.add(reduce(torch.add, losses), sum(batch.tokens for batch in step))
+                progress.add(loss, sum(batch.tokens for batch in step))
         progress.read()
         return progress.losses, progress.tokens
 
-    def _collated(self, rows: Sequence[Row]) -> list[Batch]:
+    def _collated(self, rows: Rows) -> list[AnyBatch]:
         """The batches of one step."""
         size = self._task.config.train.batch_size
         return [self._task.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
@@ -153,7 +189,7 @@ class LocalTraining:
         steps = train.epochs * math.ceil(len(self._rows) / (train.batch_size * train.accumulate))
         return min(steps, train.max_steps) if train.max_steps else steps
 
-    def _batches(self) -> Iterator[Sequence[Row]]:
+    def _batches(self) -> Iterator[Rows]:
         """Rows of each step of every epoch, each epoch in an order of its own; at most train.max-steps where set."""
         train = self._task.config.train
         generator = self._rng.torch_generator()
@@ -207,6 +243,11 @@ class _Progress:
         self._last_read = time.perf_counter()
         seconds = self._last_read - self._started
         self._watch(Step(len(self.losses), self._planned, self.losses[-1], self.tokens, seconds))
+
+
+def _forget(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _adamw(parameters: list[Tensor], train: TrainConfig) -> torch.optim.AdamW:

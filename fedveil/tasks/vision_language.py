@@ -14,7 +14,6 @@ Images are bytes (as `datasets` stores them: {"bytes", "path"}) or paths beside 
 
 from __future__ import annotations
 
-import io
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,23 +27,22 @@ from fedveil.adapters import Adapter
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, TaskError
 from fedveil.method import Weights
-from fedveil.tasks import causal, library, models
+from fedveil.tasks import adapted, causal, images, library, models, rows
 from fedveil.tasks.base import Examples, Share, Task
 from fedveil.tasks.batches import Batch, Row
 
 CAPTION_PROMPT = "Describe this image concisely."
 CHOICE_PROMPT = "Answer with the option's letter from the given choices directly."
 LETTERS = string.ascii_uppercase
-_KEPT_BYTES = 1 << 30  # of decoded images; beyond it, an image is decoded again for every batch that has it
+_KEPT_BYTES = images.KEPT_BYTES
 _OF_TOKENS = {"input_ids", "attention_mask"}
-_FOLDER = "fedveil folder"  # where paths in the image column begin
 
 Inputs = Mapping[str, Tensor]  # what the model takes of an image: (1, ...) each
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the base itself is loaded at the first need. Raises as text generation's."""
-    causal.check(config, adapter)
+    adapted.check(config, adapter)
     return VisionLanguage(config, adapter, models.pick_device(device))
 
 
@@ -71,18 +69,6 @@ class _Example:
     where: str
 
 
-@dataclass
-class _Room:
-    """Memory for decoded images."""
-
-    left: int
-
-    def holds(self, nbytes: int) -> bool:
-        """Takes that much, where it is left."""
-        self.left -= nbytes
-        return self.left >= 0
-
-
 @final
 class VisionLanguage(causal.CausalTask):
     """A model that captions images or chooses answers about them."""
@@ -94,9 +80,8 @@ class VisionLanguage(causal.CausalTask):
         """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
         task = self.config.task
         asked = (task.source_column, task.choices_column) if task.choices_column else ()
-        folder = str(data if Path(data).is_dir() else Path(data).parent)
-        found = self._read(data, split, (task.image_column, task.target_column, *asked), share)
-        return [{**example, _FOLDER: folder} for example in found]
+        found = rows.examples(data, split, (task.image_column, task.target_column, *asked), share, self.config)
+        return [{**example, images.FOLDER: images.folder_of(data)} for example in found]
 
     def prepare(self, examples: Examples) -> list[ImageRow]:
         """A row for each target of each image, tokenised, the image as the model takes it.
@@ -105,7 +90,7 @@ class VisionLanguage(causal.CausalTask):
             TaskError: an image that does not decode, or a row without target, by file and row.
             ConfigError: a prompt that leaves no room under task.max-tokens.
         """
-        room = _Room(_KEPT_BYTES)
+        room = images.Room(_KEPT_BYTES)
         return [row for example in examples for row in self._rows(self._example(example), room)]
 
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
@@ -119,7 +104,7 @@ class VisionLanguage(causal.CausalTask):
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
         chosen = [self._example(example) for example in examples[: self.config.evaluate.max_examples]]
         self.put(weights)
-        room = _Room(_KEPT_BYTES)
+        room = images.Room(_KEPT_BYTES)
         rows = [self._rows(example, room) for example in chosen]
         scores = {"loss": self.mean_loss([row for of_image in rows for row in of_image])}
         if generate:
@@ -135,7 +120,7 @@ class VisionLanguage(causal.CausalTask):
     def generate(self, weights: Weights, examples: Examples) -> list[str]:
         """The text that the model with `weights` writes about each image: greedy, or evaluate.beams beams."""
         self.put(weights)
-        room = _Room(_KEPT_BYTES)
+        room = images.Room(_KEPT_BYTES)
         return self._texts_of([self._rows(self._example(example), room)[0] for example in examples])
 
     def collate(self, rows: Sequence[Row]) -> Batch:
@@ -145,8 +130,8 @@ class VisionLanguage(causal.CausalTask):
         return replace(batch, inputs={key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})
 
     def _example(self, example: Mapping[str, Any]) -> _Example:
-        task, where = self.config.task, causal.where(example)
-        image = _bytes(example.get(task.image_column), Path(str(example.get(_FOLDER, "."))), task.image_column, where)
+        task, where = self.config.task, rows.where(example)
+        image = images.encoded(example, task.image_column, where)
         if not task.choices_column:
             return _Example(image, CAPTION_PROMPT, _captions(example, task.target_column, where), where)
         choices, answer = example.get(task.choices_column), example.get(task.target_column)
@@ -163,7 +148,7 @@ class VisionLanguage(causal.CausalTask):
             )
         return _Example(image, prompt_of_choices(question, [str(c) for c in choices]), [LETTERS[answer]], where)
 
-    def _rows(self, example: _Example, room: _Room) -> list[ImageRow]:
+    def _rows(self, example: _Example, room: images.Room) -> list[ImageRow]:
         prompt, inputs = self._seen(example, room)
         tokenizer, longest = self.base.tokenizer, self.config.task.max_tokens
         if len(prompt) + 2 > longest:
@@ -175,7 +160,7 @@ class VisionLanguage(causal.CausalTask):
         end = tokenizer.eos_token_id
         return [ImageRow([*prompt, *[*ids, end][: longest - len(prompt)]], len(prompt), inputs) for ids in answers]
 
-    def _seen(self, example: _Example, room: _Room) -> tuple[list[int], Callable[[], Inputs]]:
+    def _seen(self, example: _Example, room: images.Room) -> tuple[list[int], Callable[[], Inputs]]:
         """The prompt's tokens, one for each part of the image, and what the model takes of the image."""
         content = [{"type": "image"}, {"type": "text", "text": example.prompt}]
         text = self.base.processor.apply_chat_template(
@@ -183,7 +168,7 @@ class VisionLanguage(causal.CausalTask):
         )
 
         def processed() -> dict[str, Tensor]:
-            image = _decoded(example.image, example.where)
+            image = images.decoded(example.image, example.where)
             with library.quiet():
                 return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
 
@@ -199,37 +184,6 @@ class VisionLanguage(causal.CausalTask):
             return ids, lambda: inputs
         names = list(inputs)
         return ids, lambda: {name: value for name, value in processed().items() if name in names}
-
-
-def _bytes(value: object, folder: Path, column: str, where: str) -> bytes:
-    """The bytes of an image column's value."""
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, str) and value:
-        try:
-            return (folder / value).read_bytes()
-        except OSError as error:
-            raise TaskError(
-                f'task.data: expected an image at the path in "{column}", found {error} ({where}); correct the path'
-            ) from None
-    raise TaskError(
-        f'task.data: expected an image in column "{column}": bytes or a path, found {value!r} in {where}; correct or drop '
-        f"the row"
-    )
-
-
-def _decoded(image: bytes, where: str) -> Any:
-    """The image in colour."""
-    from PIL import Image
-
-    try:
-        return Image.open(io.BytesIO(image)).convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise TaskError(
-            f"task.data: expected an image that decodes, found that {where} does not ({error}); correct or drop the row"
-        ) from None
 
 
 def _captions(example: Mapping[str, Any], column: str, where: str) -> list[str]:

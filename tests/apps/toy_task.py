@@ -78,6 +78,10 @@ class ToyTraining:
             raise {"TaskError": TaskError, "ValueError": ValueError}[self.orders["raises"]]("row 4711 of the ward")
         return Trained({name: w + self.step for name, w in weights.items()}, {"steps": self.orders["steps"]})
 
+    def gradient(self, weights):
+        trained = self.train(weights)
+        return Trained({name: w - trained.weights[name] for name, w in weights.items()}, trained.report)
+
     def _perhaps_die(self, step):
         for death in range(self.orders["deaths"]):
             marker = Path(self.orders["folder"]) / f"died-{death}"

@@ -163,6 +163,9 @@ class Remembering:
         self._truth[self._site] = trained.weights
         return trained
 
+    def gradient(self, weights) -> Trained:
+        return self._local.gradient(weights)
+
 
 def rebuilt_of(method, name, folder, seed=3, rounds=8, fraction=0.5):
     """(truth, latest, merged) of each site of four that took part, each on 8 rows of its own."""

@@ -108,6 +108,12 @@ class Descent:
         after = {name: p.detach().clone() for name, p in self.task.trained.items()}
         return Trained(after, {"loss_trained": float(loss.detach()) if self.steps else 0.0})
 
+    def gradient(self, weights: Weights) -> Trained:
+        self.task.put(weights)
+        loss = self.task.loss_sum(self.task.collate(self.rows)) / len(self.rows)
+        found = torch.autograd.grad(loss, list(self.task.trained.values()))
+        return Trained(dict(zip(self.task.trained, found, strict=True)), {"loss_received": float(loss.detach())})
+
 
 def federation(
     method: Method,

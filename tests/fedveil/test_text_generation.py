@@ -18,8 +18,9 @@ from fedveil.adapters import AllWeights, Lora
 from fedveil.errors import ConfigError, TaskError
 from fedveil.method import REPORT_FIELDS
 from fedveil.rng import Stream
-from fedveil.tasks import adapting, causal, library, load, models
+from fedveil.tasks import adapting, library, load, models
 from fedveil.tasks.base import Share
+from fedveil.tasks.rows import WHERE
 from fedveil.tasks.text_generation import SEPARATOR, TextGeneration
 
 ROOT = Path(__file__).parents[2]
@@ -365,7 +366,7 @@ def test_examples_of_a_share_are_capped_by_seed():
     assert [len(p) for p in parts] == [50, 50, 50]
     assert parts[0] == make(task__max_examples=50, run__seed=4).examples(DATA, "train", Share(0, 3))
     assert parts[0] != make(task__max_examples=50, run__seed=5).examples(DATA, "train", Share(0, 3))
-    assert set(parts[0][0]) == {"mr", "ref", causal.WHERE}
+    assert set(parts[0][0]) == {"mr", "ref", WHERE}
     assert len(task.examples(DATA, "test")) > 1000
 
 
@@ -374,7 +375,7 @@ def test_parquet_and_single_files_read_as_folders_do(task, tmp_path):
 
     expected = task.examples(DATA, "test")
     Dataset.from_list(list(expected)).to_parquet(tmp_path / "test.parquet")
-    parquet = [row | {causal.WHERE: f"row {i + 1} of {tmp_path / 'test.parquet'}"} for i, row in enumerate(expected)]
+    parquet = [row | {WHERE: f"row {i + 1} of {tmp_path / 'test.parquet'}"} for i, row in enumerate(expected)]
     assert task.examples(tmp_path, "test") == parquet
     assert task.examples(tmp_path / "test.parquet", "anything") == parquet
     assert task.examples(DATA / "test.jsonl", "train") == expected

@@ -1,0 +1,145 @@
+"""What every task around one model with an adapter shares: weights in and out, how it computes, local training."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedveil import lora
+from fedveil.adapters import Adapter, AllWeights
+from fedveil.config import RunConfig
+from fedveil.errors import ConfigError
+from fedveil.method import Spec, TensorSpec, Weights
+from fedveil.rng import Stream
+from fedveil.tasks import adapting, library, models, speed
+from fedveil.tasks.base import Rows, Task, Watch, unwatched
+from fedveil.tasks.batches import AnyBatch
+from fedveil.tasks.training import LocalTraining
+
+_NOTHING = contextlib.nullcontext()
+
+
+def check(config: RunConfig, adapter: Adapter) -> None:
+    """What can be said before a model is loaded.
+
+    Raises:
+        ConfigError: a quantised base under an adapter that would train it, or train.compile where it does not go.
+        TaskError: no base model at that path.
+    """
+    if config.train.quantized_base != "none" and isinstance(adapter, AllWeights):
+        raise ConfigError(
+            f'train.quantized-base: expected "none" with an adapter of kind "{adapter.kind}", which trains the base, '
+            f'found "{config.train.quantized_base}"; use an adapter of kind "lora"'
+        )
+    speed.check(config)
+    models.find(config.task.model, config.task.name)
+
+
+class AdaptedTask(Task):
+    """A model with its adapter. Weights come back on the device that they were given on.
+
+    Nothing is dropped out and batches come in the order that the client's stream draws; with run.deterministic one
+    thread trains, so that two processes on one machine end bit-identically.
+    """
+
+    def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device) -> None:
+        self.config = config
+        self.adapter = adapter
+        self.device = device
+
+    @abstractmethod
+    def _load(self) -> models.Base:
+        """The base with its adapter."""
+
+    @cached_property
+    def base(self) -> models.Base:
+        """The base with its adapter. Its trained tensors hold whatever was put in last."""
+        return self._load()
+
+    @cached_property
+    def _base_weights(self) -> Weights:
+        if not isinstance(self.adapter, AllWeights):
+            return {}
+        return {name: p.detach().to("cpu", copy=True) for name, p in self.base.trained.items()}
+
+    @property
+    def trained(self) -> Mapping[str, Tensor]:
+        """The parameters behind the spec; they hold whatever was put in last."""
+        return self.base.trained
+
+    @property
+    def spec(self) -> Spec:
+        """Names in the order of the model's layers; fp32."""
+        return {name: TensorSpec(tuple(p.shape), p.dtype) for name, p in self.base.trained.items()}
+
+    def initial(self, rng: Stream) -> Weights:
+        """LoRA: A uniform within 1/sqrt(d_in), B zero; all weights: the base's own, or drawn where it has none. On the CPU."""
+        if isinstance(self.adapter, AllWeights):
+            if self.base.draw is not None:
+                return self.base.draw(rng)
+            return {name: w.clone() for name, w in self._base_weights.items()}
+        return lora.draw(self.adapter, {name: spec.shape for name, spec in self.spec.items()}, rng)
+
+    def local(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> LocalTraining:
+        """Training on `rows`. Raises TaskError where there are none."""
+        return LocalTraining(self, rows, rng, watch)
+
+    @abstractmethod
+    def collate(self, rows: Rows) -> AnyBatch:
+        """One batch, on the CPU."""
+
+    @abstractmethod
+    def loss_sum(self, batch: Any) -> Tensor:
+        """Summed loss of a batch of `collate`, which lies on the device."""
+
+    @abstractmethod
+    def mean_loss(self, encoded: Rows) -> float:
+        """Mean loss of the rows with the weights put in last."""
+
+    def put(self, weights: Weights) -> None:
+        """Puts weights into the model. Raises TaskError where they are not the spec's."""
+        if isinstance(self.adapter, AllWeights):
+            self._base_weights  # noqa: B018  # kept before they are overwritten
+        adapting.put(weights, self.base.trained)
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Autocast under `train.precision = bf16`, and silence of the 8-bit kernels about their casts."""
+        with (
+            torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"),
+            library.quiet() if self.config.train.quantized_base != "none" else _NOTHING,
+        ):
+            yield
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return speed.compiled(self.base.model, self.device)
+
+    def training(self) -> contextlib.AbstractContextManager[None]:
+        """Around the training steps: layers are recomputed under train.checkpointing.
+
+        Raises:
+            ConfigError: the model has no layers that can be.
+        """
+        if not self.config.train.checkpointing:
+            return _NOTHING
+        return speed.recomputing(self.base.model, self.config.task.model)
+
+    def _forward(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The model's logits. Raises ConfigError for train.compile on a machine that cannot."""
+        # Scoring would be compiled a second time, for a few batches.
+        model = self._compiled if self.config.train.compile and torch.is_grad_enabled() else self.base.model
+        with self._computing():
+            logits: Tensor = model(**inputs).logits
+        return logits
+
+    def _parts(self, count: int) -> Iterator[range]:
+        """Indices of the batches of a scoring."""
+        size = 2 * self.config.train.batch_size
+        return (range(i, min(i + size, count)) for i in range(0, count, size))

@@ -1,0 +1,245 @@
+"""Image classification: a model of images learns their class.
+
+| `task.model` | starts from | classes | images |
+|---|---|---|---|
+| a folder or hub id with weights | those | the model's own | by its preprocessor_config.json; a folder without: as below |
+| a folder with config.json, without weights | a draw | task.classes | as the one above |
+| "tiny" | a draw | task.classes | 32 x 32, in values from -1 to 1 |
+
+All weights are drawn from the public stream that `initial` gets, so sites of one run start alike. Under an adapter the
+frozen weights come from a public stream of run.seed.
+
+Data are a file of rows (Parquet, JSON Lines), or an image folder `<split>/<class>/<name>.png` or .jpg. Without
+preprocessor_config.json an image is resized to the model's image_size (224 where it names none), bilinear with
+antialiasing and without rounding, so that the pixels are a linear function of the original's.
+
+The class is in task.target-column: an integer counted from 0, or a name. Names are those of the model where it has them
+all; else the sorted names of the whole file or of the class folders, which must be as many as the model's classes: a
+site that lacked a class would otherwise number the rest differently. An image folder may have empty class folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fedveil.adapters import Adapter
+from fedveil.config import RunConfig
+from fedveil.errors import TaskError
+from fedveil.method import Weights
+from fedveil.tasks import images, library, models, rows
+from fedveil.tasks.adapted import AdaptedTask, check
+from fedveil.tasks.base import Examples, Prediction, Share, Task
+
+MEAN = STD = 0.5
+_KEPT_BYTES = images.KEPT_BYTES
+_NAMES = "fedveil classes"  # of an example whose class is a name: all names that there are, sorted
+_MODES = {1: "L", 3: "RGB"}  # PIL's name for images of that many channels
+
+Pixels = Float[Tensor, "channels height width"]
+
+
+def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
+    """The task of `config`; the model itself is loaded at the first need. Raises as text generation's."""
+    check(config, adapter)
+    return ImageClassification(config, adapter, models.pick_device(device))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image, as the model takes it, and its class."""
+
+    pixels: Callable[[], Pixels]
+    label: int
+
+    @property
+    def length(self) -> int:
+        """1: all images are of one size."""
+        return 1
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A batch of images with their classes."""
+
+    pixels: Float[Tensor, "rows channels height width"]
+    labels: Int[Tensor, " rows"]
+
+    @property
+    def terms(self) -> int:
+        """Images, the terms of the loss."""
+        return len(self.labels)
+
+    @property
+    def tokens(self) -> int:
+        """None."""
+        return 0
+
+    def pinned(self) -> Pictures:
+        """The batch in page-locked memory, from which a copy to a GPU need not be waited for."""
+        return Pictures(self.pixels.pin_memory(), self.labels.pin_memory())
+
+    def to(self, device: torch.device) -> Pictures:
+        """The batch on `device`; pinned memory is copied without waiting."""
+        return Pictures(self.pixels.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+
+
+@final
+class ImageClassification(AdaptedTask):
+    """A model that says which class an image is of. The loss is the mean cross entropy over images."""
+
+    def _load(self) -> models.Base:
+        return models.load_classifier(self.config, self.adapter, self.device)
+
+    @property
+    def classes(self) -> int:
+        """How many the model tells apart."""
+        return int(self.base.model.config.num_labels)
+
+    def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
+        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order.
+
+        An image folder has the class both as task.target-column and as task.label-column.
+        """
+        task, data = self.config.task, Path(data)
+        if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in rows.SUFFIXES):
+            folder = str(data / split)
+            columns = sorted({task.target_column, task.label_column} - {task.image_column})
+            table, origins, names = images.by_class(data / split, task.image_column, columns)
+        else:
+            folder, file = images.folder_of(data), rows.split_file(data, split)
+            table = rows.read(file, (task.image_column, task.target_column))
+            origins = rows.numbered(file, len(table))
+            names = sorted({value for value in table[task.target_column] if isinstance(value, str)})
+        more = {images.FOLDER: folder, _NAMES: tuple(names)}
+        return [{**example, **more} for example in rows.of_site(table, origins, split, share, self.config)]
+
+    def prepare(self, examples: Examples) -> list[Picture]:
+        """A row for each image. Raises TaskError, by file and row, for one that does not decode or has no class."""
+        room = images.Room(_KEPT_BYTES)
+        return [self._picture(example, room) for example in examples]
+
+    def collate(self, rows: Sequence[Picture]) -> Pictures:
+        """One batch, on the CPU."""
+        return Pictures(torch.stack([row.pixels() for row in rows]), torch.tensor([row.label for row in rows]))
+
+    def _logits(self, batch: Pictures) -> Float[Tensor, "rows classes"]:
+        return self._forward({"pixel_values": batch.pixels}).float()
+
+    def loss_sum(self, batch: Pictures) -> Tensor:
+        """Summed loss of the images of `batch`, which lies on the device.
+
+        Raises:
+            ConfigError: train.compile on a machine that cannot.
+        """
+        return torch.nn.functional.cross_entropy(self._logits(batch), batch.labels, reduction="sum")
+
+    def mean_loss(self, encoded: Sequence[Picture]) -> float:
+        """Mean loss an image with the weights put in last."""
+        return self._scores(encoded)["loss"]
+
+    def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
+        """ "loss" and "accuracy" over evaluate.max-examples examples, evenly spaced: an image folder is sorted by class.
+
+        Raises:
+            TaskError: no examples, rows as in `prepare`, or weights that are not the spec's.
+        """
+        if not examples:
+            raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
+        self.put(weights)
+        count = min(len(examples), self.config.evaluate.max_examples)
+        return self._scores(self.prepare([examples[i * len(examples) // count] for i in range(count)]))
+
+    @torch.no_grad()
+    def _scores(self, encoded: Sequence[Picture]) -> dict[str, float]:
+        loss = right = 0.0
+        for part in self._parts(len(encoded)):
+            batch = self.collate([encoded[i] for i in part]).to(self.device)
+            logits = self._logits(batch)
+            loss += float(torch.nn.functional.cross_entropy(logits, batch.labels, reduction="sum"))
+            right += float((logits.argmax(-1) == batch.labels).sum())
+        return {"loss": loss / len(encoded), "accuracy": right / len(encoded)}
+
+    @torch.no_grad()
+    def predict(self, weights: Weights, rows: Sequence[Picture], generate: bool = False) -> Iterator[Prediction]:
+        """See Task.predict. The slice "target" alone, of one position: a classifier generates nothing."""
+        self.put(weights)
+        for part in self._parts(len(rows)):
+            chosen = [rows[i] for i in part]
+            logits = self._logits(self.collate(chosen).to(self.device)).cpu()
+            for i, row in enumerate(chosen):
+                yield Prediction({"target": logits[i : i + 1]}, torch.tensor([row.label]))
+
+    def _picture(self, example: Mapping[str, Any], room: images.Room) -> Picture:
+        column, where = self.config.task.image_column, rows.where(example)
+        label = self._label(example, where)
+        image = images.encoded(example, column, where)
+
+        def pixels() -> Tensor:
+            return self._pixels(image, where)
+
+        decoded = pixels()
+        return Picture((lambda: decoded) if room.holds(decoded.nbytes) else pixels, label)
+
+    def _label(self, example: Mapping[str, Any], where: str) -> int:
+        """The class of an example."""
+        column = self.config.task.target_column
+        value = example.get(column)
+        if isinstance(value, str) and (names := example.get(_NAMES)):
+            own = tuple(str(name) for _, name in sorted(self.base.model.config.id2label.items()))
+            value = _numbers(names, own, str(example.get(images.FOLDER, "the data"))).get(value, value)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < self.classes:
+            raise TaskError(
+                f'task.data: expected a class from 0 to {self.classes - 1} in column "{column}", found {value!r} in '
+                f"{where}; correct or drop the row, or set task.target-column"
+            )
+        return value
+
+    def _pixels(self, image: bytes, where: str) -> Pixels:
+        """An image as the model takes it."""
+        config, processor = self.base.model.config, self.base.processor
+        picture = images.decoded(image, where, self._mode)
+        if processor is not None:
+            with library.quiet():
+                found: Tensor = processor(images=[picture], return_tensors="pt")["pixel_values"][0]
+            return found.float()
+        values = torch.from_numpy(np.array(picture, dtype=np.float32)).reshape(*picture.size[::-1], -1).permute(2, 0, 1)
+        size = getattr(config, "image_size", None) or 224
+        height, width = (size, size) if isinstance(size, int) else size
+        if values.shape[1:] != (height, width):
+            values = torch.nn.functional.interpolate(
+                values[None], (height, width), mode="bilinear", antialias=True, align_corners=False
+            )[0]
+        return ((values / 255 - MEAN) / STD).contiguous()
+
+    @property
+    def _mode(self) -> str:
+        """PIL's mode of the model's images."""
+        channels = getattr(self.base.model.config, "num_channels", 3)
+        if self.base.model.main_input_name != "pixel_values" or channels not in _MODES:
+            raise TaskError(
+                f"task.model: expected a model of pixels in 1 or 3 channels, found {type(self.base.model).__name__} with "
+                f'{channels} in "{self.config.task.model}"; {models.NEXT}'
+            )
+        return _MODES[channels]
+
+
+@lru_cache(maxsize=8)
+def _numbers(names: tuple[str, ...], own: tuple[str, ...], folder: str) -> Mapping[str, int]:
+    """The number of each class name, for a model whose own names are `own`."""
+    if set(names) <= set(own) and len(set(own)) == len(own):
+        return {name: i for i, name in enumerate(own)}
+    if len(names) != len(own):
+        raise TaskError(
+            f'task.data: expected {len(own)} class names in "{folder}", as many as the model tells apart, found '
+            f"{len(names)} ({', '.join(names[:8])}); set task.classes, add an empty class folder, or give integers"
+        )
+    return {name: i for i, name in enumerate(names)}
