@@ -1,0 +1,132 @@
+"""Random binary masks over tensors: their keys, their algebra, and the mean over clients that ignores what is masked.
+
+    B ~ Bernoulli(keep) for every entry, keep = 1 - R            one draw a client and mask period
+    mean = sum_n w_n B^n o g^n / sum_n w_n B^n   where some B^n is 1, nothing elsewhere
+
+A set of masks is known by one key a distinct `keep`: the masks of all tensors with that `keep`, in the order of their
+names, are one mask cut into pieces (`fedveil.wire.seeded.expand` of the key). Server and client expand a key alike.
+
+| case | result |
+|---|---|
+| keep = 0, keep = 1 | all False, all True, exactly |
+| an entry that every client masked | in no mean: `MaskedMean.moved` is False there |
+| a masked value that is not finite | reaches nothing: `pack` drops it |
+| equal values under any masks | that value, bit for bit |
+| as many values as the mask has ones | `unpack`; any other number is a WireError |
+| fp16 or bf16 values | accumulated in fp32 |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fedveil.errors import ConfigError, WireError
+from fedveil.rng import Stream
+from fedveil.wire.seeded import KEY_BYTES
+
+Rate = float | Mapping[str, float]  # R of every tensor, or by regular expression over names: the first that matches
+
+
+def check_rate(field: str, rate: Rate) -> None:
+    """Raises ConfigError unless every R is from 0 to 1 and every name a regular expression."""
+    for pattern, value in rate.items() if isinstance(rate, Mapping) else [("", rate)]:
+        where = f"{field}.{pattern}" if pattern else field
+        if not 0.0 <= value <= 1.0:
+            raise ConfigError(f"{where}: expected a probability of zero from 0 to 1, found {value}")
+        check_pattern(where, pattern)
+
+
+def check_pattern(field: str, pattern: str) -> None:
+    """Raises ConfigError unless `pattern` is a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{field}: expected a regular expression, found {pattern!r} ({error})") from None
+
+
+def keeps(rate: Rate, names: Iterable[str]) -> dict[str, float]:
+    """The probability of a one, 1 - R, by tensor; 1 for a tensor that no expression of a map matches."""
+    if not isinstance(rate, Mapping):
+        return dict.fromkeys(names, 1.0 - rate)
+    return {n: 1.0 - next((r for pattern, r in rate.items() if re.search(pattern, n)), 0.0) for n in names}
+
+
+def is_random(keep: float) -> bool:
+    """Whether a mask of this `keep` has to be drawn at all."""
+    return 0.0 < keep < 1.0
+
+
+def draw_keys(stream: Stream, keep: Mapping[str, float]) -> dict[float, bytes]:
+    """A fresh key for every distinct `keep` that needs one."""
+    return {k: stream.bytes(KEY_BYTES) for k in sorted(set(filter(is_random, keep.values())))}
+
+
+def expanded(
+    keys: Mapping[float, bytes], keep: Mapping[str, float], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The masks behind the keys, one tensor at a time in the order of names; tensors that need none are left out."""
+    streams = {k: Stream(key) for k, key in keys.items()}
+    for name in sorted(n for n, k in keep.items() if is_random(k)):
+        yield name, streams[keep[name]].bernoulli(keep[name], shapes[name])
+
+
+def pack(value: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, " n"]:
+    """The entries under the mask's ones, in row-major order."""
+    return value[mask]
+
+
+def check_count(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "..."]) -> None:
+    """Raises WireError unless there is one value for every one of the mask."""
+    if (ones := int(torch.count_nonzero(mask))) != len(values):
+        raise WireError(f"{name}: expected {ones} values, one for every one of its mask, found {len(values)}")
+
+
+def unpack(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """The values back in their places, zeros elsewhere. Raises WireError for another number of values."""
+    check_count(name, values, mask)
+    return torch.zeros(mask.shape, dtype=values.dtype).masked_scatter_(mask, values)
+
+
+class MaskedMean:
+    """The running mean of every entry over the clients that did not mask it; two fp32 tensors a name at most.
+
+    mean <- mean + w/c (g - mean) where B is 1, with c the weights folded so far at that entry.
+    """
+
+    def __init__(self) -> None:
+        self._mean: dict[str, Tensor] = {}
+        self._weight: dict[str, Tensor | float] = {}
+
+    def add(self, name: str, value: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"] | None, weight: float = 1.0) -> None:
+        """Folds one client's tensor. `mask` None stands for all ones; a name has a mask always or never."""
+        if not weight > 0:
+            raise ValueError(f"weight: expected a number above 0, found {weight}")
+        mean = self._mean.setdefault(name, torch.zeros(value.shape))
+        if mask is None:
+            total = self._weight.get(name, 0.0)
+            assert isinstance(total, float)
+            self._weight[name] = total = total + weight
+            mean.lerp_(value.to(torch.float32), weight / total)
+            return
+        sums = self._weight.setdefault(name, torch.zeros(value.shape))
+        assert isinstance(sums, Tensor)
+        sums.add_(mask, alpha=weight)
+        mean.lerp_(value.to(torch.float32), torch.where(mask, weight / sums, 0.0))
+
+    def __contains__(self, name: str) -> bool:
+        """Whether any client sent this tensor."""
+        return name in self._mean
+
+    def mean(self, name: str) -> Float[Tensor, "..."]:
+        """fp32; zero where nothing was folded."""
+        return self._mean[name]
+
+    def moved(self, name: str) -> Bool[Tensor, "..."]:
+        """True where at least one client sent a value (c > 0)."""
+        weight = self._weight[name]
+        return weight > 0 if isinstance(weight, Tensor) else torch.ones(self._mean[name].shape, dtype=torch.bool)

@@ -1,0 +1,117 @@
+"""Fixed position embedding.
+
+Sawada, Imaizumi, Kiya: the baseline of their random binary weights for federated learning of the Vision Transformer. The
+gradient of the position embedding, from which APRIL's closed form starts, is never sent; the embedding stays as it is.
+
+| paper | code | shape, unit |
+|---|---|---|
+| w | the weights in `server.tensors` | every tensor of the adapter |
+| E_pos | tensors whose name matches `hidden` | withheld |
+| g^n | `descent.gradient` | gradient of client n: one batch, or w minus its locally trained weights |
+| eta | `learning_rate` | step of the server |
+
+    send g^n_j for every tensor j but the hidden ones
+    w_j <- w_j - eta (1/N) sum_n g^n_j  (Eq. 10 and 12 without masks);  E_pos <- E_pos
+
+The client learns: the weights of every round it takes part in.
+The server learns: each client's gradient in full, but for the hidden tensors.
+
+Formal guarantees: none (epsilon is infinite). What is hidden may follow from what is sent.
+
+| case | result |
+|---|---|
+| hidden tensors | the server's initial values in every round, bit for bit: no step, no decay, no moments |
+| `hidden` matches no tensor | ConfigError at the start: nothing would be withheld |
+| `hidden` matches every tensor | an upload without fields; nothing changes |
+| exchange = "epoch" | the hidden tensors train locally; their change is dropped at the end of each participation |
+| no upload | everything stays |
+
+Differences from the paper: none in the rule. `exchange = "epoch"`, server Adam and `weighted` are ours, as in
+`random_binary`. It is `random_binary` with R = 1 for the hidden tensors and R = 0 for all others, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from fedveil import descent
+from fedveil.adapters import Adapter, AllWeights
+from fedveil.descent import Exchanged, Optimiser
+from fedveil.errors import ConfigError
+from fedveil.fields import WireDtype, cast_to, dense_fields, tensors_of
+from fedveil.masks import MaskedMean, check_pattern, keeps
+from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
+from fedveil.rng import Stream
+
+
+@final
+@dataclass(frozen=True)
+class FixedPosition(Method):
+    """Plain FedSGD but for the tensors that are withheld.
+
+    Attributes:
+        hidden: regular expression, searched in tensor names.
+        exchange: what a participation is: the gradient of one "batch", or a local training of the configured epochs.
+        optimiser: on the server.
+        learning_rate: eta; None: 1 with exchange = "epoch" and SGD, 1e-4 else.
+        weighted: count every client with its number of examples.
+        adapter: what is trained.
+        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+    """
+
+    hidden: str = "position_embeddings|pos_embed"
+    exchange: Exchanged = "batch"
+    optimiser: Optimiser = "sgd"
+    learning_rate: float | None = None
+    weighted: bool = False
+    adapter: Adapter = field(default_factory=AllWeights)
+    wire_dtype: WireDtype = "float32"
+
+    def __post_init__(self) -> None:
+        check_pattern("hidden", self.hidden)
+        descent.check_learning_rate(self.learning_rate)
+
+    def _sent(self, names: Iterable[str]) -> list[str]:
+        return [name for name, keep in keeps({self.hidden: 1.0}, names).items() if keep]
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """w_0, and Adam's zeros. Raises ConfigError where nothing would be withheld."""
+        if len(self._sent(spec)) == len(spec):
+            raise ConfigError(
+                f"hidden: expected a regular expression that matches some of {len(spec)} tensors such as {min(spec)}, "
+                f'found "{self.hidden}"'
+            )
+        return descent.start(weights, self.optimiser)
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """w, the same for every client."""
+        return Payload(cast_to(descent.weights_of(server), self.wire_dtype))
+
+    def client(
+        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """g without the hidden tensors."""
+        found = descent.gradient(local, tensors_of(down), self.exchange)
+        return None, Payload(cast_to({n: found[n] for n in self._sent(local.spec)}, self.wire_dtype))
+
+    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+        """A step along the mean of what was sent."""
+        mean = MaskedMean()
+        for upload in uploads:
+            for name, gradient in tensors_of(upload.payload).items():
+                mean.add(name, gradient, None, float(upload.num_examples) if self.weighted else 1.0)
+        eta = descent.rate_of(self.learning_rate, self.exchange, self.optimiser)
+        return descent.descend(server, mean, self.optimiser, eta)
+
+    def deployed(
+        self, server: State, private: State | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """One model: the server's."""
+        return {"server": descent.weights_of(server)}
+
+    def layout(self, spec: Spec) -> Layout:
+        """Every tensor down, all but the hidden ones up."""
+        up = {name: spec[name] for name in self._sent(spec)}
+        return Layout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(up, "up", self.wire_dtype))
