@@ -165,17 +165,23 @@ class RandomBinary(Method):
             carried = cast(Tensor, payload.fields[name if self.wire == "implicit" else _MASK + name])
             yield name, carried != 0 if self.wire == "implicit" else carried
 
+    def surviving(
+        self, payload: Payload, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """What an upload shows, a tensor at a time: its values with zeros elsewhere, and its mask (None: all of them)."""
+        fields = cast("Mapping[str, Tensor]", payload.fields)
+        for name in (n for n, k in masks.keeps(self.rate, shapes).items() if k == 1.0):
+            yield name, fields[name], None
+        for name, mask in self._masks(payload, shapes):
+            yield name, fields[name] if self.wire == "implicit" else masks.unpack(name, fields[name], mask), mask
+
     def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
         """Eq. 12, one upload at a time."""
         mean, weights = masks.MaskedMean(), descent.weights_of(server)
-        keep, shapes = masks.keeps(self.rate, weights), {n: tuple(w.shape) for n, w in weights.items()}
+        shapes = {n: tuple(w.shape) for n, w in weights.items()}
         for upload in uploads:
             weight = float(upload.num_examples) if self.weighted else 1.0
-            fields = cast("Mapping[str, Tensor]", upload.payload.fields)
-            for name in (n for n, k in keep.items() if k == 1.0):
-                mean.add(name, fields[name], None, weight)
-            for name, mask in self._masks(upload.payload, shapes):
-                whole = fields[name] if self.wire == "implicit" else masks.unpack(name, fields[name], mask)
+            for name, whole, mask in self.surviving(upload.payload, shapes):
                 mean.add(name, whole, mask, weight)
         eta = descent.rate_of(self.learning_rate, self.exchange, self.optimiser)
         return descent.descend(server, mean, self.optimiser, eta)
