@@ -28,7 +28,9 @@ def factorise(p: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
 def _orthonormal(columns: Tensor) -> Tensor:
     """Gram and Schmidt by QR, with their signs. Columns that add nothing become any that complete the basis."""
     q, r = torch.linalg.qr(columns)
-    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+    signs = torch.where(r.diagonal() < 0, -1.0, 1.0).to(q)
+    signed: Tensor = q * signs
+    return signed
 
 
 def composed(p: Tensor, u: Tensor, v: Tensor, residual: Residual) -> Tensor:

@@ -3,15 +3,12 @@
 Tran, Sun, Patterson, Milanova: Privacy-Preserving Personalized Federated Prompt Learning for Multimodal Large Language
 Models. ICLR 2025.
 
-Each client's prompt is a shared one plus a private one. The private one learns through a fresh low-rank factorisation at
-every step; clipping and noise make what is learnt differentially private for every single row.
+A client's prompt is a shared one plus a private one, which learns through a fresh low-rank factorisation at every step.
 
 | paper | code | shape, unit |
 |---|---|---|
-| p_G | "prompt" in `server.tensors` | b x d, context vectors |
-| p_L,i | "prompt" in the client's private state | b x d; never sent |
+| p_G, p_L,i | "prompt" in the server's state, in the client's private one | b x d, context vectors; p_L is never sent |
 | u, v | `low_rank.factorise(p_L, v_0)` | b x k with orthonormal columns, k x d with orthonormal rows |
-| r | p_L - u v | b x d, constant within a step |
 | g_i | `per_sample_gradients` at p_G + u v + r | b x d, of one row; dL/du = g_i v^T, dL/dv = u^T g_i |
 | C, B | `clip_local`, `clip_global`, `local.batch_size` | norm; rows, fixed whatever was drawn |
 | sigma | z C with z = `noise_local`, `noise_global`, or `_nominal` | standard deviation of the noise on a sum over rows |
@@ -21,38 +18,31 @@ every step; clipping and noise make what is learnt differentially private for ev
     (D_u, D_v) = sum_i clip_C(g_i v^T, u^T g_i) + N(0, (z_L C_L)^2), over B; strict clips the two together
     D_G = sum_i clip_C(g_i) + N(0, (z_G C_G)^2), over B
     D_L = D_u v + u D_v - u u^T D_u v,  p_L <- p_L - eta D_L                            (Eq. 4)
-    p_G <- p_G - eta mean_i D_G                                                         (on the server)
-    z = sqrt(T ln(1 / delta)) / epsilon                                                 (modes paper and code)
+    p_G <- p_G - eta mean_i D_G (on the server);  z = sqrt(T ln(1 / delta)) / epsilon   (modes paper and code)
 
 The client learns: p_G of every round it takes part in.
 The server learns: each client's noised D_G, or with `exchange = "epoch"` its noised change of p_G; the number of its rows.
 In the modes paper and code it learns D_G without noise, and puts the noise on the mean itself: it is trusted.
 
 Formal guarantees, for each row of each site, against everyone but that site, p_L included:
-1. strict: the pair (p_L, p_G) of one step is one Gaussian release with z^-2 = z_L^-2 + z_G^-2; `privacy_spent` composes
-   the steps with the sampling. In epoch form the noise goes on at every step of the local copy, for a later step's clipped
-   sum depends on all earlier ones: the change that is sent is what was noised already, and costs nothing more.
+1. strict: a step's (p_L, p_G) is one Gaussian release, z^-2 = z_L^-2 + z_G^-2; `privacy_spent` composes them. In epoch form
+   every step of the local copy has noise, for its sums depend on all steps before: the change then costs nothing more.
 2. paper: as clipped apart, u, v and p_G are three releases of z each. Against the server there is no guarantee.
-3. code: the batch's mean is clipped, so that one row moves it by 2 C, not by C / B: B times (2 B with Poisson batches)
-   what the nominal epsilon has. Against the server there is no guarantee.
-4. What is reported beside the upload is the number of steps; no loss. The number of rows is sent as it is: under
-   add-or-remove-one an epsilon does not cover it, under replace-one it is no secret.
+3. code: the batch's mean is clipped: one row moves it by up to 2 C, not by C / B. Else as paper.
+4. No loss is reported. The number of rows is sent as it is: under add-or-remove-one no epsilon covers it.
 
 | case | result |
 |---|---|
-| k = b | Eq. 4 is the whole gradient |
-| p_L = 0, or of rank below k | QR completes the bases: orthonormal all the same, nothing is divided by 0 |
-| noise 0 (and epsilon not set) | clipped, but epsilon infinite, and said so |
-| an empty Poisson batch | a step of noise alone |
+| noise 0, without epsilon; an empty Poisson batch | clipped, but epsilon infinite; a step of noise alone |
 | a batch larger than the site's rows | refused by the site, before its rows are looked at |
 | deterministic run | the noise is seeded: refused with an epsilon, "not private" without |
-| residual = false at evaluation | u v of a public v_0, so that two evaluations agree |
+| a turn that is repeated | rows and noise are drawn anew, and charged anew |
 | paper or code with exchange = "epoch" | refused: the noise of the server would come after clean local steps |
 | site that lost its private state | starts from a new p_L; what its rows were charged stays charged |
 
 Differences from the paper: the minus sign of Eq. 4 (the published code adds, and divides the local step by 10: mode code);
 clipping of single rows, u and v together; each site draws its own p_L^0 (the code has one for all); plain SGD.
-residual = "rank-k" forwards u u^T p_L, the true rank-k part; with false the orthonormal u v stands for p_L at unit scale.
+residual = "rank-k" forwards u u^T p_L, the true rank-k part; with false the orthonormal u v stands for p_L, of unit scale.
 """
 
 from __future__ import annotations
@@ -97,12 +87,10 @@ class DpFpl(Method):
         clip_local, clip_global: C of (u, v) and of p_G.
         noise_local, noise_global: z_L and z_G of mode strict.
         epsilon: strict: no record is charged more. paper, code: the nominal one, which sets the noise; needed there.
-        delta: of every epsilon.
-        neighbours: of every epsilon.
+        delta, neighbours: of every epsilon.
         rounds: T of the nominal noise.
         learning_rate_local, learning_rate: eta on p_L and on p_G.
-        adapter: the prompt.
-        wire_dtype: dtype on the wire, both ways.
+        adapter, wire_dtype: the prompt, and its dtype on the wire both ways.
     """
 
     rank: int = 8
@@ -125,65 +113,44 @@ class DpFpl(Method):
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= self.adapter.length:
-            raise ConfigError(
-                f"rank: expected 1 to the prompt's length {self.adapter.length}, found {self.rank}; lower it"
-            )
+            raise ConfigError(f"rank: expected 1 to adapter.length, {self.adapter.length}, found {self.rank}; lower it")
         for name in ("clip_local", "clip_global", "learning_rate_local", "learning_rate", "rounds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}: expected a finite number above 0, found {getattr(self, name)}")
+            plan.check_number(name, getattr(self, name))
         for name in ("noise_local", "noise_global"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}: expected a finite number of at least 0, found {getattr(self, name)}")
-        plan.check_delta(self.delta)
-        plan.check_sampling(self.sampling, self.neighbours)
-        if self.epsilon is not None:
-            plan.check_epsilon(self.epsilon)
+            plan.check_number(name, getattr(self, name), zero=True)
+        plan.check_claim(self.epsilon, self.delta, self.sampling, self.neighbours)
         if self.mode == "strict" and self.epsilon is not None and 0 in (self.noise_local, self.noise_global):
-            raise ConfigError(
-                f"epsilon: expected noise_local and noise_global above 0 with it, found {self.noise_local} and "
-                f"{self.noise_global}; `fedveil privacy plan` says how much it takes"
-            )
+            found = f"{self.noise_local} and {self.noise_global}; `fedveil privacy plan` says how much it takes"
+            raise ConfigError(f"epsilon: expected noise_local and noise_global above 0 with it, found {found}")
         if self.mode != "strict" and (self.epsilon is None or self.exchange == "epoch"):
-            raise ConfigError(
-                f'mode: expected a nominal epsilon and exchange = "batch" with "{self.mode}", found epsilon = '
-                f'{self.epsilon} and exchange = "{self.exchange}"; set them, or use mode = "strict"'
-            )
+            found = f'{self.epsilon} and "{self.exchange}"; set both, or use mode = "strict"'
+            raise ConfigError(f'mode: expected an epsilon and exchange = "batch" with "{self.mode}", found {found}')
 
     @property
     def budget(self) -> Budget:
         """In the modes paper and code the honest epsilon is counted, and nothing is stopped: it is above the nominal one."""
-        if self.mode == "strict":
-            return Budget(math.inf if self.epsilon is None else self.epsilon, self.delta, self.neighbours)
-        return Budget(math.inf, self.delta, self.neighbours, self.epsilon)
+        kept = self.epsilon if self.mode == "strict" and self.epsilon is not None else math.inf
+        return Budget(kept, self.delta, self.neighbours, None if self.mode == "strict" else self.epsilon)
 
     @property
     def _nominal(self) -> float:
-        assert self.epsilon is not None
-        return math.sqrt(self.rounds * math.log(1 / self.delta)) / self.epsilon
-
-    def multiplier(self, batch: int) -> float:
-        """z of one step's releases together, as the accountant takes it: noise over what one row can do."""
-        from fedveil.privacy import accounting
-
-        if self.mode == "strict":
-            return accounting.joint(self.noise_local, self.noise_global)
-        together = accounting.joint(self._nominal, self._nominal, self._nominal)
-        if self.mode == "paper":
-            return together
-        return together / (batch if self.sampling == "disjoint" else 2 * batch)
+        return math.sqrt(self.rounds * math.log(1 / self.delta)) / (self.epsilon or math.nan)
 
     def privacy_spent(self, plan: Plan) -> Mapping[tuple[str, int, int, float], int]:
         """See Method: what everyone but the site sees; in the modes paper and code, everyone but site and server."""
         from fedveil.privacy import accounting
 
-        return accounting.spent(self.multiplier(plan.batch), self.sampling, plan)
+        z = accounting.joint(self.noise_local, self.noise_global)
+        if self.mode != "strict":
+            z = accounting.joint(*[self._nominal] * 3)
+        if self.mode == "code":  # absent to present is 2 C too; the accountant takes it for half of a replacement
+            z /= plan.batch if self.sampling == "disjoint" else 2 * plan.batch
+        return accounting.spent(z, self.sampling, plan, self.exchange == "batch")
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
         """p_G."""
         if list(spec) != [PROMPT] or spec[PROMPT].shape[0] != self.adapter.length:
-            raise ConfigError(
-                f"adapter: expected one tensor {PROMPT!r} of {self.adapter.length} rows, found {dict(spec)}"
-            )
+            raise ConfigError(f'adapter: expected one tensor "prompt", {self.adapter.length} rows, found {dict(spec)}')
         return State(dict(weights))
 
     def broadcast(self, server: State, ctx: RoundContext) -> Payload:
@@ -196,30 +163,23 @@ class DpFpl(Method):
         """One step, or the local epochs; p_L stays, what is known of p_G's gradient goes."""
         plan.check_seeded(self.budget, ctx.seeded)
         received = as_spec(tensors_of(down), local.spec)[PROMPT]
-        p_global, p_local = received, self._own(private, received, ctx)
+        drawn = _INITIAL_STD * torch.randn(received.shape, generator=ctx.rng("local prompt").torch_generator())
+        p_global, p_local = received, (drawn if private is None else private.tensors[PROMPT]).to(received.device)
         sent = torch.zeros_like(received)
         for step, batch in enumerate(self._batches(local, ctx)):
             step_local, step_global = self._step(p_global, p_local, local, batch, ctx, step)
             p_local = p_local - self.learning_rate_local * step_local
-            if self.exchange == "batch":
-                sent = step_global
-            else:
+            if self.exchange == "epoch":
                 p_global = p_global - self.learning_rate * step_global
-                sent = p_global - received
+            sent = step_global if self.exchange == "batch" else p_global - received
         rows = {} if self.mode == "strict" else {_ROWS: torch.tensor(float(local.batch_size))}
         return State({PROMPT: p_local}), Payload({**cast_to({PROMPT: sent}, self.wire_dtype), **rows})
 
-    def _own(self, private: State | None, like: Tensor, ctx: RoundContext) -> Tensor:
-        if private is not None:
-            return private.tensors[PROMPT].to(like.device)
-        drawn = torch.randn(like.shape, generator=ctx.rng("local prompt").torch_generator())
-        return (_INITIAL_STD * drawn).to(like.device)
-
     def _batches(self, local: Local, ctx: RoundContext) -> list[Batch]:
-        if self.exchange == "epoch":
-            return local.batches(self.sampling, local.steps, ctx.rng("rows"))
-        if self.sampling != "disjoint":
-            return local.batches(self.sampling, 1, ctx.rng("rows"))
+        """Rows are drawn anew where a turn is repeated: amplification is accounted for draws that are independent."""
+        if self.exchange == "epoch" or self.sampling != "disjoint":
+            steps = local.steps if self.exchange == "epoch" else 1
+            return local.batches(self.sampling, steps, Stream(ctx.noise("rows")(32)))
         # Rounds walk through one epoch: the same order for all of them, each at its own place.
         plan.check_batch(local.batch_size, local.num_examples)
         epoch, place = divmod(ctx.round, local.num_examples // local.batch_size)
@@ -231,25 +191,23 @@ class DpFpl(Method):
         """D_L of Eq. 4 and D_G, clipped, noised and divided by B."""
         start = torch.randn(p_local.shape[1], self.rank, generator=ctx.rng(f"factors {step}").torch_generator())
         u, v = low_rank.factorise(p_local, start.to(p_local))
-        g = local.per_sample_gradients(
-            {PROMPT: p_global + low_rank.composed(p_local, u, v, self.residual)}, batch
-        ).gradients[PROMPT]
-        size, local_bound, global_bound = local.batch_size, self.clip_local, self.clip_global
+        seen = {PROMPT: p_global + low_rank.composed(p_local, u, v, self.residual)}
+        g = local.per_sample_gradients(seen, batch).gradients[PROMPT]
+        size, c_local, c_global = local.batch_size, self.clip_local, self.clip_global
         parts = {"u": g @ v.T, "v": u.T @ g}
         if self.mode == "code":
-            sums = {n: clip.clipped_mean(part, size, local_bound) * size for n, part in parts.items()}
-            whole = clip.clipped_mean(g, size, global_bound) * size
+            sums = {n: clip.clipped_mean(part, size, c_local) * size for n, part in parts.items()}
+            whole = clip.clipped_mean(g, size, c_global) * size
         else:
             together = [parts] if self.mode == "strict" else [{n: part} for n, part in parts.items()]
-            sums = {n: s for group in together for n, s in clip.clipped_sum(group, local_bound).items()}
-            whole = clip.clipped_sum({PROMPT: g}, global_bound)[PROMPT]
-        std = local_bound * (self.noise_local if self.mode == "strict" else self._nominal)
+            sums = {n: s for group in together for n, s in clip.clipped_sum(group, c_local).items()}
+            whole = clip.clipped_sum({PROMPT: g}, c_global)[PROMPT]
+        std = c_local * (self.noise_local if self.mode == "strict" else self._nominal)
         d_u, d_v = (noise.added(sums[n], std, ctx.noise(f"noise {n} {step}")) / size for n in ("u", "v"))
         if self.mode == "strict":
-            whole = noise.added(whole, global_bound * self.noise_global, ctx.noise(f"noise {PROMPT} {step}"))
-        if self.mode == "code":
-            return _CODE_STEP * (d_u @ v + u @ d_v), whole / size
-        return low_rank.full_gradient(u, v, d_u, d_v), whole / size
+            whole = noise.added(whole, c_global * self.noise_global, ctx.noise(f"noise {PROMPT} {step}"))
+        plus = _CODE_STEP * (d_u @ v + u @ d_v)
+        return plus if self.mode == "code" else low_rank.full_gradient(u, v, d_u, d_v), whole / size
 
     def check(self, payload: Payload, spec: Spec) -> None:
         """A batch has rows. Raises WireError."""
@@ -289,6 +247,5 @@ class DpFpl(Method):
     def layout(self, spec: Spec) -> Layout:
         """One prompt each way; in the modes paper and code the size of a batch beside it."""
         fields = dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype)
-        return Layout(
-            fields if self.mode == "strict" else (*fields, Field(_ROWS, "up", Dense(torch.float32), (), "rows"))
-        )
+        rows = () if self.mode == "strict" else (Field(_ROWS, "up", Dense(torch.float32), (), "rows"),)
+        return Layout(fields + rows)

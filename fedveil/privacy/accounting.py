@@ -42,16 +42,17 @@ def joint(*multipliers: float) -> float:
     return 0.0 if min(multipliers) == 0 else sum(z**-2 for z in multipliers) ** -0.5
 
 
-def spent(multiplier: float, sampling: Sampling, plan: Plan) -> Spent:
+def spent(multiplier: float, sampling: Sampling, plan: Plan, across_rounds: bool) -> Spent:
     """What the most looked-at record of the site is charged over the plan.
 
-    A participation's disjoint batches come from epochs of its own: a record is in at most one of each epoch's.
-    Participations of a single step follow one epoch over rounds, each of them taking the next batch.
+    Of the disjoint batches of one epoch a record is in one at most. An epoch begins with a participation, or, with
+    `across_rounds`, consecutive rounds take consecutive steps of one.
     """
     check_sampling(sampling, plan.neighbours)
     if sampling == "disjoint":
         an_epoch = plan.examples // plan.batch
-        uses = math.ceil(plan.rounds / an_epoch) if plan.steps == 1 else plan.rounds * math.ceil(plan.steps / an_epoch)
+        steps, begun = (plan.rounds * plan.steps, 1) if across_rounds else (plan.steps, plan.rounds)
+        uses = begun * math.ceil(steps / an_epoch)
         return {("gaussian", 0, 0, multiplier): uses}
     if plan.batch == plan.examples:
         return {("gaussian", 0, 0, multiplier): plan.rounds * plan.steps}

@@ -31,7 +31,8 @@ PerRow = Mapping[str, Tensor]  # each (rows, *shape)
 def norms(gradients: PerRow) -> Tensor:
     """(rows,) fp64: the norm of each row's tensors together. The squares of fp32 numbers do not overflow."""
     each = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in gradients.values()]
-    return torch.linalg.vector_norm(torch.stack(each), dim=0)
+    found: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
+    return found
 
 
 def clipped_sum(gradients: PerRow, bound: float) -> dict[str, Tensor]:
@@ -53,7 +54,8 @@ def clipped_mean(gradient: Tensor, rows: int, bound: float) -> Tensor:
     """The mean (sum over `rows`), scaled down to norm `bound` where it is longer: clipping by batch."""
     _check(bound)
     mean = gradient.sum(0) / rows
-    return mean * (bound / torch.linalg.vector_norm(mean, dtype=torch.float64).clamp(min=bound)).to(mean.dtype)
+    norm: Tensor = torch.linalg.vector_norm(mean, dtype=torch.float64)
+    return mean * (bound / norm.clamp(min=bound)).to(mean.dtype)
 
 
 def _check(bound: float) -> None:

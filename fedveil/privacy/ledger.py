@@ -1,6 +1,6 @@
 """The privacy ledger: what each record of a site has been charged, over all runs, on the site's own disk.
 
-    <state-dir>/privacy/<site>.json     {"fedveil-ledger": 1, "key": ..., "spent": [[{step: count}, [record, ...]], ...]}
+    <state-dir>/.ledger/<site>.json     {"fedveil-ledger": 1, "key": ..., "spent": [[{step: count}, [record, ...]], ...]}
 
 It keeps mechanisms and counts, not epsilons, so that charges of different runs compose. A charge is on disk before the data
 is looked at: a turn that dies afterwards has been paid for, and its repetition is paid for again.

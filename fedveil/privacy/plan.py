@@ -74,6 +74,12 @@ def check_batch(batch: int, examples: int) -> None:
         )
 
 
+def check_number(name: str, value: float, zero: bool = False) -> None:
+    """Raises ConfigError unless it is finite and above 0, or `zero` and 0."""
+    if not (0 < value < math.inf or (zero and value == 0)):
+        raise ConfigError(f"{name}: expected a finite number {'of at least' if zero else 'above'} 0, found {value}")
+
+
 def check_epsilon(epsilon: float) -> None:
     """Raises ConfigError unless it is a finite number above 0."""
     if not 0 < epsilon < math.inf:
@@ -93,6 +99,14 @@ def check_sampling(sampling: Sampling, neighbours: Neighbours) -> None:
             f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change with the '
             f"number of rows; use neighbours = {Neighbours.REPLACE_ONE.value}"
         )
+
+
+def check_claim(epsilon: float | None, delta: float, sampling: Sampling, neighbours: Neighbours) -> None:
+    """All that must hold of what a method says of itself. Raises ConfigError."""
+    check_delta(delta)
+    check_sampling(sampling, neighbours)
+    if epsilon is not None:
+        check_epsilon(epsilon)
 
 
 def check_seeded(budget: Budget | None, deterministic: bool) -> None:
