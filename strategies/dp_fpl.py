@@ -89,8 +89,7 @@ class DpFpl(Method):
         epsilon: strict: no record is charged more. paper, code: the nominal one, which sets the noise; needed there.
         delta, neighbours: of every epsilon.
         rounds: T of the nominal noise.
-        learning_rate_local, learning_rate: eta on p_L and on p_G.
-        adapter, wire_dtype: the prompt, and its dtype on the wire both ways.
+        learning_rate_local, learning_rate: eta on p_L and on p_G; wire_dtype: both ways.
     """
 
     rank: int = 8
@@ -130,7 +129,8 @@ class DpFpl(Method):
     def budget(self) -> Budget:
         """In the modes paper and code the honest epsilon is counted, and nothing is stopped: it is above the nominal one."""
         kept = self.epsilon if self.mode == "strict" and self.epsilon is not None else math.inf
-        return Budget(kept, self.delta, self.neighbours, None if self.mode == "strict" else self.epsilon)
+        nominal = None if self.mode == "strict" else self.epsilon
+        return Budget(kept, self.delta, self.neighbours, nominal, self.mode != "strict")
 
     @property
     def _nominal(self) -> float:

@@ -28,12 +28,14 @@ class Budget:
         delta: of (epsilon, delta).
         neighbours: of both.
         nominal: an epsilon that the method was given but does not keep; None where there is none.
+        server_trusted: the server sees what has no noise yet; against it epsilon is infinite.
     """
 
     epsilon: float
     delta: float
     neighbours: Neighbours
     nominal: float | None = None
+    server_trusted: bool = False
 
     @property
     def asked(self) -> bool:
