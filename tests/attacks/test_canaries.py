@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,14 +18,14 @@ from fedveil.privacy import accounting, noise
 from fedveil.privacy.plan import Neighbours, Plan
 from strategies.dp_fpl import DpFpl
 
-LENGTH, WIDTH, CANARIES, RELEASES, RUNS = 16, 64, 512, 6, 20
+LENGTH, WIDTH, CANARIES, RELEASES, RUNS = 16, 64, 512, 4, 20
 DELTA = 1e-5
 METHOD = DpFpl(
     rank=4,
     adapter=Prompt(LENGTH),
     sampling="disjoint",
     clip_global=2.0,
-    noise_global=3.0,
+    noise_global=1.0,
     noise_local=300.0,
     delta=DELTA,
 )
@@ -38,7 +39,7 @@ class Canaries:
     num_examples: int = CANARIES
     batch_size: int = CANARIES
     steps: int = 1
-    spec = {"prompt": TensorSpec((LENGTH, WIDTH))}
+    spec: ClassVar = {"prompt": TensorSpec((LENGTH, WIDTH))}
 
     def batches(self, sampling, steps, rng, skip=0):
         return [Batch(tuple(range(CANARIES)))]
@@ -83,7 +84,7 @@ def test_with_the_noise_halved_it_does(monkeypatch):
     assert min(found) > stated(), (min(found), stated())
 
 
-@pytest.mark.parametrize("mu", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("mu", [0.0, 1.0, 2.0])
 def test_the_bound_holds_as_often_as_it_says(mu):
     """At 80 % confidence, so that misses are there to be counted."""
     generator = np.random.default_rng(7)
