@@ -38,7 +38,6 @@ Formal guarantees, for each row of each site, against everyone but that site, p_
 | deterministic run | the noise is seeded: refused with an epsilon, "not private" without |
 | a turn that is repeated | rows and noise are drawn anew, and charged anew |
 | paper or code with exchange = "epoch" | refused: the noise of the server would come after clean local steps |
-| site that lost its private state | starts from a new p_L; what its rows were charged stays charged |
 
 Differences from the paper: the minus sign of Eq. 4 (the published code adds, and divides the local step by 10: mode code);
 clipping of single rows, u and v together; each site draws its own p_L^0 (the code has one for all); plain SGD.
