@@ -96,7 +96,10 @@ def statements(run: Run) -> list[str]:
     from fedveil.privacy import accounting
 
     config = run.config["config"]
-    method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
+    try:
+        method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
+    except ConfigError as error:  # a run of another version; the rest of its report is worth having
+        return [f"Not known: this version cannot make the run's method ({error}). Take epsilon for infinite."]
     budget = method.budget
     if budget is None:
         return ["The method makes no claim of differential privacy: epsilon infinite."]

@@ -87,3 +87,4 @@ def test_seeded_noise_and_methods_without_a_claim_say_so():
         "Not private: seeded noise (run.deterministic = true). Epsilon infinite."
     ]
     assert "no claim" in privacy.statements(run_of("fedavg"))[0]
+    assert "rho" in privacy.statements(run_of("fedavg", rho=1))[0]
