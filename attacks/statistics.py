@@ -9,6 +9,7 @@ Scores are higher where a row is more likely a member. No statistic is ever flip
 | `tpr_at_fpr` | Carlini et al. 2022, Membership Inference Attacks From First Principles, section II |
 | `clopper_pearson` | Clopper and Pearson 1934 |
 | `epsilon_lower_bound` | Jagielski, Ullman, Oprea 2020; Nasr et al. 2021 |
+| `canary_epsilon` | Nasr et al. 2023, Tight Auditing of Differentially Private Machine Learning |
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -143,6 +145,40 @@ def epsilon_lower_bound(
     tpr_low = clopper_pearson(int((tested[0] > threshold).sum()), len(tested[0]), confidence)[0]
     fpr_high = clopper_pearson(int((tested[1] > threshold).sum()), len(tested[1]), confidence)[1]
     return max(0.0, math.log((tpr_low - delta) / fpr_high)) if tpr_low > delta else 0.0
+
+
+def canary_epsilon(
+    inserted: Scores, left_out: Scores, delta: float, rng: np.random.Generator, confidence: float = 0.999
+) -> float:
+    """No composition of Gaussian releases that gives such canary scores away has an epsilon below this, at `delta`.
+
+    Formal guarantees: but with 1 - confidence, where (1) the scores come from canaries that were in or out independently of
+    each other, with noise that is independent between them (orthogonal gradients, or runs of their own), and (2) what is
+    audited is a Gaussian mechanism, full batches or disjoint ones: its trade-off curve is that of N(0, 1) against N(mu, 1).
+    A relation is that of the canary: in against out is add-or-remove-one. The threshold is chosen on one random half.
+
+        mu >= Phi^-1(TPR_low) - Phi^-1(FPR_high),  epsilon from mu and delta by dp-accounting
+    """
+    from dp_accounting import gaussian_mechanism
+
+    _check(inserted, left_out)
+    m, n = rng.permutation(inserted), rng.permutation(left_out)
+    (choose_m, test_m), (choose_n, test_n) = (m[::2], m[1::2]), (n[::2], n[1::2])
+    if not len(test_m) or not len(test_n):
+        return 0.0
+    thresholds = np.quantile(np.concatenate((choose_m, choose_n)), np.linspace(0.02, 0.98, 49))
+    normal = NormalDist()
+
+    def separation(tpr: float, fpr: float) -> float:
+        return normal.inv_cdf(tpr) - normal.inv_cdf(fpr) if 0 < tpr < 1 and 0 < fpr < 1 else -math.inf
+
+    def bounded(threshold: float, members: Scores, others: Scores) -> float:
+        low = clopper_pearson(int((members > threshold).sum()), len(members), confidence)[0]
+        return separation(low, clopper_pearson(int((others > threshold).sum()), len(others), confidence)[1])
+
+    best = max(thresholds, key=lambda t: bounded(t, choose_m, choose_n))
+    mu = bounded(best, test_m, test_n)
+    return float(gaussian_mechanism.get_epsilon_gaussian(1 / mu, delta)) if mu > 0 else 0.0
 
 
 def _at_least(successes: int, trials: int, p: float) -> float:

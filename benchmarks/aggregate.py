@@ -84,6 +84,8 @@ def _spec(megabytes: int) -> dict[str, TensorSpec]:
 
 
 class _Untrained:
+    batch_size = steps = 1
+
     def __init__(self, spec: dict[str, TensorSpec], shift: float) -> None:
         self.spec, self.num_examples, self._shift = spec, 100 + int(shift), shift
 
@@ -92,6 +94,12 @@ class _Untrained:
 
     def gradient(self, weights: Any) -> Trained:
         return Trained({name: w - self._shift for name, w in weights.items()}, {})
+
+    def batches(self, *_: Any) -> Any:
+        raise NotImplementedError("nothing is drawn here")
+
+    def per_sample_gradients(self, weights: Any, batch: Any) -> Any:
+        raise NotImplementedError("nothing is drawn here")
 
 
 def _fold(n: int, megabytes: int, dtype: str = "float32", judged: bool = False) -> tuple[float, int]:

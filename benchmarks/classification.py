@@ -157,7 +157,8 @@ def _task(
 def _exchanges(settings: Mapping[str, Any]) -> int:
     """Batches of a client's rows."""
     members, clients, batch = settings["members"], settings["clients"], settings["config"]["train.batch-size"]
-    return math.ceil(members / (clients * batch))
+    exchanges: int = -(-members // (clients * batch))
+    return exchanges
 
 
 def _parts(settings: Mapping[str, Any], task: ImageClassification, seed: int) -> tuple[Rows, dict[str, Rows], Rows]:

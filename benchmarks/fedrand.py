@@ -39,7 +39,9 @@ from fedveil import rng, tasks
 from fedveil.config import RunConfig, parse
 from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
-from fedveil.method import Local, RoundContext, Spec, Trained, Weights
+from fedveil.method import Batch, Local, PerSample, RoundContext, Spec, Trained, Weights
+from fedveil.privacy.plan import Sampling
+from fedveil.rng import Stream
 from fedveil.tasks import partition
 from fedveil.tasks.base import Rows, Share, Task
 from fedveil.tasks.vision_language import VisionLanguage
@@ -157,6 +159,20 @@ class _Remembering:
 
     def gradient(self, weights: Weights) -> Trained:
         return self._local.gradient(weights)
+
+    @property
+    def batch_size(self) -> int:
+        return self._local.batch_size
+
+    @property
+    def steps(self) -> int:
+        return self._local.steps
+
+    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
+        return self._local.batches(sampling, steps, rng, skip)
+
+    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
+        raise NotImplementedError("what is remembered is a training")
 
 
 def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:

@@ -19,7 +19,7 @@ from flwr.supercore import log
 from client_app import link, policy
 from client_app.assignment import Assignment
 from client_app.owner import owner_of_this_process
-from fedveil.errors import PolicyError, WireError
+from fedveil.errors import BudgetError, PolicyError, WireError
 from fedveil.wire import slices
 
 app = ClientApp()
@@ -76,6 +76,6 @@ def _drained(record: ArrayRecord) -> Iterator[bytes]:
 def public_reason(error: Exception) -> str:
     """What the server may know of an error at this site."""
     kind = error.kind if isinstance(error, link.TurnError) else type(error).__name__
-    if isinstance(error, PolicyError | WireError) or kind == WireError.__name__:
+    if isinstance(error, PolicyError | WireError) or kind in (WireError.__name__, BudgetError.__name__):
         return f"{kind}: {error}"
     return f"{kind} at the site; its log has the text"

@@ -3,6 +3,7 @@
     <state-dir>/<run>/<site>/private.safetensors    what the method keeps between rounds
     <state-dir>/<run>/<site>/next.safetensors       what it will be once this turn's upload is whole
     <state-dir>/<run>/<site>/secret                 32 bytes; the client's draws follow from it
+    <state-dir>/.ledger/<site>.json                 what every record was charged, over all runs (fedveil.privacy.ledger)
 
 It is never in Flower's `Context.state`, which is lost at a restart and, above some 50 MB, silently. The process that
 trains prepares the next state; the one that has the whole upload in hand commits it. Whoever dies in between leaves the
@@ -22,6 +23,7 @@ from fedveil.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from fedveil.method import State
+    from fedveil.privacy.ledger import Ledger
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -31,6 +33,13 @@ def safe(key: str, value: str) -> str:
     if not _SAFE.fullmatch(value):
         raise ConfigError(f'{key}: expected at most 64 letters, digits, "_", "." or "-", found {value[:80]!r}')
     return value
+
+
+def ledger_of(state_dir: Path, site: str) -> Ledger:
+    """The site's privacy ledger: one for all its runs. Raises ConfigError for a name that is not a plain file name."""
+    from fedveil.privacy.ledger import Ledger
+
+    return Ledger(state_dir.expanduser() / ".ledger" / f"{safe('site', site)}.json")
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from client_app.assignment import Assignment
-from client_app.private import PrivateStore
+from client_app.private import PrivateStore, ledger_of
 from fedveil import tasks
 from fedveil.errors import ConfigError
 from fedveil.exchange import Exchange
-from fedveil.method import RoundContext
-from fedveil.tasks.base import Rows, Share, Task, Watch, unwatched
+from fedveil.method import Local, Method, RoundContext
+from fedveil.privacy.accounted import Accounted
+from fedveil.privacy.plan import check_seeded
+from fedveil.tasks.base import Examples, Rows, Share, Task, Watch, unwatched
+from fedveil.tasks.rows import WHERE
 from fedveil.wire.codec import Buffer
 
 Fingerprint = tuple[tuple[str, int, int], ...]
@@ -42,6 +45,7 @@ class Turns:
     def __init__(self) -> None:
         self._loaded: tuple[Task, Exchange] | None = None
         self._rows: tuple[Fingerprint, Rows] | None = None
+        self._records: list[str] | None = None  # the ledger's names of the rows
 
     def take(self, receive: Callable[[], Buffer], assignment: Assignment, watch: Watch = unwatched) -> Turn:
         """One turn. `receive` gives the message; nobody else holds it then.
@@ -55,11 +59,21 @@ class Turns:
         load_seconds = time.perf_counter() - started
         store = PrivateStore.of(assignment.site.state_dir, order.run, assignment.name)
         secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
-        ctx = RoundContext(order.round, assignment.name, order.is_new, secret)
-        local = task.local(rows, ctx.rng("batches"), watch)
+        ctx = RoundContext(order.round, assignment.name, order.is_new, secret, config.run.deterministic)
+        local = self._accounted(task.local(rows, ctx.rng("batches"), watch), exchange.method, assignment)
         private, parts = exchange.participate(receive(), store.load(), local, ctx)
         store.prepare(private)
         return Turn(parts, load_seconds)
+
+    def _accounted(self, local: Local, method: Method, assignment: Assignment) -> Local:
+        """Under the site's privacy ledger, where the method makes a claim. A deterministic run makes none."""
+        check_seeded(method.budget, assignment.config.run.deterministic)
+        if method.budget is None or assignment.config.run.deterministic:
+            return local
+        ledger = ledger_of(assignment.site.state_dir, assignment.name)
+        if self._records is None:
+            self._records = ledger.names(self._examples(assignment), ignored=WHERE)
+        return Accounted(local, method, ledger, method.budget, self._records)
 
     def _task_and_exchange(self, assignment: Assignment) -> tuple[Task, Exchange]:
         if self._loaded is None:
@@ -76,12 +90,16 @@ class Turns:
             raise ConfigError(
                 'data: expected a folder in the node config ("data") or the run config (task.data), found none'
             )
-        site, folder = assignment.site, Path(assignment.data)
-        found = _fingerprint(folder)
+        found = _fingerprint(Path(assignment.data))
         if self._rows is None or self._rows[0] != found:
-            share = Share(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
-            self._rows = found, task.prepare(task.examples(folder, "train", share))
+            self._rows, self._records = (found, task.prepare(self._examples(assignment))), None
         return self._rows[1]
+
+    def _examples(self, assignment: Assignment) -> Examples:
+        assert self._loaded is not None
+        site = assignment.site
+        share = Share(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
+        return self._loaded[0].examples(Path(assignment.data), "train", share)
 
 
 def _fingerprint(folder: Path) -> Fingerprint:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from console import disclosure, findings, page, sites
+from console import disclosure, findings, page, privacy, sites
 from console.figures import Curve, svg
 from console.page import Html, bullets, fold, join, table, tag
 from console.runs import Row, Run, load
@@ -20,6 +20,11 @@ SUMMARY_NOTE = (
 LEDGER_NOTE = (
     "Every message of every attempt, as it crossed the wire; refused and repeated ones count. Payload is the bytes of the "
     "tensors; overhead is everything else in the message: names, shapes, and the figures a site reports about its training."
+)
+
+PRIVACY_NOTE = (
+    "Upper bounds, by dp-accounting, of what everyone but a site can tell about one of its rows, from everything that the site "
+    "sent and keeps. The relation of neighbouring data sets stands beside each; a site's own ledger adds its other runs."
 )
 
 
@@ -51,6 +56,7 @@ def html(runs: Sequence[Run]) -> str:
     parts += [_alert(run) for run in runs if run.status.get("state") != "completed"]
     parts += [tag("h2", "Summary"), _summary(runs), _figures(runs)]
     parts += [tag("h2", "What each side learned"), *(_learned(run) for run in runs)]
+    parts += [tag("h2", "Differential privacy"), tag("p", PRIVACY_NOTE, "note"), *(_privacy(run) for run in runs)]
     parts += _findings(runs)
     parts += [tag("h2", "Disclosure ledger"), tag("p", LEDGER_NOTE, "note"), *(_ledger(run) for run in runs)]
     parts += [tag("h2", "Sites"), *(_sites(run) for run in runs)]
@@ -130,6 +136,10 @@ def _learned(run: Run) -> Html:
         items.append(f"Uploads also carried: {', '.join(words)}.")
     empty = tag("p", "No message was exchanged.", "note")
     return join([tag("h3", _heading(run)), bullets(items) if items else empty])
+
+
+def _privacy(run: Run) -> Html:
+    return join([tag("h3", _heading(run)), bullets(privacy.statements(run))])
 
 
 def _findings(runs: Sequence[Run]) -> list[object]:

@@ -5,6 +5,7 @@
 | `Lora` | `<module>.lora_A` (r x d_in), `<module>.lora_B` (d_out x r) for every chosen linear layer |
 | `HadamardLora` | the same two, and `<module>.private_A`, `<module>.private_B` of the same shapes |
 | `AllWeights` | every parameter of the base, under its own name; tied parameters once |
+| `Prompt` | `prompt` (length x width): context vectors in token-embedding space |
 """
 
 from __future__ import annotations
@@ -109,4 +110,26 @@ class AllWeights:
         return {"wte.weight": (11, 4), "position_embeddings": (6, 4), "h.0.mlp.weight": (4, 4), "h.0.mlp.bias": (4,)}
 
 
-Adapter = Lora | HadamardLora | AllWeights
+@final
+@dataclass(frozen=True)
+class Prompt:
+    """Context vectors before every class name: one tensor "prompt" of shape (length, width).
+
+    Attributes:
+        length: b, the number of vectors.
+    """
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    length: int = 16
+    kind: Literal["prompt"] = "prompt"
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ConfigError(f"adapter.length: expected an integer of at least 1, found {self.length}")
+
+    def example_shapes(self) -> dict[str, tuple[int, ...]]:
+        """One prompt of a small model: for wire tables and for tests over every method."""
+        return {"prompt": (self.length, 12)}
+
+
+Adapter = Lora | HadamardLora | AllWeights | Prompt

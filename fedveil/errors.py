@@ -9,6 +9,7 @@
     ├── WorkerError      the site's worker process that cannot be started, or that ended in a turn
     ├── StateError       a checkpoint, private state or run folder that cannot be read or written
     └── PolicyError      this site does not permit what was asked
+        └── BudgetError  a record would be charged more privacy than the run, or the site, allows
 
 A message names the field, what was expected, what was found, and the next step.
 """
@@ -44,6 +45,10 @@ class StateError(FedVeilError):
 
 class PolicyError(FedVeilError):
     """This site does not permit what was asked."""
+
+
+class BudgetError(PolicyError):
+    """A record would be charged more privacy than was agreed on."""
 
 
 class WorkerError(FedVeilError):

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fedveil.method import Layout, Local, Method, RoundContext, Spec, State, Trained, Weights
+from fedveil.method import Batch, Layout, Local, Method, PerSample, RoundContext, Spec, State, Trained, Weights
+from fedveil.privacy.plan import Sampling
+from fedveil.rng import Stream
 from fedveil.wire.codec import Buffer
 from fedveil.wire.envelope import Message, Stamp, pack, pack_parts, unpack
 
@@ -58,7 +60,7 @@ class Exchange:
 
 
 class _Reporting:
-    """A Local that remembers what the last training reported."""
+    """A Local that remembers what the last training reported; of steps on rows apart, only how many there were."""
 
     def __init__(self, local: Local) -> None:
         self._local = local
@@ -81,3 +83,19 @@ class _Reporting:
         found = self._local.gradient(weights)
         self.report = found.report
         return found
+
+    @property
+    def batch_size(self) -> int:
+        return self._local.batch_size
+
+    @property
+    def steps(self) -> int:
+        return self._local.steps
+
+    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
+        drawn = self._local.batches(sampling, steps, rng, skip)
+        self.report = {"steps": float(len(drawn))}
+        return drawn
+
+    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
+        return self._local.per_sample_gradients(weights, batch)

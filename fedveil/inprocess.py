@@ -13,6 +13,7 @@ from fedveil import cohort
 from fedveil.config import RunConfig
 from fedveil.exchange import Exchange
 from fedveil.method import Local, RoundContext, State, Upload, Weights
+from fedveil.privacy.plan import check_seeded
 from fedveil.rng import secret
 from fedveil.wire.tap import Tap
 
@@ -48,6 +49,7 @@ class Federation:
     tap: Tap | None = None
 
     def __post_init__(self) -> None:
+        check_seeded(self.exchange.method.budget, self.config.run.deterministic)
         self._server_secret = self._secret("server")
         self._client_secrets = {site: self._secret(f"client:{site}") for site in self.sites}
 
@@ -69,11 +71,12 @@ class Federation:
         self.participated |= set(chosen)
 
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[Upload]:
+        seeded = self.config.run.deterministic
         for site in chosen:
             is_new = site not in self.participated
-            ctx = RoundContext(round_, site, is_new, self._server_secret)
+            ctx = RoundContext(round_, site, is_new, self._server_secret, seeded)
             down = self.exchange.broadcast(self.server, ctx)
-            up = self._client_turn(site, down, RoundContext(round_, site, is_new, self._client_secrets[site]))
+            up = self._client_turn(site, down, RoundContext(round_, site, is_new, self._client_secrets[site], seeded))
             self.download_bytes += len(down)
             self.upload_bytes += len(up)
             if self.tap:

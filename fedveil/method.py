@@ -13,39 +13,29 @@ Methods are final frozen dataclasses. Their fields are the hyper-parameters, val
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any, ClassVar, Literal
 
 from fedveil.adapters import Adapter
+from fedveil.local import Batch as Batch
+from fedveil.local import Local as Local
+from fedveil.local import PerSample as PerSample
+from fedveil.local import Spec as Spec
+from fedveil.local import TensorSpec as TensorSpec
+from fedveil.local import Trained as Trained
+from fedveil.local import Weights as Weights
+from fedveil.local import spec_of as spec_of
+from fedveil.privacy.plan import Budget, Plan
 from fedveil.rng import Stream
 from fedveil.wire.codec import Codec, Value
 
 Direction = Literal["down", "up"]
-Weights = Mapping[str, Tensor]
 
 # What a client may report beside its payload. Anything else is refused by the codec on both sides.
 REPORT_FIELDS = frozenset({"loss_received", "loss_trained", "steps", "tokens", "train_seconds"})
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of one trained tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-
-Spec = Mapping[str, TensorSpec]
-
-
-def spec_of(weights: Weights) -> Spec:
-    """The spec that `weights` fulfils."""
-    return {name: TensorSpec(tuple(w.shape), w.dtype) for name, w in weights.items()}
 
 
 @dataclass(frozen=True)
@@ -138,49 +128,22 @@ class RoundContext:
         client: the site's name.
         is_new: the server has accepted no upload of this site yet (or the site reported that it lost its state).
         secret: this side's secret; never on the wire.
+        seeded: run.deterministic: noise repeats, and protects nobody.
     """
 
     round: int
     client: str
     is_new: bool
     secret: bytes = field(repr=False)
+    seeded: bool = False
 
     def rng(self, purpose: str) -> Stream:
         """A fresh stream derived from (secret, round, client, purpose): the same call gives the same draws."""
         return Stream.derive(self.secret, self.round, self.client, purpose)
 
-
-@dataclass(frozen=True)
-class Trained:
-    """What local training returns: new weights (or a gradient) under the spec's names, and figures to report."""
-
-    weights: Weights
-    report: Mapping[str, float]
-
-
-class Local(Protocol):
-    """A client's own data and model, as a method sees them."""
-
-    @property
-    def num_examples(self) -> int:
-        """Training examples of this client, at least 1."""
-        ...
-
-    @property
-    def spec(self) -> Spec:
-        """What is trained: names, shapes and dtypes."""
-        ...
-
-    def train(self, weights: Weights) -> Trained:
-        """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` stay as they are."""
-        ...
-
-    def gradient(self, weights: Weights) -> Trained:
-        """The gradient of the mean loss of one batch at `weights` (every tensor of the spec), under the spec's names.
-
-        The batch is this exchange's: train.batch-size rows that the client's stream draws. `weights` stay as they are.
-        """
-        ...
+    def noise(self, purpose: str) -> Callable[[int], bytes]:
+        """Where noise that protects people comes from: the operating system, and a stream in a deterministic run only."""
+        return self.rng(purpose).bytes if self.seeded else os.urandom
 
 
 @dataclass(frozen=True)
@@ -241,8 +204,19 @@ class Method(ABC):
         Called on every upload before it may be folded, so that one that does not fit costs its sender's part only.
         """
 
-    def dp_event(self, plan: object) -> object:
-        """The dp-accounting event of a run. Default: non-private, epsilon = inf."""
+    @property
+    def budget(self) -> Budget | None:
+        """What a record of a site may be charged. None: the method makes no claim, and there is no ledger."""
+        return None
+
+    def privacy_spent(self, plan: Plan) -> Mapping[tuple[str, int, int, float], int]:
+        """What the most looked-at record of a site is charged over the plan (`fedveil.privacy.accounting.Spent`)."""
+        return {("gaussian", 0, 0, 0.0): plan.rounds * plan.steps}
+
+    def dp_event(self, plan: Plan | None) -> object:
+        """The dp-accounting event of a run; without a plan, or a claim, it is non-private: epsilon = inf."""
         from dp_accounting import NonPrivateDpEvent
 
-        return NonPrivateDpEvent()
+        from fedveil.privacy import accounting
+
+        return NonPrivateDpEvent() if plan is None else accounting.event(self.privacy_spent(plan))

@@ -50,8 +50,10 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStra
     """
     import strategies
     from fedveil import tasks
+    from fedveil.privacy.plan import check_seeded
 
     method = strategies.create(config.method.name, config.method.fields)
+    check_seeded(method.budget, config.run.deterministic)
     task = tasks.load(config, method.adapter)
 
     from flwr.app import ArrayRecord

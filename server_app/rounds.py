@@ -117,7 +117,9 @@ class Rounds:
             raise ConfigError("initial_arrays: expected before the first round, found none; call start() first")
         nodes = sites.connected(grid)
         chosen = cohorts.draw(nodes, self.cohort.fraction, self._secret, round_, number)
-        contexts = [RoundContext(round_, s, s not in self._participated, self._secret) for s in chosen]
+        contexts = [
+            RoundContext(round_, s, s not in self._participated, self._secret, self.deterministic) for s in chosen
+        ]
         record = RoundRecord(round_, number, chosen)
         attempt = Attempt(self._exchange, self.server, record, self.limits, self.run_name, self.folder, self.tap)
         return attempt, attempt.messages(contexts, nodes, deadline, config), contexts

@@ -10,7 +10,8 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-from fedveil.method import Spec, TensorSpec, Trained, Weights
+from fedveil.method import Batch, PerSample, Spec, TensorSpec, Trained, Weights
+from fedveil.tasks import per_sample
 
 install_import_hook(
     ["fedveil.lora", "fedveil.mean", "fedveil.masks"],
@@ -37,6 +38,20 @@ class ToyLocal:
         """Whose step of rate 1 is the training."""
         self.started_from.append({n: w.clone() for n, w in weights.items()})
         return Trained({n: torch.full_like(w, -self.step) for n, w in weights.items()}, {"loss_received": 0.25})
+
+    batch_size = 2
+    steps = 2
+
+    def batches(self, sampling, steps, rng, skip=0) -> list[Batch]:
+        return per_sample.draw(sampling, self.num_examples, self.batch_size, steps, rng, skip)
+
+    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
+        """Of every row the same."""
+        rows = len(batch.rows)
+        self.started_from.append({n: w.clone() for n, w in weights.items()})
+        return PerSample(
+            {n: torch.full((rows, *w.shape), -self.step) for n, w in weights.items()}, torch.full((rows,), 0.25)
+        )
 
 
 @pytest.fixture

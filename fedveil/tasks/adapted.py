@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedveil import lora
-from fedveil.adapters import Adapter, AllWeights
+from fedveil.adapters import Adapter, AllWeights, Prompt
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 from fedveil.method import Spec, TensorSpec, Weights
@@ -84,6 +84,7 @@ class AdaptedTask(Task):
             if self.base.draw is not None:
                 return self.base.draw(rng)
             return {name: w.clone() for name, w in self._base_weights.items()}
+        assert not isinstance(self.adapter, Prompt)  # `attach` refused it
         return lora.draw(self.adapter, {name: spec.shape for name, spec in self.spec.items()}, rng)
 
     def local(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> LocalTraining:

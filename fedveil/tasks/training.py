@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fedveil.config import RunConfig, TrainConfig
 from fedveil.errors import TaskError
-from fedveil.method import Spec, Trained, Weights
+from fedveil.method import Batch, PerSample, Spec, Trained, Weights
+from fedveil.privacy.plan import Sampling
 from fedveil.rng import Stream
-from fedveil.tasks import batches
+from fedveil.tasks import batches, per_sample
 from fedveil.tasks.base import Rows, Step, Watch, unwatched
 from fedveil.tasks.batches import AnyBatch
 
@@ -150,6 +151,26 @@ class LocalTraining:
         _forget(parameters)
         report = {"loss_received": progress.losses[0], "steps": 1.0, "tokens": float(batch.tokens)}
         return Trained(found, {**report, "train_seconds": time.perf_counter() - started})
+
+    @property
+    def batch_size(self) -> int:
+        """train.batch-size."""
+        return self._task.config.train.batch_size
+
+    @property
+    def steps(self) -> int:
+        """See Local; train.accumulate has no part in it. Raises ConfigError for a batch that is larger than the site."""
+        train = self._task.config.train
+        return per_sample.steps(len(self._rows), train.batch_size, train.epochs, train.max_steps)
+
+    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
+        """See Local."""
+        return per_sample.draw(sampling, len(self._rows), self.batch_size, steps, rng, skip)
+
+    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
+        """See Local."""
+        with _threads(1 if self._task.config.run.deterministic else torch.get_num_threads()):
+            return per_sample.gradients(self._task, self.spec, [self._rows[i] for i in batch.rows], weights)
 
     def _backward(self, step: list[AnyBatch]) -> Tensor:
         """Adds the gradient of the mean loss over the terms of all batches of a step; that loss, on the device."""

@@ -1,0 +1,119 @@
+"""A client's own side of the contract: its rows and its model, as a method sees them (see `fedveil.method`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedveil.privacy.plan import Sampling
+from fedveil.rng import Stream
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one trained tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+Spec = Mapping[str, TensorSpec]
+
+
+def spec_of(weights: Weights) -> Spec:
+    """The spec that `weights` fulfils."""
+    return {name: TensorSpec(tuple(w.shape), w.dtype) for name, w in weights.items()}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What local training returns: new weights (or a gradient) under the spec's names, and figures to report."""
+
+    weights: Weights
+    report: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one step, as indices into the client's rows; none where Poisson sampling drew none."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """What each row of a batch says by itself, never to leave the site without clipping and noise.
+
+    Attributes:
+        gradients: (rows, *shape) by the spec's names: of each row's own loss.
+        losses: (rows,).
+    """
+
+    gradients: Mapping[str, Tensor]
+    losses: Tensor
+
+
+class Local(Protocol):
+    """A client's own data and model, as a method sees them.
+
+    A method either has the client train (`train`, `gradient`), or runs steps of its own on rows apart (`batches`,
+    `per_sample_gradients`). Nothing of the latter is reported beside the payload but the number of steps.
+    """
+
+    @property
+    def num_examples(self) -> int:
+        """Training examples of this client, at least 1."""
+        ...
+
+    @property
+    def spec(self) -> Spec:
+        """What is trained: names, shapes and dtypes."""
+        ...
+
+    def train(self, weights: Weights) -> Trained:
+        """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` stay as they are."""
+        ...
+
+    def gradient(self, weights: Weights) -> Trained:
+        """The gradient of the mean loss of one batch at `weights` (every tensor of the spec), under the spec's names.
+
+        The batch is this exchange's: train.batch-size rows that the client's stream draws. `weights` stay as they are.
+        """
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """train.batch-size: rows that a step is meant to have. Noisy sums are divided by it, whatever was drawn."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Steps of a participation: train.epochs passes of whole batches, at most train.max-steps where that is set."""
+        ...
+
+    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
+        """The rows of `steps` steps, drawn from `rng`; the same stream and arguments draw the same.
+
+        "poisson": every row in every batch with probability batch_size / num_examples, independently. "fixed": batch_size
+        distinct rows, each batch drawn anew. "disjoint": consecutive parts of a permutation, a new one after every
+        num_examples // batch_size batches; rows that fill no batch are left out. The first `skip` batches are drawn and
+        left away.
+
+        Raises:
+            ConfigError: a batch that is larger than the site.
+        """
+        ...
+
+    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
+        """The gradient of every row's own loss at `weights` (every tensor of the spec), which stay as they are.
+
+        Raises:
+            TaskError: a task that has no loss of a single row.
+        """
+        ...

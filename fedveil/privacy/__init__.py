@@ -1,0 +1,1 @@
+"""Differential privacy: clipping, noise, what a run costs, and the ledger that stops it."""

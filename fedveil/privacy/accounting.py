@@ -1,0 +1,128 @@
+"""Events of dp-accounting, the epsilon of them, and the noise for a wished one. Nothing else here computes an epsilon.
+
+Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C of one record's part in it), as
+`GaussianDpEvent` has them. Replacing one record moves the sum by up to 2 C, adding or removing one by up to C.
+
+| event | accountant | how exact |
+|---|---|---|
+| Gaussian steps only | the analytic Gaussian mechanism: z / sqrt(steps), halved under replace-one | exact |
+| with Poisson subsampling | privacy loss distributions | an upper bound, tight to about 1 % |
+| with sampling without replacement | Renyi, with every z halved: that bound is for a sum that moves by its C | an upper bound |
+| NonPrivate, or z = 0 | - | infinite |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import dp_accounting
+from dp_accounting import gaussian_mechanism
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+
+from fedveil.errors import ConfigError
+from fedveil.privacy.plan import Neighbours, Plan, Sampling, check_delta, check_epsilon, check_sampling
+
+_RELATION = {
+    Neighbours.ADD_OR_REMOVE_ONE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    Neighbours.REPLACE_ONE: dp_accounting.NeighboringRelation.REPLACE_ONE,
+}
+_LARGEST_MULTIPLIER = 1e6
+_TOLERANCE = 1e-3  # relative, of a calibrated multiplier; always on the private side
+
+Step = tuple[str, int, int, float]  # kind, rows of the site, rows of a batch, z: one look at a record
+Spent = Mapping[Step, int]  # how often
+
+
+def joint(*multipliers: float) -> float:
+    """The multiplier of one Gaussian release that is worth these together: z^-2 = sum z_i^-2. 0 where one has no noise."""
+    return 0.0 if min(multipliers) == 0 else sum(z**-2 for z in multipliers) ** -0.5
+
+
+def spent(multiplier: float, sampling: Sampling, plan: Plan, across_rounds: bool) -> Spent:
+    """What the most looked-at record of the site is charged over the plan.
+
+    Of the disjoint batches of one epoch a record is in one at most. An epoch begins with a participation, or, with
+    `across_rounds`, consecutive rounds take consecutive steps of one.
+    """
+    check_sampling(sampling, plan.neighbours)
+    if sampling == "disjoint":
+        an_epoch = plan.examples // plan.batch
+        steps, begun = (plan.rounds * plan.steps, 1) if across_rounds else (plan.steps, plan.rounds)
+        uses = begun * math.ceil(steps / an_epoch)
+        return {("gaussian", 0, 0, multiplier): uses}
+    if plan.batch == plan.examples:
+        return {("gaussian", 0, 0, multiplier): plan.rounds * plan.steps}
+    return {(sampling, plan.examples, plan.batch, multiplier): plan.rounds * plan.steps}
+
+
+def event(charges: Spent) -> Any:
+    """The charges as one event of dp-accounting."""
+    parts = [dp_accounting.SelfComposedDpEvent(_one(*step), count) for step, count in charges.items() if count]
+    return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
+
+
+def _one(kind: str, examples: int, batch: int, multiplier: float) -> Any:
+    if multiplier == 0:
+        return dp_accounting.NonPrivateDpEvent()
+    gaussian = dp_accounting.GaussianDpEvent(multiplier)
+    if kind == "poisson":
+        return dp_accounting.PoissonSampledDpEvent(batch / examples, gaussian)
+    if kind == "fixed":
+        return dp_accounting.SampledWithoutReplacementDpEvent(examples, batch, gaussian)
+    if kind == "gaussian":
+        return gaussian
+    raise ConfigError(f'sampling: expected "poisson", "fixed" or "gaussian", found "{kind}"')
+
+
+def epsilon(charges: Spent, delta: float, neighbours: Neighbours) -> float:
+    """The least epsilon known for these charges; infinite without noise. Raises ConfigError where none can be computed."""
+    check_delta(delta)
+    return _epsilon(tuple(sorted((step, count) for step, count in charges.items() if count)), delta, neighbours)
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neighbours) -> float:
+    kinds = {step[0] for step, _ in charges}
+    if any(step[3] == 0 for step, _ in charges):
+        return math.inf
+    if not charges:
+        return 0.0
+    if kinds == {"gaussian"}:
+        moved = 2 if neighbours is Neighbours.REPLACE_ONE else 1
+        together = sum(count / step[3] ** 2 for step, count in charges) ** -0.5
+        return float(gaussian_mechanism.get_epsilon_gaussian(together / moved, delta))
+    if "fixed" in kinds:
+        charges = tuple(((kind, n, b, z / 2), count) for (kind, n, b, z), count in charges)
+        accountant = RdpAccountant(neighboring_relation=_RELATION[neighbours])
+    else:
+        accountant = PLDAccountant(_RELATION[neighbours])
+    try:
+        accountant.compose(event(dict(charges)))
+    except dp_accounting.UnsupportedEventError as error:
+        raise ConfigError(
+            f"sampling: expected charges that one accountant takes, found {sorted(kinds)} ({error})"
+        ) from None
+    return float(accountant.get_epsilon(delta))
+
+
+def multiplier_for(charges: Callable[[float], Spent], wished: float, delta: float, neighbours: Neighbours) -> float:
+    """The least z, to 0.1 %, whose charges cost at most `wished`. Raises ConfigError where none up to 1e6 does."""
+    check_epsilon(wished)
+    high = 1.0
+    while epsilon(charges(high), delta, neighbours) > wished:
+        high *= 2
+        if high > _LARGEST_MULTIPLIER:
+            raise ConfigError(
+                f"epsilon: expected one that noise of at most {high:g} C reaches, found {wished}; raise it"
+            )
+    low = high / 2
+    while low > 1e-6 and epsilon(charges(low), delta, neighbours) <= wished:
+        low, high = low / 2, low
+    while high / low > 1 + _TOLERANCE:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if epsilon(charges(middle), delta, neighbours) <= wished else (middle, high)
+    return high

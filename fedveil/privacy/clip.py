@@ -1,0 +1,63 @@
+"""Clipping: how much one record can do to a sum.
+
+Formal guarantees, for `clipped_sum` with a finite bound C, over all the tensors given together:
+1. One record's part has a norm of at most C, whatever its gradient. So adding or removing a record moves the sum by at
+   most C, and replacing one by at most 2 C (to within fp32 rounding of the sum).
+2. The parts are summed, never averaged over the rows that happen to be there: divide by a number that is no secret.
+
+`clipped_mean` is what the published code of DP-FPL does, and guarantees nothing of the kind: one record can turn the whole
+batch's mean, by 2 C.
+
+| case | `clipped_sum` |
+|---|---|
+| norm at most C | the gradient as it is |
+| norm 0 | zeros; nothing is divided by 0 |
+| a NaN or an infinity anywhere in a record's gradients | that record's part is zero, in all tensors |
+| no rows (an empty Poisson batch) | zeros of the tensors' shapes |
+| C not finite, or not above 0 | ValueError |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+PerRow = Mapping[str, Tensor]  # each (rows, *shape)
+
+
+def norms(gradients: PerRow) -> Tensor:
+    """(rows,) fp64: the norm of each row's tensors together. The squares of fp32 numbers do not overflow."""
+    each = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in gradients.values()]
+    found: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
+    return found
+
+
+def clipped_sum(gradients: PerRow, bound: float) -> dict[str, Tensor]:
+    """Sum over the rows of g_i min(1, bound / |g_i|), with |g_i| over all the tensors. Tensors of the gradients' shapes."""
+    _check(bound)
+    found = norms(gradients)
+    finite = torch.isfinite(found)
+    factors = torch.where(finite, bound / found.clamp(min=bound), 0.0)
+    sums = {}
+    for name, gradient in gradients.items():
+        rows = gradient.flatten(1)
+        if not bool(finite.all()):
+            rows = torch.where(finite[:, None], rows, 0.0)
+        sums[name] = (factors.to(rows.dtype) @ rows).reshape(gradient.shape[1:])
+    return sums
+
+
+def clipped_mean(gradient: Tensor, rows: int, bound: float) -> Tensor:
+    """The mean (sum over `rows`), scaled down to norm `bound` where it is longer: clipping by batch."""
+    _check(bound)
+    mean = gradient.sum(0) / rows
+    norm: Tensor = torch.linalg.vector_norm(mean, dtype=torch.float64)
+    return mean * (bound / norm.clamp(min=bound)).to(mean.dtype)
+
+
+def _check(bound: float) -> None:
+    if not 0 < bound < math.inf:
+        raise ValueError(f"bound: expected a finite number above 0, found {bound}")

@@ -1,0 +1,161 @@
+"""The privacy ledger: what each record of a site has been charged, over all runs, on the site's own disk.
+
+    <state-dir>/.ledger/<site>.json     {"fedveil-ledger": 1, "key": ..., "spent": [[{step: count}, [record, ...]], ...]}
+
+It keeps mechanisms and counts, not epsilons, so that charges of different runs compose. A charge is on disk before the data
+is looked at: a turn that dies afterwards has been paid for, and its repetition is paid for again.
+
+| case | what happens |
+|---|---|
+| a charge that would take a record above the budget | BudgetError; nobody is charged |
+| a record that other runs have charged already | their charges count |
+| two rows with equal content | one record, charged for both |
+| the file is damaged or of another version | StateError: nothing is spent until the site has mended it |
+| two processes of one site | one after the other: the file is locked while it changes |
+
+A record is named by a keyed hash of its content; the key never leaves the site, so that the file does not tell which rows
+there are to one who has it without the key's file. Whoever deletes the ledger, or edits a row, starts that record anew: the
+ledger guards a site against its runs, not against itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from fedveil.errors import BudgetError, StateError
+from fedveil.privacy import accounting
+from fedveil.privacy.accounting import Spent, Step
+from fedveil.privacy.plan import Budget, stated
+from fedveil.state import write_atomic
+
+_VERSION = 1
+_KEY_BYTES = 32
+
+
+@final
+class Ledger:
+    """One site's ledger. Every call reads the file anew, so that processes and runs may share it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def names(self, examples: Iterable[Mapping[str, Any]], ignored: str = "") -> list[str]:
+        """The names of these rows, in their order; the column `ignored` is left out."""
+        key = self._key()
+        return [_digest({k: v for k, v in example.items() if k != ignored}, key) for example in examples]
+
+    def charge(self, records: Sequence[str], charges: Spent, budget: Budget) -> None:
+        """Charges each of the records, once for every time it is named. All of them or none.
+
+        Raises:
+            BudgetError: a record would be charged more than the budget.
+            StateError: the file cannot be read or written.
+        """
+        with self._locked():
+            spent = self._read()
+            new = {record: spent.get(record, Counter()).copy() for record in set(records)}
+            for record in records:
+                new[record].update(dict(charges))
+            for history in {frozenset(h.items()) for h in new.values()}:
+                self._require(dict(history), charges, budget)
+            self._write(spent | new)
+
+    def epsilon(self, record: str, budget: Budget) -> float:
+        """What a record has been charged, at the budget's delta and relation."""
+        return accounting.epsilon(self._read().get(record, Counter()), budget.delta, budget.neighbours)
+
+    def _require(self, history: Spent, charges: Spent, budget: Budget) -> None:
+        after = accounting.epsilon(history, budget.delta, budget.neighbours)
+        if after <= budget.epsilon:
+            return
+        before = {step: count - charges.get(step, 0) for step, count in history.items()}
+        so_far = accounting.epsilon(before, budget.delta, budget.neighbours) if min(before.values()) >= 0 else after
+        raise BudgetError(
+            f"epsilon: expected at most {stated(budget.epsilon, budget.delta, budget.neighbours)} for every record, found "
+            f"{so_far:.4g} spent and {after:.4g} after this turn; the run ends here for this site: agree on a larger epsilon, "
+            "or on more noise from the start"
+        )
+
+    def _key(self) -> bytes:
+        path = self._path.with_suffix(".key")
+        with self._locked():
+            if not path.exists():
+                if self._path.exists():
+                    raise StateError(
+                        f"{path}: expected the key of {self._path.name}, found none; restore it from a backup"
+                    )
+                write_atomic(path, os.urandom(_KEY_BYTES))
+            key = path.read_bytes()
+        if len(key) != _KEY_BYTES:
+            raise StateError(f"{path}: expected {_KEY_BYTES} bytes, found {len(key)}; restore it from a backup")
+        return key
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._path.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _read(self) -> dict[str, Counter[Step]]:
+        if not self._path.exists():
+            return {}
+        try:
+            content = json.loads(self._path.read_text())
+            if content["fedveil-ledger"] != _VERSION:
+                raise ValueError(f"version {content['fedveil-ledger']}")
+            groups = [(Counter({_step(s): int(n) for s, n in spent}), names) for spent, names in content["spent"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StateError(
+                f"{self._path}: expected a privacy ledger of version {_VERSION}, found none that can be read ({error}); restore "
+                "it from a backup: without it nobody knows what was spent"
+            ) from None
+        return {name: spent for spent, names in groups for name in names}
+
+    def _write(self, spent: Mapping[str, Counter[Step]]) -> None:
+        groups: dict[tuple[tuple[Step, int], ...], list[str]] = defaultdict(list)
+        for name, history in spent.items():
+            groups[tuple(sorted(history.items()))].append(name)
+        content = {"fedveil-ledger": _VERSION, "spent": [[list(history), names] for history, names in groups.items()]}
+        try:
+            write_atomic(self._path, json.dumps(content).encode())
+        except OSError as error:
+            raise StateError(
+                f"{self._path}: expected to write the privacy ledger, found {error}; free space"
+            ) from error
+
+
+def _step(parts: Sequence[Any]) -> Step:
+    kind, examples, batch, multiplier = parts
+    if kind not in ("gaussian", "poisson", "fixed") or not float(multiplier) >= 0:
+        raise ValueError(f"step {parts}")
+    return str(kind), int(examples), int(batch), float(multiplier)
+
+
+def _digest(value: object, key: bytes) -> str:
+    """A keyed hash of an example: of its columns in the order of their names."""
+    h = hashlib.blake2b(key=key, digest_size=16)
+    _feed(h, value)
+    return h.hexdigest()
+
+
+def _feed(h: Any, value: object) -> None:
+    if isinstance(value, Mapping):
+        parts: Iterable[object] = [part for item in sorted(value.items()) for part in item]
+    elif isinstance(value, list | tuple):
+        parts = value
+    else:
+        data = value if isinstance(value, bytes) else repr(value).encode()
+        h.update(f"{type(value).__name__} {len(data)} ".encode() + data)
+        return
+    h.update(f"{type(value).__name__} {len(list(value))} ".encode())
+    for part in parts:
+        _feed(h, part)

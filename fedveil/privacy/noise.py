@@ -1,0 +1,44 @@
+"""Gaussian noise from bytes: the operating system's where it protects people, a stream's where a run must repeat.
+
+Formal guarantees: with `os.urandom` the draws are normal up to fp64 rounding, and nobody can replay them. Each is the sum of
+four normal draws, halved, so that the low bits of one output do not tell its inputs apart (Holohan, Braghin 2021). Sums are
+rounded to fp32 after the noise is on; attacks on the rounding itself are outside what is accounted for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Source = Callable[[int], bytes]  # n -> n random bytes
+_SUMMANDS = 4
+
+
+def gaussian(shape: tuple[int, ...], std: float, source: Source) -> Tensor:
+    """fp64 draws from N(0, std^2), on the CPU; zeros for std = 0. Raises ValueError for one that is negative or not finite."""
+    if not 0 <= std < math.inf:
+        raise ValueError(f"std: expected a finite number of at least 0, found {std}")
+    if std == 0:
+        return torch.zeros(shape, dtype=torch.float64)
+    count = math.prod(shape)
+    drawn = _normal(_SUMMANDS * count, source).reshape(_SUMMANDS, count).sum(0) / math.sqrt(_SUMMANDS)
+    return torch.from_numpy(drawn * std).reshape(shape)
+
+
+def added(value: Tensor, std: float, source: Source) -> Tensor:
+    """The value with noise on it, summed in fp64, in the value's dtype and on its device."""
+    return (value.detach().cpu().double() + gaussian(tuple(value.shape), std, source)).to(value.device, value.dtype)
+
+
+def _normal(count: int, source: Source) -> NDArray[np.float64]:
+    """Box and Muller: two uniform numbers of 53 bits make two normal ones."""
+    pairs = (count + 1) // 2
+    words = np.frombuffer(source(16 * pairs), dtype="<u8") >> np.uint64(11)
+    radius = np.sqrt(-2 * np.log((words[:pairs] + 1.0) * 2.0**-53))  # in (0, 1]: no logarithm of 0
+    angle = words[pairs:] * (2 * math.pi * 2.0**-53)
+    return np.concatenate((radius * np.cos(angle), radius * np.sin(angle)))[:count]

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from scipy import stats
+
+from fedveil.config import parse
+from fedveil.errors import ConfigError, TaskError
+from fedveil.method import Batch
+from fedveil.rng import Stream
+from fedveil.tasks import per_sample
+from tests.prompt_toy import PromptTask, examples, local_of
+
+WEIGHTS = {"prompt": torch.randn(6, 5, generator=torch.Generator().manual_seed(9))}
+
+
+def test_each_rows_gradient_is_that_of_the_row_alone():
+    local, task = local_of(7, scale=0.7), PromptTask()
+    found = local.per_sample_gradients(WEIGHTS, Batch((4, 0, 6)))
+    assert found.gradients["prompt"].shape == (3, 6, 5)
+    for place, row in enumerate((4, 0, 6)):
+        prompt = WEIGHTS["prompt"].clone().requires_grad_()
+        x, y = (t[0] for t in task.samples(task.prepare(examples(7, scale=0.7))[row : row + 1]))
+        loss = task.sample_loss({"prompt": prompt}, x, y)
+        (g,) = torch.autograd.grad(loss, prompt)
+        assert torch.allclose(found.gradients["prompt"][place], g, atol=1e-6)
+        assert found.losses[place] == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+def test_weights_stay_and_nothing_tracks_gradients():
+    before = WEIGHTS["prompt"].clone()
+    found = local_of().per_sample_gradients(WEIGHTS, Batch((1, 2)))
+    assert torch.equal(before, WEIGHTS["prompt"])
+    assert not found.gradients["prompt"].requires_grad
+    assert not found.losses.requires_grad
+
+
+def test_an_empty_batch_has_no_rows():
+    found = local_of().per_sample_gradients(WEIGHTS, Batch(()))
+    assert found.gradients["prompt"].shape == (0, 6, 5)
+    assert found.losses.shape == (0,)
+
+
+def test_a_task_without_a_loss_of_one_row_and_other_weights_are_refused():
+    with pytest.raises(TaskError, match="loss of every single row"):
+        per_sample.gradients(object(), PromptTask().spec, [1], WEIGHTS)
+    with pytest.raises(TaskError, match="weights"):
+        local_of().per_sample_gradients({"prompt": torch.zeros(5, 6)}, Batch((0,)))
+
+
+def test_poisson_takes_every_row_with_the_same_probability():
+    batches = per_sample.draw("poisson", 20, 5, 4000, Stream(bytes(32)))
+    sizes, taken = [len(b.rows) for b in batches], Counter(i for b in batches for i in b.rows)
+    assert stats.kstest(sizes, stats.binom(20, 0.25).cdf, method="asymp").statistic < 0.3  # discrete: a coarse look
+    assert abs(sum(sizes) / 4000 - 5) < 4 * (20 * 0.25 * 0.75 / 4000) ** 0.5
+    assert abs(stats.tvar(sizes) - 20 * 0.25 * 0.75) < 0.4
+    assert all(abs(taken[i] / 4000 - 0.25) < 0.03 for i in range(20))
+
+
+def test_disjoint_batches_share_no_row_within_an_epoch():
+    batches = per_sample.draw("disjoint", 23, 5, 9, Stream(bytes(32)))
+    assert [len(b.rows) for b in batches] == [5] * 9
+    for epoch in (batches[:4], batches[4:8]):
+        assert len({i for b in epoch for i in b.rows}) == 20
+    assert batches[:4] != batches[4:8]
+    assert per_sample.draw("disjoint", 23, 5, 2, Stream(bytes(32)), skip=5) == batches[5:7]
+
+
+def test_fixed_batches_are_distinct_rows_drawn_anew():
+    batches = per_sample.draw("fixed", 9, 4, 300, Stream(bytes(32)))
+    assert all(len(set(b.rows)) == 4 for b in batches)
+    counts = Counter(i for b in batches for i in b.rows)
+    assert all(abs(counts[i] / 300 - 4 / 9) < 0.12 for i in range(9))
+    assert per_sample.draw("fixed", 9, 4, 2, Stream(bytes(32)), skip=3) == batches[3:5]
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "disjoint", "fixed"])
+def test_the_same_stream_draws_the_same_and_a_batch_above_the_site_is_refused(sampling):
+    first, second, other = (per_sample.draw(sampling, 30, 4, 3, Stream(bytes([k]) * 32)) for k in (1, 1, 2))
+    assert first == second != other
+    with pytest.raises(ConfigError, match="batch-size"):
+        per_sample.draw(sampling, 3, 4, 1, Stream(bytes(32)))
+
+
+def test_steps_are_whole_batches_up_to_the_configured_number():
+    assert local_of(11, epochs=3).steps == 6
+    assert local_of(11, epochs=3, max_steps=4).steps == 4
+    with pytest.raises(ConfigError, match="batch-size"):
+        _ = local_of(3).steps
+    assert PromptTask(parse({"train.batch-size": 3})).local([1, 2, 3], Stream(bytes(32))).batch_size == 3

@@ -1,0 +1,63 @@
+"""A linear read-out of a prompt on random features: real per-row gradients, small enough to see through."""
+
+from __future__ import annotations
+
+import torch
+
+from fedveil.config import parse
+from fedveil.method import TensorSpec
+from fedveil.rng import Stream
+from fedveil.tasks.base import Task, unwatched
+from fedveil.tasks.training import LocalTraining
+
+LENGTH, WIDTH, CLASSES = 6, 5, 3
+
+
+def examples(count: int, seed: int = 1, scale: float = 1.0):
+    """Rows: features (classes, length x width) as lists, and a label."""
+    generator = torch.Generator().manual_seed(seed)
+    features = scale * torch.randn(count, CLASSES, LENGTH * WIDTH, generator=generator)
+    return [{"x": x.tolist(), "y": i % CLASSES, "fedveil row": f"row {i}"} for i, x in enumerate(features)]
+
+
+class PromptTask(Task):
+    """logits = x P; what a task offers to local training, and a loss of a single row."""
+
+    def __init__(self, config=None, rows=()) -> None:
+        self.config = config or parse({"train.batch-size": 4})
+        self.rows = list(rows)
+        self.trained = {"prompt": torch.nn.Parameter(torch.zeros(LENGTH, WIDTH))}
+
+    @property
+    def spec(self):
+        return {"prompt": TensorSpec((LENGTH, WIDTH))}
+
+    def initial(self, rng):
+        return {"prompt": 0.02 * torch.randn(LENGTH, WIDTH, generator=rng.torch_generator())}
+
+    def examples(self, data, split, share=None):
+        return self.rows
+
+    def prepare(self, examples):
+        return [(torch.tensor(e["x"]), e["y"]) for e in examples]
+
+    def local(self, rows, rng: Stream, watch=unwatched):
+        return LocalTraining(self, rows, rng, watch)
+
+    def samples(self, rows):
+        return torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows])
+
+    def sample_loss(self, weights, x, y):
+        return torch.nn.functional.cross_entropy((x @ weights["prompt"].flatten())[None], y[None])
+
+    def evaluate(self, weights, examples, generate):
+        raise NotImplementedError
+
+    def predict(self, weights, rows, generate=False):
+        raise NotImplementedError
+
+
+def local_of(count: int = 12, seed: int = 1, scale: float = 1.0, **config):
+    """A client with `count` rows; config as batch_size = 4, epochs = 1."""
+    task = PromptTask(parse({f"train.{k.replace('_', '-')}": v for k, v in {"batch_size": 4, **config}.items()}))
+    return task.local(task.prepare(examples(count, seed, scale)), Stream(bytes(32)))

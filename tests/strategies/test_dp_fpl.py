@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from dp_accounting import NonPrivateDpEvent
+
+import strategies
+from fedveil import low_rank, rng
+from fedveil.adapters import Prompt
+from fedveil.config import parse
+from fedveil.errors import BudgetError, ConfigError, WireError
+from fedveil.exchange import Exchange
+from fedveil.inprocess import Federation
+from fedveil.method import Payload, RoundContext, State, TensorSpec, Upload
+from fedveil.privacy import accounting, noise
+from fedveil.privacy.accounted import Accounted
+from fedveil.privacy.ledger import Ledger
+from fedveil.privacy.plan import Neighbours, Plan
+from fedveil.wire.tap import Tap
+from strategies.dp_fpl import DpFpl
+from tests.prompt_toy import LENGTH, WIDTH, local_of
+
+SPEC = {"prompt": TensorSpec((LENGTH, WIDTH))}
+CTX = RoundContext(0, "x", True, bytes(32))
+ADD, REPLACE = Neighbours.ADD_OR_REMOVE_ONE, Neighbours.REPLACE_ONE
+QUIET = {"noise_local": 0.0, "noise_global": 0.0, "clip_local": 1e9, "clip_global": 1e9}
+
+
+def make(**fields) -> DpFpl:
+    return DpFpl(**{"rank": 3, "adapter": Prompt(LENGTH), "learning_rate": 0.5, "learning_rate_local": 0.25, **fields})
+
+
+def prompt(seed: int) -> torch.Tensor:
+    return torch.randn(LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def turn(method, local, private=None, ctx=CTX, p_global=None):
+    down = Payload({"prompt": prompt(1) if p_global is None else p_global})
+    return method.client(private, down, local, ctx)
+
+
+# --- factors and Eq. 4
+
+
+@pytest.mark.parametrize("rank", [1, 3, 5])
+@pytest.mark.parametrize(
+    "p", [prompt(3), torch.zeros(LENGTH, WIDTH), prompt(3)[:, :1] @ prompt(4)[:1]], ids=["full", "zero", "rank 1"]
+)
+def test_factors_are_orthonormal_and_what_is_forwarded_is_p(p, rank):
+    u, v = low_rank.factorise(p, prompt(5)[:WIDTH].T[:, :rank] if rank < 6 else prompt(5).T)
+    assert torch.allclose(u.T @ u, torch.eye(rank), atol=1e-5)
+    assert torch.allclose(v @ v.T, torch.eye(rank), atol=1e-5)
+    assert torch.allclose(low_rank.composed(p, u, v, True), p, atol=1e-6)
+    assert torch.equal(low_rank.composed(p, u, v, False), u @ v)
+    assert torch.allclose(low_rank.composed(p, u, v, "rank-k"), u @ u.T @ p)
+
+
+def test_gram_and_schmidt_by_hand():
+    """Two columns of a 3 x 2 product, one after the other, with their signs."""
+    p, start = torch.tensor([[-3.0, 0.0], [-4.0, 1.0], [0.0, 2.0]]), torch.eye(2)
+    u, _ = low_rank.factorise(p, start)
+    first = p[:, 0] / 5
+    second = p[:, 1] - (first @ p[:, 1]) * first
+    assert torch.allclose(u, torch.stack((first, second / second.norm()), 1), atol=1e-6)
+
+
+def test_equation_4_is_exact_at_full_rank_and_a_projection_below():
+    g, p = prompt(7).double(), prompt(8).double()[:, :WIDTH]
+    wide_g, wide_p = torch.cat((g, g.flip(0)), 1), torch.cat((p, -p.flip(1)), 1)  # 6 x 10
+    start = torch.randn(10, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    u, v = low_rank.factorise(wide_p, start)
+    full = low_rank.full_gradient(u, v, wide_g @ v.T, u.T @ wide_g)
+    assert torch.allclose(full, wide_g, atol=1e-12)
+    plus = wide_g @ v.T @ v + u @ u.T @ wide_g + u @ u.T @ wide_g @ v.T @ v
+    assert (plus - wide_g).norm() / wide_g.norm() > 0.3, "the sign matters"
+    u, v = low_rank.factorise(wide_p, start[:, :2])
+    once = low_rank.full_gradient(u, v, wide_g @ v.T, u.T @ wide_g)
+    assert torch.allclose(low_rank.full_gradient(u, v, once @ v.T, u.T @ once), once, atol=1e-12)
+    assert not torch.allclose(once, wide_g)
+
+
+def test_equation_4_is_what_autograd_gives_through_the_factors():
+    """The chain rule: dL/du = g v^T and dL/dv = u^T g, with r held constant."""
+    p, g = prompt(3), prompt(4)
+    u, v = (t.requires_grad_() for t in low_rank.factorise(p, prompt(5)[:WIDTH, :3]))
+    r = (p - u @ v).detach()
+    ((u @ v + r) * g).sum().backward()
+    assert torch.allclose(u.grad, g @ v.T, atol=1e-6)
+    assert torch.allclose(v.grad, u.T @ g, atol=1e-6)
+
+
+# --- one step
+
+
+def test_a_step_without_noise_is_gradient_descent_at_full_rank():
+    """fixed, all rows, k = b: p_G and p_L both move along the mean gradient."""
+    method, local = make(rank=5, adapter=Prompt(LENGTH), sampling="fixed", **QUIET), local_of(8, batch_size=8)
+    own = prompt(2)
+    private, up = turn(method, local, State({"prompt": own}))
+    g = local.per_sample_gradients({"prompt": prompt(1) + own}, local.batches("fixed", 1, rng.Stream(bytes(32)))[0])
+    mean = g.gradients["prompt"].mean(0)
+    assert torch.allclose(up.fields["prompt"], mean, atol=1e-6)
+    # rank 5 = width: row(v) is everything, so the projection is whole here too
+    assert torch.allclose(private.tensors["prompt"], own - 0.25 * mean, atol=1e-6)
+    after = method.aggregate(State({"prompt": prompt(1)}), iter([Upload(up, 8, CTX)]))
+    assert torch.allclose(after.tensors["prompt"], prompt(1) - 0.5 * mean, atol=1e-6)
+
+
+def test_epoch_form_sends_the_change_of_the_local_copy():
+    method, local = make(exchange="epoch", sampling="disjoint", **QUIET), local_of(12, epochs=2)
+    own = State({"prompt": prompt(2)})
+    private, up = turn(method, local, own, replace(CTX, seeded=True))
+    p_global, p_local = prompt(1), prompt(2)
+    stream = replace(CTX, seeded=True).noise("rows")(32)
+    for step, batch in enumerate(local.batches("disjoint", 6, rng.Stream(stream))):
+        start = torch.randn(WIDTH, 3, generator=CTX.rng(f"factors {step}").torch_generator())
+        u, v = low_rank.factorise(p_local, start)
+        g = local.per_sample_gradients({"prompt": p_global + p_local}, batch).gradients["prompt"].sum(0) / 4
+        p_local = p_local - 0.25 * low_rank.full_gradient(u, v, g @ v.T, u.T @ g)
+        p_global = p_global - 0.5 * g
+    assert step == 5
+    assert torch.allclose(up.fields["prompt"], p_global - prompt(1), atol=1e-5)
+    assert torch.allclose(private.tensors["prompt"], p_local, atol=1e-5)
+    after = method.aggregate(State({"prompt": prompt(1)}), iter([Upload(up, 12, CTX)]))
+    assert torch.allclose(after.tensors["prompt"], p_global, atol=1e-5)
+
+
+@pytest.mark.parametrize("exchange", ["batch", "epoch"])
+def test_noise_has_the_stated_size_where_it_is_stated(exchange, monkeypatch):
+    """On the sums, before the division by the fixed B, at every step."""
+    asked = []
+    monkeypatch.setattr(noise, "gaussian", lambda shape, std, source: asked.append((shape, std)) or torch.zeros(shape))
+    method = make(exchange=exchange, noise_local=1.5, noise_global=0.7, clip_local=2.0, clip_global=3.0)
+    turn(method, local_of(12), None)
+    steps = 1 if exchange == "batch" else 3
+    assert asked == [((LENGTH, 3), 3.0), ((3, WIDTH), 3.0), ((LENGTH, WIDTH), pytest.approx(2.1))] * steps
+
+
+@pytest.mark.parametrize("mode, broken", [("strict", False), ("paper", False), ("code", True)])
+def test_one_row_of_norm_a_million_moves_the_upload_by_two_bounds_over_b_unless_clipped_by_batch(mode, broken):
+    fields = {} if mode == "strict" else {"epsilon": 1.0}
+    method = make(mode=mode, sampling="fixed", clip_global=0.1, noise_global=0.0, **fields)
+    local = local_of(8, batch_size=8, scale=0.3)
+    other = local_of(8, batch_size=8, scale=0.3)
+    other._rows[5] = (-1e6 * other._rows[5][0], other._rows[5][1])
+    own = State({"prompt": prompt(2)})
+    sent = [turn(method, found, own)[1].fields["prompt"] for found in (local, other)]
+    moved = (sent[0] - sent[1]).norm()
+    assert (moved > 2 * 0.1 / 8 * 1.01) == broken
+    assert moved > 0.05 / 8
+
+
+def test_u_and_v_are_clipped_together_in_strict_and_apart_in_paper(monkeypatch):
+    sums = []
+    monkeypatch.setattr(noise, "added", lambda value, std, source: sums.append(value) or value)
+    local, bounds = local_of(1, batch_size=1, scale=0.1), {"clip_local": 1e-3, "clip_global": 2e-3}
+    turn(make(**bounds), local)
+    turn(make(mode="paper", sampling="disjoint", epsilon=1.0, **bounds), local)
+    u, v, whole, paper_u, paper_v = (float(s.norm()) for s in sums)
+    assert math.hypot(u, v) == pytest.approx(1e-3, rel=1e-5)
+    assert whole == pytest.approx(2e-3, rel=1e-5)
+    assert (paper_u, paper_v) == pytest.approx((1e-3, 1e-3), rel=1e-5)
+
+
+def test_code_adds_and_divides_by_ten(monkeypatch):
+    monkeypatch.setattr(noise, "added", lambda value, std, source: value)
+    method = make(mode="code", epsilon=1.0, sampling="fixed", clip_local=1e9, clip_global=1e9)
+    local, own = local_of(8, batch_size=8), prompt(2)
+    private, up = turn(method, local, State({"prompt": own}))
+    g = up.fields["prompt"]
+    start = torch.randn(WIDTH, 3, generator=CTX.rng("factors 0").torch_generator())
+    u, v = low_rank.factorise(own, start)
+    assert torch.allclose(private.tensors["prompt"], own - 0.025 * (g @ v.T @ v + u @ u.T @ g), atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["paper", "code"])
+def test_the_servers_noise_has_the_nominal_size(mode, monkeypatch):
+    """std / N with std = sqrt(T ln(1 / delta)) C / (epsilon B): 106 C / 10 for epsilon 0.1, B = 32, T = 100."""
+    asked = []
+    monkeypatch.setattr(noise, "added", lambda value, std, source: asked.append(std) or value)
+    method = make(mode=mode, epsilon=0.1, rounds=100)
+    payload = Payload({"prompt": prompt(1), "rows_a_step": torch.tensor(32.0)})
+    method.aggregate(State({"prompt": prompt(2)}), iter([Upload(payload, 5, CTX)] * 3))
+    assert asked == [pytest.approx(106.03 / 3, rel=1e-3)]
+    with pytest.raises(WireError, match="rows_a_step"):
+        method.check(Payload({"prompt": prompt(1), "rows_a_step": torch.tensor(float("nan"))}), SPEC)
+
+
+def test_an_empty_poisson_batch_is_a_step_of_noise_alone(monkeypatch):
+    local = local_of(12)
+    monkeypatch.setattr(type(local), "batches", lambda *a: [type("B", (), {"rows": ()})()])
+    private, up = turn(make(noise_local=0.0, noise_global=0.0), local, State({"prompt": prompt(2)}))
+    assert not up.fields["prompt"].any()
+    assert torch.equal(private.tensors["prompt"], prompt(2))
+    _, noisy = turn(make(), local, State({"prompt": prompt(2)}))
+    assert 10 / 4 * 0.5 < noisy.fields["prompt"].std() < 10 / 4 * 1.6
+
+
+# --- what is private
+
+
+def federation(method, locals_, rounds=3, deterministic=True, tap=None) -> Federation:
+    config = parse({"run.deterministic": deterministic, "run.rounds": rounds})
+    state = method.init(SPEC, {"prompt": prompt(1)}, rng.initial(0, "method init"))
+    exchange = Exchange(method, "dp_fpl", SPEC)
+    return Federation(exchange, config, lambda site, ctx: locals_[site], list(locals_), state, tap=tap)
+
+
+@pytest.mark.parametrize("exchange", ["batch", "epoch"])
+def test_the_private_prompt_is_on_no_message_and_no_loss_is_reported(tmp_path, exchange):
+    run = federation(make(exchange=exchange), {s: local_of(12, i) for i, s in enumerate("ab")}, tap=Tap(tmp_path))
+    kept = []
+    run.run(lambda f, r: kept.extend(f.private.values()))
+    messages = b"".join(bytes(run.tap.read(m)) for m in Tap(tmp_path).messages())
+    assert len(kept) == 6
+    assert not any(s.tensors["prompt"].numpy().tobytes()[:12] in messages for s in kept)
+    assert all(set(report) == {"steps"} for report in run.reports.values())
+
+
+def test_a_sites_update_does_not_depend_on_another_sites_data():
+    ups = []
+    for other in (local_of(12, 7), local_of(15, 8, scale=1e3)):
+        run = federation(make(), {"a": local_of(12, 1), "b": other}, rounds=1)
+        run.round(0)
+        ups.append((run.private["a"].tensors["prompt"], run.private["b"].tensors["prompt"]))
+    assert torch.equal(ups[0][0], ups[1][0])
+    assert not torch.equal(ups[0][1], ups[1][1])
+
+
+def test_a_real_run_takes_noise_and_rows_from_the_operating_system(monkeypatch):
+    asked = []
+    real = os.urandom
+    monkeypatch.setattr(os, "urandom", lambda n: asked.append(n) or real(n))
+    local, own = local_of(12), State({"prompt": prompt(2)})
+    first, second = (turn(make(), local, own)[1].fields["prompt"] for _ in range(2))
+    assert not torch.equal(first, second), "a repeated turn"
+    assert len(asked) == 2 * 4
+    asked.clear()
+    seeded = [turn(make(), local, own, replace(CTX, seeded=True))[1].fields["prompt"] for _ in range(2)]
+    assert torch.equal(*seeded)
+    assert not asked
+
+
+def test_rounds_walk_through_one_epoch():
+    method, local = make(sampling="disjoint"), local_of(13)
+    drawn = [method._batches(local, replace(CTX, round=r))[0].rows for r in range(6)]
+    assert len({i for rows in drawn[:3] for i in rows}) == 12
+    assert len({i for rows in drawn[3:] for i in rows}) == 12
+    assert drawn[:3] != drawn[3:]
+    assert method._batches(local, replace(CTX, round=1))[0].rows == drawn[1]
+
+
+def test_deployed_prompts():
+    server, own = State({"prompt": prompt(1)}), State({"prompt": prompt(2)})
+    assert torch.allclose(make().deployed(server, own)["client"]["prompt"], prompt(1) + prompt(2), atol=1e-6)
+    arbitrary = make(residual=False)
+    first, second = (arbitrary.deployed(server, own)["client"]["prompt"] for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.linalg.matrix_norm(first - prompt(1)) == pytest.approx(math.sqrt(3), rel=1e-5)
+    k = make(residual="rank-k").deployed(server, own)["client"]["prompt"] - prompt(1)
+    assert torch.linalg.matrix_rank(k, rtol=1e-4) == 3
+
+
+@pytest.mark.parametrize("residual", [True, False, "rank-k"])
+def test_the_gradient_is_taken_at_what_residual_forwards(residual, monkeypatch):
+    local, seen = local_of(4), []
+    real = type(local).per_sample_gradients
+    monkeypatch.setattr(type(local), "per_sample_gradients", lambda s, w, b: seen.append(w["prompt"]) or real(s, w, b))
+    turn(make(residual=residual), local, State({"prompt": prompt(2)}))
+    start = torch.randn(WIDTH, 3, generator=CTX.rng("factors 0").torch_generator())
+    u, v = low_rank.factorise(prompt(2), start)
+    expected = {True: prompt(2), False: u @ v, "rank-k": u @ u.T @ prompt(2)}[residual]
+    assert torch.allclose(seen[0], prompt(1) + expected, atol=1e-5)
+
+
+# --- what it costs
+
+
+@pytest.mark.parametrize(
+    "nominal, row",
+    [
+        (0.01, ["0.0069", "0.0102", "0.022", "0.028", "0.99"]),
+        (0.1, ["0.090", "0.131", "0.279", "0.348", "14.3"]),
+        (0.4, ["0.408", "0.595", "1.27", "1.59", "102"]),
+        (1.0, ["1.11", "1.63", "3.55", "4.48", "470"]),
+    ],
+)
+def test_the_honest_epsilons_of_the_nominal_noise(nominal, row):
+    """One release; u and v; the same under replace-one; with p_G (mode paper); and clipped by batch (mode code, u and v)."""
+    size, rounds, delta = 32, 100, 1e-5
+    paper, code = (make(mode=m, epsilon=nominal, sampling="disjoint", rounds=rounds) for m in ("paper", "code"))
+    plan = Plan(rounds, 1, size, size, REPLACE)
+
+    def of(z: float, neighbours: Neighbours) -> float:
+        return accounting.epsilon({("gaussian", 0, 0, z): rounds}, delta, neighbours)
+
+    def printed(value: float, text: str) -> str:
+        if text == "470":  # two digits of 468.6
+            return f"{round(value, -1):.0f}"
+        return f"{value:.{len(text.partition('.')[2])}f}"
+
+    z = paper._nominal
+    ((step, _),) = code.privacy_spent(plan).items()
+    found = [
+        of(z, ADD),
+        of(z / math.sqrt(2), ADD),
+        of(z / math.sqrt(2), REPLACE),
+        accounting.epsilon(paper.privacy_spent(plan), delta, REPLACE),
+        of(step[3] * math.sqrt(3 / 2), REPLACE),  # without p_G, as the table has it
+    ]
+    assert [printed(v, t) for v, t in zip(found, row, strict=True)] == row
+
+
+def test_events_compose_the_two_releases_and_nothing_is_claimed_without_noise():
+    method, plan = make(noise_local=3.0, noise_global=4.0), Plan(10, 1, 4, 12, REPLACE)
+    event = method.dp_event(plan)
+    assert event.count == 10
+    assert event.event.sampling_probability == pytest.approx(1 / 3)
+    assert event.event.event.noise_multiplier == pytest.approx(2.4)
+    assert isinstance(make(noise_global=0.0).dp_event(plan).event, NonPrivateDpEvent)
+    epoch = make(exchange="epoch", sampling="disjoint")
+    assert list(epoch.privacy_spent(Plan(10, 6, 4, 12, REPLACE)).values()) == [20]
+
+
+def accounted(method, path, count=12, **config):
+    local, ledger = local_of(count, **config), Ledger(path)
+    return Accounted(local, method, ledger, method.budget, [f"r{i}" for i in range(count)]), ledger
+
+
+def cost(method, rounds: int, steps: int = 1) -> float:
+    spent = method.privacy_spent(Plan(rounds, steps, 4, 12, REPLACE))
+    return accounting.epsilon(spent, method.delta, REPLACE)
+
+
+@pytest.mark.parametrize("exchange, sampling", [("batch", "poisson"), ("epoch", "disjoint")])
+def test_the_ledger_ends_a_run_before_its_budget_is_passed(tmp_path, exchange, sampling):
+    free = make(exchange=exchange, sampling=sampling, noise_local=20.0, noise_global=20.0)
+    steps = 1 if exchange == "batch" else 3
+    method = replace(free, epsilon=1.001 * cost(free, 3, steps))
+    for round_ in range(3):
+        local, ledger = accounted(method, tmp_path / "s.json")  # a restart every round
+        turn(method, local, ctx=replace(CTX, round=round_))
+    assert ledger.epsilon("r0", method.budget) == pytest.approx(cost(free, 3, steps))
+    local, ledger = accounted(method, tmp_path / "s.json")
+    with pytest.raises(BudgetError, match="replace-one"):
+        turn(method, local, ctx=replace(CTX, round=3))
+    assert ledger.epsilon("r0", method.budget) <= method.epsilon
+
+
+def test_disjoint_batches_charge_their_own_records_only(tmp_path):
+    method = make(sampling="disjoint")
+    local, ledger = accounted(method, tmp_path / "s.json", 13)
+    rows = method._batches(local_of(13), CTX)[0].rows
+    turn(method, local)
+    charged = [i for i in range(13) if ledger.epsilon(f"r{i}", method.budget) > 0]
+    assert charged == sorted(rows)
+
+
+def test_under_the_ledger_nothing_is_looked_at_for_free(tmp_path):
+    method = make()
+    local, _ = accounted(method, tmp_path / "s.json")
+    (batch,) = local.batches("poisson", 1, rng.Stream(bytes(32)))
+    weights = {"prompt": prompt(1)}
+    local.per_sample_gradients(weights, batch)
+    for act in (
+        lambda: local.per_sample_gradients(weights, batch),
+        lambda: local.per_sample_gradients(weights, local_of().batches("poisson", 1, rng.Stream(bytes(32)))[0]),
+        lambda: local.train(weights),
+        lambda: local.gradient(weights),
+    ):
+        with pytest.raises(BudgetError):
+            act()
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    "fields, named",
+    [
+        ({"rank": 7}, "rank"),
+        ({"rank": 0}, "rank"),
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"epsilon": -1.0}, "epsilon"),
+        ({"epsilon": math.inf}, "epsilon"),
+        ({"epsilon": 1.0, "noise_global": 0.0}, "noise_local and noise_global"),
+        ({"noise_local": -0.1}, "noise_local"),
+        ({"clip_local": 0.0}, "clip_local"),
+        ({"clip_global": math.nan}, "clip_global"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"rounds": 0}, "rounds"),
+        ({"mode": "paper"}, "mode"),
+        ({"mode": "code", "epsilon": 0.1, "exchange": "epoch"}, "mode"),
+        ({"sampling": "disjoint", "neighbours": ADD}, "sampling"),
+        ({"sampling": "fixed", "neighbours": ADD}, "sampling"),
+    ],
+)
+def test_bad_fields_are_refused(fields, named):
+    with pytest.raises(ConfigError, match=named):
+        make(**fields)
+
+
+def test_a_batch_above_the_site_is_refused():
+    for method in (make(), make(exchange="epoch"), make(sampling="disjoint"), make(sampling="fixed")):
+        with pytest.raises(ConfigError, match="batch-size: expected at most the site's 3 rows"):
+            turn(method, local_of(3))
+
+
+@pytest.mark.parametrize("fields", [{"epsilon": 3.0}, {"mode": "paper", "epsilon": 0.1}])
+def test_a_deterministic_run_that_asks_for_an_epsilon_is_refused(fields):
+    with pytest.raises(ConfigError, match="run.deterministic"):
+        federation(make(**fields), {"a": local_of()})
+    with pytest.raises(ConfigError, match="run.deterministic"):
+        turn(make(**fields), local_of(), ctx=replace(CTX, seeded=True))
+
+
+def test_another_spec_is_refused_and_fields_travel_as_json():
+    with pytest.raises(ConfigError, match="adapter"):
+        make().init({"prompt": TensorSpec((LENGTH + 1, WIDTH))}, {}, rng.initial(0, "x"))
+    for method in (make(residual="rank-k"), make(residual=False), make(neighbours=ADD), make(mode="code", epsilon=0.4)):
+        assert strategies.create_from_json("dp_fpl", json.dumps(asdict(method))) == method
+    made = strategies.create("dp_fpl", 'residual = "rank-k"\nneighbours = "add-or-remove-one"\nadapter = {length = 9}')
+    assert (made.residual, made.neighbours, made.adapter.length) == ("rank-k", ADD, 9)
+    with pytest.raises(ConfigError, match="residual"):
+        strategies.create("dp_fpl", 'residual = "rank"')
