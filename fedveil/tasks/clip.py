@@ -1,16 +1,17 @@
 """A frozen CLIP: its texts under given contexts, and its images as features.
 
 A text is [SOS][context][class name].[EOS], the context given in the space of the token embeddings. The text tower is
-causal, so [SOS] and context give the same in the text of every class. They are computed once: all texts go through
-the tower as one sequence, and a token sees the context and its own class alone.
+causal, so [SOS] and context are the same in the texts of all classes: they are computed once, and the names, in groups of
+equal length, see them.
 
-    [SOS] ctx_1 ... ctx_b | name_1 . [EOS] | name_2 . [EOS] | ...      positions restart after the bar
+    hidden(name) = layer(name; keys and values of [SOS], context and name)      each group: classes x tokens, no padding
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, final
 
 import torch
@@ -23,7 +24,6 @@ from fedveil.errors import ConfigError, TaskError
 from fedveil.tasks import models
 from fedveil.tasks.library import quiet
 
-GROUP = 128  # classes in one sequence: attention costs its square
 PLACEHOLDER = "X"
 
 
@@ -47,7 +47,6 @@ def load(config: RunConfig, adapter: Prompt, device: torch.device) -> models.Bas
             f'task.model: expected a tokenizer with a start token, found none in "{name}"; set its bos_token'
         )
     model.requires_grad_(False)
-    model.text_model.set_attn_implementation("eager")  # the others have no second level of torch.func
     model = model.to(device).eval()
     width: int = model.config.text_config.hidden_size
     trained = {n: nn.Parameter(torch.zeros(s, device=device)) for n, s in adapter.shapes(width).items()}
@@ -104,23 +103,6 @@ class Views:
         return Views(self.points.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The names of some classes as one sequence.
-
-    Attributes:
-        ids: tokens of all names, each with its stop and [EOS].
-        owner: the class of each token.
-        position: of each token in its name, from 0.
-        ends: where the [EOS] of each class is.
-    """
-
-    ids: Int[Tensor, " tokens"]
-    owner: Int[Tensor, " tokens"]
-    position: Int[Tensor, " tokens"]
-    ends: Int[Tensor, " classes"]
-
-
 @final
 class Texts:
     """The texts of a fixed list of classes, under any context.
@@ -144,51 +126,66 @@ class Texts:
                     f"task.class-names: expected at most {base.context} tokens in [SOS], {length} vectors, name and [EOS], "
                     f'found {1 + length + len(ids)} with "{name}"; shorten the name, or lower adapter.length'
                 )
-        self._groups = [self._group(tokens[i : i + GROUP]) for i in range(0, len(tokens), GROUP)]
+        by_length = sorted(range(len(names)), key=lambda i: len(tokens[i]))
+        self._groups: list[Int[Tensor, "classes tokens"]] = [
+            torch.tensor([tokens[i] for i in alike], device=self._device)
+            for _, alike in groupby(by_length, key=lambda i: len(tokens[i]))
+        ]
+        self._order = torch.tensor(by_length, device=self._device).argsort()
 
     def _tokens(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
 
-    def _group(self, tokens: list[list[int]]) -> _Group:
-        flat = [(token, i, at) for i, ids in enumerate(tokens) for at, token in enumerate(ids)]
-        ids, owner, position = (torch.tensor(column, device=self._device) for column in zip(*flat, strict=True))
-        ends = torch.tensor([len(ids) for ids in tokens], device=self._device).cumsum(0) - 1
-        return _Group(ids, owner, position, ends)
-
     @torch.no_grad()
     def written(self, text: str) -> Float[Tensor, "b d"]:
         """The context that words make: the embeddings of their tokens."""
-        found: Tensor = self._model.text_model.embeddings.token_embedding(
-            torch.tensor(self._tokens(text), device=self._device)
-        )
+        ids = torch.tensor(self._tokens(text), device=self._device)
+        found: Tensor = self._model.text_model.embeddings.token_embedding(ids)
         return found.float()
 
     def features(self, contexts: Float[Tensor, "prompts b d"]) -> Float[Tensor, "prompts classes D"]:
-        """Features of norm 1, fp32. Differentiable in the contexts."""
-        found = torch.cat([self._of(group, contexts) for group in self._groups], dim=1).float()
-        return torch.nn.functional.normalize(found, dim=-1)
-
-    def _of(self, group: _Group, contexts: Tensor) -> Tensor:
+        """Features of norm 1, fp32. Differentiable in the contexts, also by torch.func."""
         tower = self._model.text_model
-        embeddings, prompts = tower.embeddings, contexts.shape[0]
-        before = 1 + contexts.shape[1]
-        start = torch.tensor([self._tokenizer.bos_token_id], device=self._device)
-        first, names = (embeddings.token_embedding(ids).expand(prompts, -1, -1) for ids in (start, group.ids))
-        position = torch.cat([torch.arange(before, device=self._device), before + group.position])
-        whole = torch.cat([first, contexts.to(first.dtype), names], dim=1) + embeddings.position_embedding(position)
-        hidden = tower.encoder(
-            inputs_embeds=whole, attention_mask=self._mask(group, before, whole.dtype)
-        ).last_hidden_state
-        found: Tensor = self._model.text_projection(tower.final_layer_norm(hidden[:, before + group.ends]))
-        return found
+        token, position = tower.embeddings.token_embedding, tower.embeddings.position_embedding.weight
+        prompts, before = contexts.shape[0], 1 + contexts.shape[1]
+        start = token(torch.tensor([[self._tokenizer.bos_token_id]], device=self._device)).expand(prompts, -1, -1)
+        first = torch.cat([start, contexts.to(start.dtype)], dim=1) + position[:before]
+        names = [token(ids) + position[before : before + ids.shape[1]] for ids in self._groups]
+        names = [name.expand(prompts, -1, -1, -1) for name in names]
+        for layer in tower.encoder.layers:
+            first, names = _through(layer, first, names)
+        ends = torch.cat([name[:, :, -1] for name in names], dim=1)[:, self._order]
+        found: Tensor = self._model.text_projection(tower.final_layer_norm(ends))
+        return torch.nn.functional.normalize(found.float(), dim=-1)
 
-    def _mask(self, group: _Group, before: int, dtype: torch.dtype) -> Float[Tensor, "1 1 tokens tokens"]:
-        """What is added to attention scores: 0 where a token sees another."""
-        owner = torch.cat([torch.full((before,), -1, device=self._device), group.owner])
-        sees = ((owner[None] == owner[:, None]) | (owner[None] == -1)).tril()
-        zeros = torch.zeros(sees.shape, dtype=dtype, device=self._device)
-        return zeros.masked_fill(~sees, torch.finfo(dtype).min)[None, None]
+
+def _through(
+    layer: Any, first: Float[Tensor, "prompts m d"], names: list[Tensor]
+) -> tuple[Float[Tensor, "prompts m d"], list[Tensor]]:
+    """One layer of the text tower: [SOS] and context, which see themselves, and groups (prompts, classes, n, d) of names."""
+    attention = layer.self_attn
+
+    def seen(hidden: Tensor, context: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        normed = layer.layer_norm1(hidden)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        q, k, v = (p(normed).unflatten(-1, (attention.num_heads, -1)).transpose(-3, -2) for p in projections)
+        scores = q @ k.mT
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+        if context is not None:  # einsum, as a product that broadcasts would copy the context for every class
+            scores = torch.cat([torch.einsum("pchne,phme->pchnm", q, context[0]), scores], dim=-1)
+        weights = (scores * attention.scale).float().softmax(-1).to(v.dtype)
+        if context is None:
+            mixed = weights @ v
+        else:
+            m = context[1].shape[-2]
+            mixed = torch.einsum("pchnm,phme->pchne", weights[..., :m], context[1]) + weights[..., m:] @ v
+        hidden = hidden + attention.out_proj(mixed.transpose(-3, -2).flatten(-2))
+        return hidden + layer.mlp(layer.layer_norm2(hidden)), k, v
+
+    new, k, v = seen(first, None)
+    return new, [seen(group, (k, v))[0] for group in names]
 
 
 @torch.no_grad()

@@ -3,13 +3,14 @@
     python -m fedveil.tasks.tiny_clip_prompt --caltech101 <folder> --cifar10 <folder> --out fedveil/assets/tiny-clip-prompt
 
 An image tower (4 layers, 96 wide, 16 patches of an image of 48 x 48) and a causal text tower (4 layers, 96 wide, 77
-positions, a byte-level BPE of 512 tokens) into a common space of 64; 1 M parameters, kept as fp16. The image tower starts
+positions, a byte-level BPE of 1024 tokens) into a common space of 64; 1 M parameters, kept as fp16. The image tower starts
 from that of the task vision-language. Both are trained contrastively on CIFAR-10 and on the part of Caltech-101 that
 `tiny_vision_language.is_public` names; federated data has no picture of that part.
 
     L = 1/2 sum_i -ln p(text of i's class | image i) / rows + 1/2 sum_c -ln p(images of class c | text c) / classes
 
-over the pictures and the distinct class names of a batch; -ln p of several pictures is the mean of theirs.
+over the pictures and the distinct class names of a batch; -ln p of several pictures is the mean of theirs, and labels are
+smoothed by 0.1, so that the model is less sure of what it saw often.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Any
 from fedveil.tasks.tiny_vision_language import PATCH, PIXELS, augmented, pictures
 
 START, END = "<|startoftext|>", "<|endoftext|>"
-WIDTH, LAYERS, HEADS, SPACE, VOCABULARY, CONTEXT = 96, 4, 4, 64, 512, 77
-BATCH, PEAK_RATE, WARM_UP_PART, LEAST_TEMPERATURE = 48, 1.5e-3, 0.05, 0.01
+WIDTH, LAYERS, HEADS, SPACE, VOCABULARY, CONTEXT = 96, 4, 4, 64, 1024, 77
+BATCH, PEAK_RATE, SEEING_RATE, WARM_UP_PART, LEAST_TEMPERATURE = 48, 1e-3, 4e-4, 0.05, 0.01
+SMOOTHING = 0.1
 TEMPLATES = (
     "a photo of a {}.", "{}.", "a picture of the {}.", "a small {}.", "an image of one {} in the middle.", "this is a {}.",
     "a photo of my {}.", "a drawing of a {}.", "a good photo of the {}.", "a low resolution photo of a {}.",
@@ -47,18 +49,22 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
         model = _model(processor.tokenizer, seed)
     mean = torch.tensor(processor.image_processor.image_mean).view(3, 1, 1)
     std = torch.tensor(processor.image_processor.image_std).view(3, 1, 1)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, PEAK_RATE, total_steps=steps, pct_start=WARM_UP_PART)
+    seeing = list(model.vision_model.parameters())
+    other_parameters = [p for n, p in model.named_parameters() if not n.startswith("vision_model.")]
+    optimiser = torch.optim.AdamW([{"params": other_parameters}, {"params": seeing}], weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimiser, [PEAK_RATE, SEEING_RATE], total_steps=steps, pct_start=WARM_UP_PART
+    )
     losses = []
     for step in range(steps):
         chosen = [rng.choice(own if rng.random() < 0.6 else other) for _ in range(BATCH)]
         there = sorted({picture.name for picture in chosen})
         text = processor.tokenizer([rng.choice(TEMPLATES).format(n) for n in there], padding=True, return_tensors="pt")
-        pixels = (torch.stack([augmented(picture.pixels, rng) for picture in chosen]) / 255 - mean) / std
+        pixels = (torch.stack([_varied(picture.pixels, rng) for picture in chosen]) - mean) / std
         logits = model(input_ids=text["input_ids"], pixel_values=pixels).logits_per_image
         labels = torch.tensor([there.index(picture.name) for picture in chosen])
         of_class = torch.nn.functional.one_hot(labels, len(there)).T.float()
-        loss = torch.nn.functional.cross_entropy(logits, labels) / 2
+        loss = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=SMOOTHING) / 2
         loss = loss + torch.nn.functional.cross_entropy(logits.T, of_class / of_class.sum(1, keepdim=True)) / 2
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -76,6 +82,18 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
         processor.save_pretrained(out)
     last = losses[-50:]
     return sum(last) / len(last)
+
+
+def _varied(pixels: Any, rng: random.Random) -> Any:
+    """A mirrored or plain window of 60 to 100 % of the picture's side, brighter or darker, in values from 0 to 1."""
+    import torch
+
+    whole = augmented(pixels, rng) / 255
+    side = rng.randint(round(0.6 * PIXELS), PIXELS)
+    top, left = rng.randint(0, PIXELS - side), rng.randint(0, PIXELS - side)
+    window = whole[None, :, top : top + side, left : left + side]
+    resized = torch.nn.functional.interpolate(window, (PIXELS, PIXELS), mode="bilinear", align_corners=False)[0]
+    return (resized * rng.uniform(0.75, 1.25) + rng.uniform(-0.1, 0.1)).clamp(0, 1)
 
 
 def _processor(texts: Sequence[str]) -> Any:
