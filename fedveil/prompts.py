@@ -123,8 +123,8 @@ def plan(
     points, prompts = similarity.shape[-2:]
     log_k = (similarity - 1) / epsilon
     log_column = math.log(mass / prompts)
-    log_v = torch.full_like(log_k[..., :1, :], log_column)
     log_u = torch.zeros_like(log_k[..., :1])
+    log_v = log_column - torch.logsumexp(log_k, -2, keepdim=True)  # first: from a smaller v no row would seem to bind
     for _ in range(iterations):
         before = log_u
         log_u = (-math.log(points) - torch.logsumexp(log_k + log_v, -1, keepdim=True)).clamp(max=0.0)

@@ -70,7 +70,8 @@ class ClipPrompt(AdaptedTask):
 
     def __init__(self, config: RunConfig, adapter: Prompt, device: torch.device) -> None:
         super().__init__(config, adapter, device)
-        self._names: tuple[str, ...] = tuple(n for n in map(str.strip, config.task.class_names.split(",")) if n)
+        self._given = tuple(name for name in map(str.strip, config.task.class_names.split(",")) if name)
+        self._names: tuple[str, ...] = self._given
         self._points: dict[bytes, Tensor] = {}
 
     def _load(self) -> models.Base:
@@ -120,7 +121,7 @@ class ClipPrompt(AdaptedTask):
             names = getattr(table.features[task.target_column], "names", None) or sorted(
                 {value for value in table[task.target_column] if isinstance(value, str)}
             )
-        more = {images.FOLDER: folder, _NAMES: self._names or tuple(names)}
+        more = {images.FOLDER: folder, _NAMES: self._given or tuple(names)}
         return [{**example, **more} for example in rows.of_site(table, origins, split, share, self.config)]
 
     def prepare(self, examples: Examples) -> list[Seen]:

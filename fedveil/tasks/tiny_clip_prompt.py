@@ -26,7 +26,7 @@ from fedveil.tasks.tiny_vision_language import PATCH, PIXELS, augmented, picture
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 WIDTH, LAYERS, HEADS, SPACE, VOCABULARY, CONTEXT = 96, 4, 4, 64, 1024, 77
-BATCH, PEAK_RATE, SEEING_RATE, WARM_UP_PART, LEAST_TEMPERATURE = 48, 1e-3, 4e-4, 0.05, 0.01
+BATCH, PEAK_RATE, WARM_UP_PART, LEAST_TEMPERATURE = 48, 1.5e-3, 0.05, 0.01
 SMOOTHING = 0.1
 TEMPLATES = (
     "a photo of a {}.", "{}.", "a picture of the {}.", "a small {}.", "an image of one {} in the middle.", "this is a {}.",
@@ -49,18 +49,14 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
         model = _model(processor.tokenizer, seed)
     mean = torch.tensor(processor.image_processor.image_mean).view(3, 1, 1)
     std = torch.tensor(processor.image_processor.image_std).view(3, 1, 1)
-    seeing = list(model.vision_model.parameters())
-    other_parameters = [p for n, p in model.named_parameters() if not n.startswith("vision_model.")]
-    optimiser = torch.optim.AdamW([{"params": other_parameters}, {"params": seeing}], weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, [PEAK_RATE, SEEING_RATE], total_steps=steps, pct_start=WARM_UP_PART
-    )
+    optimiser = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, PEAK_RATE, total_steps=steps, pct_start=WARM_UP_PART)
     losses = []
     for step in range(steps):
         chosen = [rng.choice(own if rng.random() < 0.6 else other) for _ in range(BATCH)]
         there = sorted({picture.name for picture in chosen})
         text = processor.tokenizer([rng.choice(TEMPLATES).format(n) for n in there], padding=True, return_tensors="pt")
-        pixels = (torch.stack([_varied(picture.pixels, rng) for picture in chosen]) - mean) / std
+        pixels = (torch.stack([augmented(picture.pixels, rng) for picture in chosen]) / 255 - mean) / std
         logits = model(input_ids=text["input_ids"], pixel_values=pixels).logits_per_image
         labels = torch.tensor([there.index(picture.name) for picture in chosen])
         of_class = torch.nn.functional.one_hot(labels, len(there)).T.float()
@@ -82,18 +78,6 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
         processor.save_pretrained(out)
     last = losses[-50:]
     return sum(last) / len(last)
-
-
-def _varied(pixels: Any, rng: random.Random) -> Any:
-    """A mirrored or plain window of 60 to 100 % of the picture's side, brighter or darker, in values from 0 to 1."""
-    import torch
-
-    whole = augmented(pixels, rng) / 255
-    side = rng.randint(round(0.6 * PIXELS), PIXELS)
-    top, left = rng.randint(0, PIXELS - side), rng.randint(0, PIXELS - side)
-    window = whole[None, :, top : top + side, left : left + side]
-    resized = torch.nn.functional.interpolate(window, (PIXELS, PIXELS), mode="bilinear", align_corners=False)[0]
-    return (resized * rng.uniform(0.75, 1.25) + rng.uniform(-0.1, 0.1)).clamp(0, 1)
 
 
 def _processor(texts: Sequence[str]) -> Any:
