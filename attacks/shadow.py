@@ -185,20 +185,14 @@ def attack(found: Records, at: Target, settings: Settings, rng: np.random.Genera
 
     def fitted(chosen: NDArray[np.bool_], tagged: bool, number: int) -> nets.Net:
         """A net on the records of the chosen rows."""
-        parts = []
-        for side in (~held, held):
+
+        def of(side: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
             vectors = found.vectors[side][:, chosen].reshape(-1, classes)
             labels = np.tile(found.labels[chosen], int(side.sum()))
-            parts.append(
-                (_inputs(vectors, labels if tagged else None), _tensor(found.members[side][:, chosen].ravel()))
-            )
-        return nets.fit(
-            *parts,
-            settings.learning_rate,
-            settings.epochs,
-            settings.patience,
-            torch.Generator().manual_seed(seed + number),
-        )
+            return _inputs(vectors, labels if tagged else None), _tensor(found.members[side][:, chosen].ravel())
+
+        generator = torch.Generator().manual_seed(seed + number)
+        return nets.fit(of(~held), of(held), settings.learning_rate, settings.epochs, settings.patience, generator)
 
     whole = fitted(np.ones(len(found.labels), dtype=bool), tagged=True, number=classes)
     per_class: dict[int, nets.Net] = {}

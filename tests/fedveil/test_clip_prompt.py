@@ -135,7 +135,7 @@ def test_images_and_logits_are_those_of_transformers(folder, data):
 
 
 def test_patches_are_projected_as_the_whole_is(folder, data):
-    task, seen = ready(folder, data, FORMS["transport"])
+    _, seen = ready(folder, data, FORMS["transport"])
     _, alone = ready(folder, data)
     assert seen[0].points.shape == (10, 12)
     assert alone[0].points.shape == (1, 12)

@@ -28,7 +28,7 @@ def test_the_shared_prompt_is_the_weighted_mean_and_the_local_one_stays(form):
     for upload in run.uploads:
         assert set(upload.payload.fields) == {"prompt"}
         twin.add({"prompt": upload.payload.fields["prompt"]}, upload.num_examples)
-    assert torch.equal(run.server.tensors["prompt"], twin.result({})["prompt"])
+    assert torch.equal(run.server.tensors["prompt"], twin.result(run.server.tensors)["prompt"])
     for site in "xyz":
         assert set(run.private[site].tensors) == {"prompt.local"}
         local = run.private[site].tensors["prompt.local"]

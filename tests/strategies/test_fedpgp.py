@@ -23,7 +23,7 @@ def test_the_shared_prompt_is_the_weighted_mean_and_the_factors_stay():
     for upload in run.uploads:
         assert set(upload.payload.fields) == {"prompt"}
         twin.add({"prompt": upload.payload.fields["prompt"]}, upload.num_examples)
-    assert torch.equal(run.server.tensors["prompt"], twin.result({})["prompt"])
+    assert torch.equal(run.server.tensors["prompt"], twin.result(run.server.tensors)["prompt"])
     for site in "xyz":
         assert set(run.private[site].tensors) == {"prompt.u", "prompt.v"}
         u, v = run.private[site].tensors.values()
