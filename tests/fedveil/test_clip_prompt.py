@@ -199,6 +199,18 @@ def test_a_gradient_is_the_slope_of_the_loss(folder, data):
         assert float(gradient[i, j]) == pytest.approx((up - down) / 0.1, rel=0.05, abs=5e-4)
 
 
+def test_half_precision_keeps_the_trained_tensors_whole_and_the_loss_near(folder, data):
+    exact, half = (ready(folder, data, train__precision=p) for p in ("fp32", "bf16"))
+    weights = exact[0].initial(stream())
+    losses = []
+    for task, seen in (exact, half):
+        task.put(weights)
+        losses.append(task.mean_loss(seen))
+        assert all(p.dtype == torch.float32 for p in task.trained.values())
+    assert half[0].base.model.dtype == torch.bfloat16
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_training_lowers_the_loss_and_leaves_the_model_alone(folder, data, form):
     task, seen = ready(folder, data, FORMS[form], train__epochs=8, train__learning_rate=0.02)
