@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from fedveil.tasks.base import Task
 
 _NOT_TASKS = {
-    "adapted", "adapting", "base", "batches", "causal", "hadamard", "images", "library", "models", "partition", "rows", "speed",
-    "text_metrics", "tiny", "tiny_vision_language", "training",
+    "adapted", "adapting", "base", "batches", "causal", "clip", "hadamard", "images", "library", "models", "partition", "rows", "speed",
+    "text_metrics", "tiny", "tiny_clip_prompt", "tiny_vision_language", "training",
 }  # fmt: skip
 
 

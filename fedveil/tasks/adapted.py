@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedveil import lora
+from fedveil import lora, prompts
 from fedveil.adapters import Adapter, AllWeights, Prompt
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
@@ -22,6 +22,7 @@ from fedveil.tasks.base import Rows, Task, Watch, unwatched
 from fedveil.tasks.batches import AnyBatch
 from fedveil.tasks.training import LocalTraining
 
+PROMPTED = "clip-prompt"  # the one task that trains a prompt
 _NOTHING = contextlib.nullcontext()
 
 
@@ -29,9 +30,16 @@ def check(config: RunConfig, adapter: Adapter) -> None:
     """What can be said before a model is loaded.
 
     Raises:
-        ConfigError: a quantised base under an adapter that would train it, or train.compile where it does not go.
+        ConfigError: a quantised base under an adapter that would train it, train.compile where it does not go, or a
+            prompt for a task that has none.
         TaskError: no base model at that path.
     """
+    if isinstance(adapter, Prompt) != (config.task.name == PROMPTED):
+        wanted = "a prompt" if config.task.name == PROMPTED else "LoRA pairs or all weights"
+        raise ConfigError(
+            f'adapter.kind: expected {wanted} for the task "{config.task.name}", found "{adapter.kind}"; set the adapter '
+            "in method.fields, or take a method that has such a one"
+        )
     if config.train.quantized_base != "none" and isinstance(adapter, AllWeights):
         raise ConfigError(
             f'train.quantized-base: expected "none" with an adapter of kind "{adapter.kind}", which trains the base, '
@@ -79,13 +87,15 @@ class AdaptedTask(Task):
         return {name: TensorSpec(tuple(p.shape), p.dtype) for name, p in self.base.trained.items()}
 
     def initial(self, rng: Stream) -> Weights:
-        """LoRA: A uniform within 1/sqrt(d_in), B zero; all weights: the base's own, or drawn where it has none. On the CPU."""
+        """LoRA: A uniform within 1/sqrt(d_in), B zero; a prompt: normal; all weights: the base's own, or drawn. On the CPU."""
         if isinstance(self.adapter, AllWeights):
             if self.base.draw is not None:
                 return self.base.draw(rng)
             return {name: w.clone() for name, w in self._base_weights.items()}
-        assert not isinstance(self.adapter, Prompt)  # `attach` refused it
-        return lora.draw(self.adapter, {name: spec.shape for name, spec in self.spec.items()}, rng)
+        shapes = {name: spec.shape for name, spec in self.spec.items()}
+        if isinstance(self.adapter, Prompt):
+            return prompts.draw(self.adapter, shapes, rng)
+        return lora.draw(self.adapter, shapes, rng)
 
     def local(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> LocalTraining:
         """Training on `rows`. Raises TaskError where there are none."""

@@ -19,13 +19,13 @@ def attach(model: Any, adapter: Adapter) -> dict[str, nn.Parameter]:
     """Attaches `adapter` to `model` in place; its parameters by canonical name, fp32, the only ones that train.
 
     Raises:
-        ConfigError: `adapter.targets` matches no linear layer, or the task has no place for this adapter.
+        ConfigError: `adapter.targets` matches no linear layer, or a prompt, which no layer carries.
     """
     if isinstance(adapter, AllWeights):
         return dict(model.named_parameters())  # a tied parameter comes once
     if isinstance(adapter, Prompt):
         raise ConfigError(
-            f'adapter: expected pairs or all weights for this task, found "{adapter.kind}"; use another method'
+            'adapter.kind: expected "lora", "hadamard-lora" or "all", found "prompt"; a prompt goes with a CLIP'
         )
     if isinstance(adapter, HadamardLora):
         with quiet():

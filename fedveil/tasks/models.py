@@ -105,7 +105,7 @@ def load_causal(config: RunConfig, adapter: Adapter, device: torch.device) -> Ba
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         kind = "a causal language model with its tokenizer"
-        model, tokenizer = _loaded(config, adapter, device, AutoModelForCausalLM, AutoTokenizer, kind)
+        model, tokenizer = loaded(config, adapter, device, AutoModelForCausalLM, AutoTokenizer, kind)
         trained = attach(model, adapter)
     return Base(_ready(model, config, device), tokenizer, trained, _context(model, config))
 
@@ -124,7 +124,7 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device) -> Ba
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         kind = "an image-text-to-text model with its processor"
-        model, processor = _loaded(config, adapter, device, AutoModelForImageTextToText, AutoProcessor, kind)
+        model, processor = loaded(config, adapter, device, AutoModelForImageTextToText, AutoProcessor, kind)
         if not hasattr(processor, "image_processor"):
             raise TaskError(f'task.model: expected a processor of images and text, found none in "{name}"; {NEXT}')
         if not getattr(processor, "chat_template", None):
@@ -174,7 +174,7 @@ def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -
                 model = _drawn(bare, rng.initial(config.run.seed, "base model"))
         except (TaskError, ConfigError):
             raise
-        except Exception as error:  # as in `_loaded`
+        except Exception as error:  # as in `loaded`
             raise TaskError(
                 f'task.model: expected an image classification model, found that "{name}" does not load '
                 f"({first_line(error)}); {NEXT}"
@@ -221,7 +221,7 @@ def _draw(bare: Any, stream: rng.Stream) -> Weights:
         return {name: parameter.detach() for name, parameter in _drawn(bare, stream).named_parameters()}
 
 
-def _loaded(
+def loaded(
     config: RunConfig, adapter: Adapter, device: torch.device, model_of: Any, processor_of: Any, kind: str
 ) -> tuple[Any, Any]:
     """Model and processor (or tokenizer) by transformers' own classes, all weights in place."""

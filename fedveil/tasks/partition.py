@@ -8,6 +8,8 @@ row is in exactly one part and no part is empty; a cut that cannot be made so is
 | iid | an equal share of the shuffled rows |
 | dirichlet | of each label a share drawn from Dirichlet(task.alpha) |
 | pathological | the rows of task.classes-per-site labels, split with the other sites that have the label |
+| pathological, task.classes-per-site 0 | the rows of whole labels: of C shuffled labels round(C / sites) each, the rest
+  to the last site (Tran et al. 2025, DP-FPL) |
 | natural | the rows of whole labels; the sorted labels are dealt out in turn where there are more than sites |
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import re
 import warnings
 from typing import TYPE_CHECKING
@@ -51,6 +54,8 @@ def cut(rows: Dataset, share: Share, task: TaskConfig, seed: int) -> Dataset:
     found = labels(rows, task)
     if task.partition == "natural":
         found = _dealt(found, share)
+    if _is_apart(task):
+        found = _apart(found, share, seed)
     labelled = rows.add_column(_LABEL, found)
     return _load(_partitioner(found, share, task, seed), labelled, share, task).remove_columns(_LABEL)
 
@@ -95,6 +100,24 @@ def _dealt(found: list[str], share: Share) -> list[str]:
     return [group[label] for label in found]
 
 
+def _is_apart(task: TaskConfig) -> bool:
+    return task.partition == "pathological" and task.classes_per_site == 0
+
+
+def _apart(found: list[str], share: Share, seed: int) -> list[str]:
+    """Whole labels in runs of round(C / sites) of a seeded order, halves to the even number; a group for each row."""
+    distinct = sorted(set(found))
+    random.Random(seed).shuffle(distinct)
+    run = round(len(distinct) / share.count)
+    if run == 0 or run * (share.count - 1) >= len(distinct):
+        raise TaskError(
+            f"task.partition pathological: expected {max(1, run)} labels for every site and one for the last of {share.count} at "
+            f"least, found {len(distinct)} in all; use fewer sites, or set task.classes-per-site"
+        )
+    group = {label: f"{min(position // run, share.count - 1):09d}" for position, label in enumerate(distinct)}
+    return [group[label] for label in found]
+
+
 def _partitioner(found: list[str], share: Share, task: TaskConfig, seed: int) -> Partitioner:
     from flwr_datasets.partitioner import (
         DirichletPartitioner,
@@ -103,6 +126,8 @@ def _partitioner(found: list[str], share: Share, task: TaskConfig, seed: int) ->
         PathologicalPartitioner,
     )
 
+    if _is_apart(task):
+        return NaturalIdPartitioner(_LABEL)
     match task.partition:
         case "iid":
             return IidPartitioner(share.count)

@@ -44,12 +44,15 @@ def caption(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Picture:
+class Picture:
+    """One picture of a class."""
+
     pixels: Any  # uint8, (PIXELS + MARGIN) squared, 3
     name: str
 
 
-def _pictures(folder: Path, public_only: bool) -> list[_Picture]:
+def pictures(folder: Path, public_only: bool) -> list[Picture]:
+    """The pictures of `folder`/train.parquet; `public_only` leaves out those that `is_public` does not name."""
     import numpy
     import pyarrow.parquet  # type: ignore[import-untyped]
     from datasets import Dataset
@@ -63,7 +66,7 @@ def _pictures(folder: Path, public_only: bool) -> list[_Picture]:
         if not public_only or is_public(row["source_path"]):
             image = Image.open(BytesIO(row["image"]["bytes"])).convert("RGB").resize(size, Image.Resampling.BICUBIC)
             name = str(row.get("class_name") or names[row["label"]])
-            found.append(_Picture(numpy.asarray(image), name))
+            found.append(Picture(numpy.asarray(image), name))
     return found
 
 
@@ -75,7 +78,7 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
     from fedveil.tasks.vision_language import CAPTION_PROMPT, prompt_of_choices
 
     rng = random.Random(seed)
-    own, other = _pictures(caltech101, True), _pictures(cifar10, False)
+    own, other = pictures(caltech101, True), pictures(cifar10, False)
     names = sorted({picture.name for picture in own + other})
     class_of = {name: i for i, name in enumerate(names)}
     with quiet():
@@ -110,7 +113,7 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
         ids = torch.tensor([p + a + [pad] * (width - len(p) - len(a)) for p, a in rows])
         mask = torch.tensor([[1] * (len(p) + len(a)) + [0] * (width - len(p) - len(a)) for p, a in rows])
         labels = torch.tensor([[-100] * len(p) + a + [-100] * (width - len(p) - len(a)) for p, a in rows])
-        pixels = (torch.stack([_augmented(picture.pixels, rng) for picture in chosen]) / 255 - mean) / std
+        pixels = (torch.stack([augmented(picture.pixels, rng) for picture in chosen]) / 255 - mean) / std
         out_ = model(input_ids=ids, attention_mask=mask, pixel_values=pixels, use_cache=False)
         loss = torch.nn.functional.cross_entropy(
             out_.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
@@ -141,7 +144,7 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
     return sum(last) / len(last)
 
 
-def _augmented(pixels: Any, rng: random.Random) -> Any:
+def augmented(pixels: Any, rng: random.Random) -> Any:
     """A random window of the picture, mirrored every other time."""
     import torch
 

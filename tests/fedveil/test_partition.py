@@ -74,6 +74,20 @@ def test_pathological_sites_hold_as_many_labels_as_asked():
         assert len(set(labels(cut(rows, Share(i, 4), config, 1), config))) == 2
 
 
+def test_whole_labels_go_to_one_site_each_by_the_paper_s_rule():
+    """round(C / N) labels of a shuffled order to every site, the remainder to the last one."""
+    rows = Dataset.from_list([{"id": i, "mr": f"food[F{i % 31:02d}]"} for i in range(93)])
+    config = task("pathological", classes_per_site=0)
+    held = [set(labels(cut(rows, Share(i, 10), config, 1), config)) for i in range(10)]
+    assert [len(h) for h in held] == [3] * 9 + [4]
+    assert len(set().union(*held)) == 31
+    other = [set(labels(cut(rows, Share(i, 10), config, 2), config)) for i in range(10)]
+    assert held != other
+    assert held[0] != {"F00", "F01", "F02"}
+    assert sorted(i for part in parts(rows, 10, config) for i in part) == list(range(93))
+    assert [len(set(labels(cut(rows, Share(i, 4), config, 1), config))) for i in range(4)] == [8, 8, 8, 7]
+
+
 def test_natural_labels_stay_whole_when_dealt_to_fewer_sites():
     config = task("natural")
     rows = table(84)
@@ -97,6 +111,7 @@ def test_labels_by_hand():
         (Share(0, 9), task("natural"), "at least 9 labels for 9 sites"),
         (Share(0, 2), task("pathological", classes_per_site=1), "raise task.classes-per-site to "),
         (Share(0, 2), task("pathological", classes_per_site=9), "task.partition pathological"),
+        (Share(0, 9), task("pathological", classes_per_site=0), "expected 1 labels for every site"),
         (Share(0, 30), task("dirichlet", alpha=0.001), "raise task.alpha"),
         (Share(0, 2), TaskConfig(partition="natural", label_column="nowhere"), "it has id, mr"),
         (Share(0, 2), TaskConfig(partition="natural", label_pattern="food"), "expected one group"),

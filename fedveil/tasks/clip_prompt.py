@@ -1,0 +1,261 @@
+"""Prompts for a frozen CLIP: context vectors before the names of classes learn to tell images apart.
+
+    logits = exp(scale) cos(image, [SOS][context][class name].[EOS])          the scale is the model's
+
+Adapter: `Prompt`. Model: any CLIP of transformers, a local folder or a hub id, or "tiny", which saw no picture of the data
+that presets use. The loss is the mean cross entropy over images, and for a prompt with a contrast its term beside it.
+
+An image goes through the frozen tower once, without augmentation; its features are kept on the site, in memory, by the
+digest of its file. They are what a row is.
+
+Data are a file of rows (Parquet, JSON Lines) or an image folder `<split>/<class>/<name>.png` or .jpg. The class is in
+task.target-column: an integer counted from 0, or a name.
+
+| names of the classes, the first that there is | numbers |
+|---|---|
+| task.class-names | in that order; names in the data are among them |
+| of the column, where a Parquet file keeps them (ClassLabel) | in that order |
+| the sorted names of the whole file, or of the class folders | in that order |
+
+A site that lacked a class would number the rest differently by the last line: give task.class-names. In a text an
+underscore of a name is a space.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fedveil import prompts
+from fedveil.adapters import Adapter, Prompt
+from fedveil.config import RunConfig
+from fedveil.errors import ConfigError, TaskError
+from fedveil.method import Weights
+from fedveil.tasks import clip, images, models, rows
+from fedveil.tasks.adapted import AdaptedTask, check
+from fedveil.tasks.base import Examples, Prediction, Share, Task
+from fedveil.tasks.clip import Seen, Views
+
+_NAMES = "fedveil classes"  # of an example: the names of all classes
+_AT_ONCE = 64  # images that the tower sees together
+ZERO_SHOT = "a photo of a"
+
+
+def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
+    """The task of `config`; the model itself is loaded at the first need. Raises as text generation's."""
+    check(config, adapter)
+    assert isinstance(adapter, Prompt)
+    for key, value, wanted in (
+        ("train.quantized-base", config.train.quantized_base, "none"),
+        ("train.compile", config.train.compile, False),
+        ("train.checkpointing", config.train.checkpointing, False),
+    ):
+        if value != wanted:
+            raise ConfigError(f'{key}: expected {wanted} with the task "clip-prompt", found {value}; leave it out')
+    return ClipPrompt(config, adapter, models.pick_device(device))
+
+
+@final
+class ClipPrompt(AdaptedTask):
+    """A frozen CLIP and a prompt."""
+
+    adapter: Prompt
+
+    def __init__(self, config: RunConfig, adapter: Prompt, device: torch.device) -> None:
+        super().__init__(config, adapter, device)
+        self._given = tuple(name for name in map(str.strip, config.task.class_names.split(",")) if name)
+        self._names: tuple[str, ...] = self._given
+        self._points: dict[bytes, Tensor] = {}
+
+    def _load(self) -> models.Base:
+        return clip.load(self.config, self.adapter, self.device)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all classes, by number. Raises TaskError before any data was prepared, unless task.class-names says them."""
+        if not self._names:
+            raise TaskError(
+                "task.class-names: expected the names of all classes, split by commas, found none there and none in the "
+                "data; set it, or name a column of names as task.target-column"
+            )
+        return self._names
+
+    @cached_property
+    def _texts(self) -> clip.Texts:
+        return clip.Texts(self.base, [name.replace("_", " ") for name in self.names], self.adapter.length)
+
+    @cached_property
+    def _placeholder(self) -> Float[Tensor, "classes D"]:
+        """The texts with the placeholder as context."""
+        with torch.no_grad():
+            return self._texts.features(self._texts.written(" ".join([clip.PLACEHOLDER] * self.adapter.length))[None])[
+                0
+            ]
+
+    @cached_property
+    def _scale(self) -> float:
+        """exp of the model's logit scale."""
+        return float(self.base.model.logit_scale.exp())
+
+    def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
+        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order.
+
+        An image folder has the class both as task.target-column and as task.label-column.
+        """
+        task, data = self.config.task, Path(data)
+        if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in rows.SUFFIXES):
+            folder = str(data / split)
+            columns = sorted({task.target_column, task.label_column} - {task.image_column})
+            table, origins, names = images.by_class(data / split, task.image_column, columns)
+        else:
+            folder, file = images.folder_of(data), rows.split_file(data, split)
+            table = rows.read(file, (task.image_column, task.target_column))
+            origins = rows.numbered(file, len(table))
+            names = getattr(table.features[task.target_column], "names", None) or sorted(
+                {value for value in table[task.target_column] if isinstance(value, str)}
+            )
+        more = {images.FOLDER: folder, _NAMES: self._given or tuple(names)}
+        return [{**example, **more} for example in rows.of_site(table, origins, split, share, self.config)]
+
+    def prepare(self, examples: Examples) -> list[Seen]:
+        """A row for each image; those that the tower has not seen yet go through it.
+
+        Raises:
+            TaskError: by file and row, an image that does not decode or has no class; or names of classes that are not
+                those of the rows before.
+        """
+        labels = [self._label(example) for example in examples]
+        found: list[bytes] = []
+        waiting: dict[bytes, Any] = {}
+        for example in examples:
+            where = rows.where(example)
+            image = images.encoded(example, self.config.task.image_column, where)
+            found.append(hashlib.sha256(image).digest())
+            if found[-1] not in self._points and found[-1] not in waiting:
+                waiting[found[-1]] = images.decoded(image, where)
+            if len(waiting) == _AT_ONCE:
+                self._look(waiting)
+        self._look(waiting)
+        return [Seen(self._points[digest], label) for digest, label in zip(found, labels, strict=True)]
+
+    def _look(self, waiting: dict[bytes, Any]) -> None:
+        """Takes the images through the tower, and forgets them."""
+        if waiting:
+            with self._computing():
+                points = clip.images(self.base, list(waiting.values()), patches=self.adapter.form == "transport")
+            self._points |= dict(zip(waiting, points.unbind(), strict=True))
+            waiting.clear()
+
+    def _label(self, example: Mapping[str, Any]) -> int:
+        """The class of an example, whose names become the task's where it has none yet."""
+        task, where = self.config.task, rows.where(example)
+        names = tuple(example.get(_NAMES, self._names))
+        if not self._names:
+            self._names = names
+        if names != self.names:
+            raise TaskError(
+                f"task.data: expected the classes {', '.join(self.names[:8])} (in all {len(self.names)}) of the rows before, "
+                f"found {', '.join(names[:8])} (in all {len(names)}) in {where}; set task.class-names to all of them"
+            )
+        value = example.get(task.target_column)
+        if isinstance(value, str) and value in names:
+            return names.index(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(names):
+            raise TaskError(
+                f'task.data: expected a class from 0 to {len(names) - 1}, or its name, in column "{task.target_column}", '
+                f"found {value!r} in {where}; correct or drop the row, or set task.target-column or task.class-names"
+            )
+        return value
+
+    def collate(self, rows: Sequence[Seen]) -> Views:
+        """One batch, on the CPU."""
+        return Views(torch.stack([row.points for row in rows]), torch.tensor([row.label for row in rows]))
+
+    def texts(self, weights: Weights) -> Float[Tensor, "prompts classes D"]:
+        """The texts that `weights` make, see `prompts.contexts`; differentiable."""
+        with self._computing():
+            return self._texts.features(prompts.contexts(self.adapter, weights))
+
+    def _logits(self, texts: Tensor, points: Tensor) -> Float[Tensor, "rows classes"]:
+        return self._scale * prompts.similarities(self.adapter, points, texts)
+
+    def loss_at(self, weights: Weights, batch: Views) -> Tensor:
+        """Summed loss of a batch on the device, as a pure function of the weights: what torch.func differentiates.
+
+        One row's loss under vmap over rows is a batch of one row; the texts do not depend on the rows and are computed once.
+        """
+        texts = self.texts(weights)
+        loss = torch.nn.functional.cross_entropy(self._logits(texts, batch.points), batch.labels, reduction="sum")
+        if self.adapter.contrast:
+            term = prompts.contrast(self._placeholder, texts[1], texts[0], self.adapter.temperature)
+            loss = loss + self.adapter.contrast * batch.terms * term
+        return loss
+
+    def loss_sum(self, batch: Views) -> Tensor:
+        """Summed loss of the images of `batch`, which lies on the device."""
+        return self.loss_at(self.trained, batch)
+
+    @torch.no_grad()
+    def mean_loss(self, encoded: Sequence[Seen]) -> float:
+        """Mean loss an image with the weights put in last, the contrast's term among it."""
+        return float(self.loss_at(self.trained, self.collate(encoded).to(self.device))) / len(encoded)
+
+    def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
+        """ "loss" (cross entropy alone) and "accuracy" over evaluate.max-examples examples, evenly spaced.
+
+        Raises:
+            TaskError: no examples, rows as in `prepare`, or weights that are not the spec's.
+        """
+        if not examples:
+            raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
+        count = min(len(examples), self.config.evaluate.max_examples)
+        seen = self.prepare([examples[i * len(examples) // count] for i in range(count)])
+        logits, labels = self._all(weights, seen)
+        loss = float(torch.nn.functional.cross_entropy(logits, labels))
+        return {"loss": loss, "accuracy": float((logits.argmax(-1) == labels).float().mean())}
+
+    def accuracies(self, weights: Weights, seen: Sequence[Seen], local: Collection[int]) -> dict[str, float]:
+        """ "accuracy_local" over the rows of a site's own classes, "accuracy_neighbour" over all others; all classes compete.
+
+        A part without rows is left out.
+        """
+        return _by_side(*self._all(weights, seen), local)
+
+    @torch.no_grad()
+    def zero_shot(self, seen: Sequence[Seen], local: Collection[int], words: str = ZERO_SHOT) -> dict[str, float]:
+        """The accuracies of the model as it is, with `words` as context: the control that nothing was learned for."""
+        texts = self._texts.features(self._texts.written(words)[None])[0].cpu()
+        points = torch.stack([row.points[0] for row in seen])
+        return _by_side(points @ texts.T, torch.tensor([row.label for row in seen]), local)
+
+    @torch.no_grad()
+    def _all(
+        self, weights: Weights, seen: Sequence[Seen]
+    ) -> tuple[Float[Tensor, "rows classes"], Int[Tensor, " rows"]]:
+        """Logits and labels, on the CPU."""
+        self.put(weights)
+        texts = self.texts(self.trained)
+        parts = (self.collate([seen[i] for i in part]) for part in self._parts(len(seen)))
+        logits = [self._logits(texts, batch.points.to(self.device)).cpu() for batch in parts]
+        return torch.cat(logits), torch.tensor([row.label for row in seen])
+
+    def predict(self, weights: Weights, rows: Sequence[Seen], generate: bool = False) -> Iterator[Prediction]:
+        """See Task.predict. The slice "target" alone, of one position: nothing is generated."""
+        if rows:
+            logits, labels = self._all(weights, rows)
+            for i in range(len(rows)):
+                yield Prediction({"target": logits[i : i + 1]}, labels[i : i + 1])
+
+
+def _by_side(logits: Tensor, labels: Tensor, local: Collection[int]) -> dict[str, float]:
+    right = logits.argmax(-1) == labels
+    mine = torch.isin(labels, torch.tensor(sorted(local), dtype=labels.dtype))
+    sides = {"accuracy_local": right[mine], "accuracy_neighbour": right[~mine]}
+    return {name: float(side.float().mean()) for name, side in sides.items() if len(side)}

@@ -1,0 +1,102 @@
+"""FedOTP.
+
+Li, Huang, Wang, Shi: Global and Local Prompts Cooperation via Optimal Transport for Federated Learning. CVPR 2024.
+https://arxiv.org/abs/2403.00041
+
+Two prompts a client: a shared one, averaged, and one of its own; an image's patches are transported to the two texts.
+
+| paper | code | shape, unit |
+|---|---|---|
+| p_g | `prompt` | length x width, entries of token embeddings |
+| p_{l,i} | `prompt.local` | the same; stays with client i |
+| T, gamma | `prompts.plan`, `adapter.mass` | patches x 2; part of the patches' mass that is transported |
+| n_i, n | `upload.num_examples`, their sum over the cohort | examples |
+
+    logit_c = s sum T o <patches, texts of c>,  T by unbalanced transport            (1, 2 of `fedveil.prompts`)
+    (p_g, p_{l,i}) <- local epochs on both from (p_g of the round, p_{l,i} as kept)  (3, client)
+    p_g <- sum_i (n_i / n) p_g^i                                                     (4, server)
+
+With `adapter = {form = "sum"}` there is no transport: the text has the context p_g + p_{l,i}, the image is one feature. So
+Tran et al. (DP-FPL, ICLR 2025) ran it, under this name.
+
+The client learns: the shared prompt of every round it takes part in.
+The server learns: each client's trained shared prompt, in full, and n_i. Never a local prompt.
+
+Formal guarantees: none (epsilon is infinite). By construction: no message has a field for a local prompt.
+
+| case | result |
+|---|---|
+| newcomer, or a site that lost its private state | draws its local prompt from N(0, std^2), on its own |
+| server's own model, with transport | the shared prompt in both places: the transport then chooses patches alone |
+| server's own model, without | the shared prompt |
+| no upload | the shared prompt stays, bit for bit |
+
+Differences from the paper: AdamW instead of SGD; the mean is over the cohort of the round, and with cohort.fraction = 1
+over all clients, as the paper has it in round 0; a patch may give less than its part but never more (T 1 <= 1 / M).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from fedveil import prompts
+from fedveil.adapters import Prompt
+from fedveil.fields import WireDtype, cast_to, dense_fields, tensors_of
+from fedveil.mean import WeightedMean
+from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
+from fedveil.rng import Stream
+
+
+@final
+@dataclass(frozen=True)
+class FedOTP(Method):
+    """A shared prompt and one of each client's own.
+
+    Attributes:
+        adapter: a prompt of the form "transport", or "sum" for no transport.
+        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+    """
+
+    adapter: Prompt = field(default_factory=lambda: Prompt(form="transport"))
+    wire_dtype: WireDtype = "float32"
+
+    def __post_init__(self) -> None:
+        prompts.check_form(self.adapter, ("transport", "sum"))
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """p_g, once for all."""
+        return State(prompts.alone(self.adapter, weights))
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """The shared prompt, the same for every client."""
+        return Payload(cast_to(prompts.shared(server.tensors), self.wire_dtype))
+
+    def client(
+        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """Eq. 3; the shared prompt is sent, the local one kept."""
+        start = prompts.start(self.adapter, private, tensors_of(down), local.spec, ctx.rng("init"))
+        trained = local.train(start).weights
+        return State(prompts.own(trained)), Payload(cast_to(prompts.shared(trained), self.wire_dtype))
+
+    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+        """Eq. 4."""
+        mean = WeightedMean()
+        for upload in uploads:
+            mean.add(tensors_of(upload.payload), upload.num_examples)
+        new = mean.result(prompts.shared(server.tensors))
+        return State(prompts.alone(self.adapter, {**server.tensors, **new}))
+
+    def deployed(
+        self, server: State, private: State | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """The shared prompt alone, and with a client's own part where that is given."""
+        clients = {"client": {**server.tensors, **private.tensors}} if private is not None else {}
+        return {"server": server.tensors, **clients}
+
+    def layout(self, spec: Spec) -> Layout:
+        """The shared prompt, both ways."""
+        fields = prompts.shared(spec)
+        return Layout(dense_fields(fields, "down", self.wire_dtype) + dense_fields(fields, "up", self.wire_dtype))

@@ -1,0 +1,101 @@
+"""FedPGP.
+
+Cui, Li, Wang, Shi: Harmonizing Generalization and Personalization in Federated Prompt Learning. ICML 2024.
+https://arxiv.org/abs/2405.09771
+
+A shared prompt, averaged, plus a low-rank part of each client's own; a contrastive term keeps the shared one general.
+
+| paper | code | shape, unit |
+|---|---|---|
+| p_G | `prompt` | b x d (length x width), entries of token embeddings |
+| U_i, V_i | `prompt.u`, `prompt.v` | b x k and k x d; stay with client i |
+| mu, tau | `adapter.contrast`, `adapter.temperature` | weight and temperature of the contrastive term |
+| n_i, n | `upload.num_examples`, their sum over the cohort | examples |
+
+    p_i = p_G + U_i V_i                                                         (1)
+    loss = cross entropy of p_i + mu R                                          (2; R: Eq. 3 of `fedveil.prompts`)
+    (p_G, U_i, V_i) <- local epochs from (p_G of the round, U_i and V_i as kept)  (3, client)
+    p_G <- sum_i (n_i / n) p_G^i                                                (4, server)
+
+With `adapter = {form = "factored", contrast = 0.0}` the term is gone: so Tran et al. (DP-FPL, ICLR 2025) ran it.
+
+The client learns: the shared prompt of every round it takes part in.
+The server learns: each client's trained shared prompt, in full, and n_i. Never U_i or V_i.
+
+Formal guarantees: none (epsilon is infinite). By construction: no message has a field for U_i or V_i.
+
+| case | result |
+|---|---|
+| newcomer, or a site that lost its private state | draws U_i and V_i from N(0, std^2), on its own |
+| server's own model | p_G, with factors of zeros |
+| no upload | p_G stays, bit for bit |
+
+Differences from the paper: AdamW instead of SGD; the mean is over the cohort of the round, and with cohort.fraction = 1
+over all clients, as the paper has it in round 0. The gradient of R flows through both of its texts that are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from fedveil import prompts
+from fedveil.adapters import Prompt
+from fedveil.fields import WireDtype, cast_to, dense_fields, tensors_of
+from fedveil.mean import WeightedMean
+from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
+from fedveil.rng import Stream
+
+
+@final
+@dataclass(frozen=True)
+class FedPGP(Method):
+    """A shared prompt and a low-rank part of each client's own.
+
+    Attributes:
+        adapter: a prompt of the form "factored"; its contrast is 1 unless the adapter is given, 0 drops the term.
+        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+    """
+
+    adapter: Prompt = field(default_factory=lambda: Prompt(form="factored", contrast=1.0))
+    wire_dtype: WireDtype = "float32"
+
+    def __post_init__(self) -> None:
+        prompts.check_form(self.adapter, ("factored",))
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """p_G, once for all."""
+        return State(prompts.alone(self.adapter, weights))
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """The shared prompt, the same for every client."""
+        return Payload(cast_to(prompts.shared(server.tensors), self.wire_dtype))
+
+    def client(
+        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """Eq. 3; p_G is sent, the factors kept."""
+        start = prompts.start(self.adapter, private, tensors_of(down), local.spec, ctx.rng("init"))
+        trained = local.train(start).weights
+        return State(prompts.own(trained)), Payload(cast_to(prompts.shared(trained), self.wire_dtype))
+
+    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+        """Eq. 4."""
+        mean = WeightedMean()
+        for upload in uploads:
+            mean.add(tensors_of(upload.payload), upload.num_examples)
+        new = mean.result(prompts.shared(server.tensors))
+        return State(prompts.alone(self.adapter, {**server.tensors, **new}))
+
+    def deployed(
+        self, server: State, private: State | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """The shared prompt alone, and with a client's own part where that is given."""
+        clients = {"client": {**server.tensors, **private.tensors}} if private is not None else {}
+        return {"server": server.tensors, **clients}
+
+    def layout(self, spec: Spec) -> Layout:
+        """The shared prompt, both ways."""
+        fields = prompts.shared(spec)
+        return Layout(dense_fields(fields, "down", self.wire_dtype) + dense_fields(fields, "up", self.wire_dtype))

@@ -1,0 +1,89 @@
+"""PromptFL.
+
+Guo, Guo, Wang, Tang, Xu: PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models. IEEE
+Transactions on Mobile Computing 2023. https://arxiv.org/abs/2208.11625. The prompt is that of CoOp (Zhou et al. 2022).
+
+One prompt for all classes and all clients, before a frozen CLIP's class names; it is averaged as FedAvg averages weights.
+
+| paper | code | shape, unit |
+|---|---|---|
+| P_t | `prompt` | length x width, entries of token embeddings |
+| n_k, n | `upload.num_examples`, their sum over the cohort | examples |
+
+    P_t^k   = local epochs from P_t, the model frozen       (client)
+    P_{t+1} = sum_k (n_k / n) P_t^k                         (server)
+
+The client learns: the shared prompt of every round it takes part in.
+The server learns: each client's trained prompt, in full, and n_k.
+
+Formal guarantees: none (epsilon is infinite).
+
+| case | result |
+|---|---|
+| no upload | the prompt stays, bit for bit |
+| the same adapter under FedAvg | the same run, bit for bit |
+
+Differences from the paper: AdamW instead of SGD with rate 0.001; the mean is over the cohort of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from fedveil import prompts
+from fedveil.adapters import Prompt
+from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.mean import WeightedMean
+from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
+from fedveil.rng import Stream
+
+
+@final
+@dataclass(frozen=True)
+class PromptFL(Method):
+    """One shared prompt.
+
+    Attributes:
+        adapter: a prompt of the form "one".
+        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+    """
+
+    adapter: Prompt = field(default_factory=Prompt)
+    wire_dtype: WireDtype = "float32"
+
+    def __post_init__(self) -> None:
+        prompts.check_form(self.adapter, ("one",))
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """P_0."""
+        return State(dict(weights))
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """P_t, the same for every client."""
+        return Payload(cast_to(server.tensors, self.wire_dtype))
+
+    def client(
+        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """Local epochs from P_t; nothing is kept."""
+        trained = local.train(as_spec(tensors_of(down), local.spec)).weights
+        return None, Payload(cast_to(trained, self.wire_dtype))
+
+    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+        """sum_k (n_k / n) P^k."""
+        mean = WeightedMean()
+        for upload in uploads:
+            mean.add(tensors_of(upload.payload), upload.num_examples)
+        return State(mean.result(server.tensors))
+
+    def deployed(
+        self, server: State, private: State | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """One model: the server's."""
+        return {"server": server.tensors}
+
+    def layout(self, spec: Spec) -> Layout:
+        """The prompt, both ways."""
+        return Layout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype))
