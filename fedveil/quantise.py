@@ -27,6 +27,7 @@ everything else is torch. Both give the same codes but for values halfway betwee
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
@@ -44,7 +45,7 @@ Table = Literal["nf_sym", "nf", "absmax"]
 
 _OFFSET = 0.9677083  # the outermost quantile of the normal-float tables
 _BITS = {"nf_sym": (1, 4), "nf": (1, 4), "absmax": (2, 8)}
-_CHUNK = 1 << 15  # entries: they stay in cache, and torch works on so few of them without starting threads
+_CHUNK = 1 << 14  # entries: they stay in cache, and torch works on so few of them without starting threads
 _KERNEL_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # what bitsandbytes has kernels for
 
 
@@ -85,7 +86,9 @@ class Quantiser:
             for part, rows in _chunks(len(flat), self.block):
                 _quantise(flat[part], self, codes[part], scales[rows])
         if not torch.isfinite(scales).all():
-            raise TaskError("weights: expected finite values to quantise, found NaN or infinity; lower the learning rate")
+            raise TaskError(
+                "weights: expected finite values to quantise, found NaN or infinity; lower the learning rate"
+            )
         return Coded(codes.reshape(x.shape), scales)
 
     def dequantise(self, coded: Coded) -> Float[Tensor, "..."]:
@@ -136,7 +139,7 @@ def _quantise(x: Tensor, how: Quantiser, codes: Tensor, scales: Tensor) -> None:
         return
     levels = how.levels
     codes.zero_()
-    for low, high in zip(levels, levels[1:], strict=False):
+    for low, high in itertools.pairwise(levels):
         codes.add_(x > (low + high) / 2)
 
 
