@@ -8,7 +8,7 @@ are missing, for good or for one round, and the rest is rounded to a few levels.
 | W_t | `server.tensors` | every tensor of the model, fp32 |
 | M^s, p_1 | `_shown`, `server_rate` | one bit a column, drawn once; rate of zeros |
 | M^c, p_2 | `_visible`, times M^s, `client_rate` | one bit a column, drawn for each client and round; rate of zeros |
-| 1 / (1 - p) | `_scale` | of both masks together, so that E[W~] = W |
+| 1 / (1 - p) | `scale` | of both masks together, so that E[W~] = W |
 | Q, w | `quantiser`, `bits` | a code a weight |
 | Delta W_k | the upload with `update = "delta"` | what training changed in the proxy |
 | D_k | `upload.num_examples` | examples of client k |
@@ -143,7 +143,8 @@ class FedQSN(Method):
         return self.update == "delta" and not is_open
 
     @property
-    def _scale(self) -> float:
+    def scale(self) -> float:
+        """What every visible column was multiplied with; public, as p_1 and p_2 are."""
         return 1.0 / ((1.0 - self.server_rate) * (1.0 - self.client_rate))
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
@@ -177,7 +178,7 @@ class FedQSN(Method):
         """W~ (Eq. 1 to 3): masked, scaled, then quantised; a proxy of this client's own."""
         veil, stream = self._veil(_spec(server), "down"), ctx.rng("client mask")
         visible = {layer: self._visible(m, stream) for layer, m in self._shown(veil, ctx.secret).items()}
-        return Payload(veil.close(server.tensors, visible, self._scale))
+        return Payload(veil.close(server.tensors, visible, self.scale))
 
     def client(
         self, private: State | None, down: Payload, local: Local, ctx: RoundContext
@@ -203,7 +204,7 @@ class FedQSN(Method):
             for name, value in veil.open(upload.payload):
                 if name in veil.masked:
                     there = veil.seen(name, visible).expand(value.shape)
-                    mean.add(name, value.to(torch.float32) / self._scale, there, weight)
+                    mean.add(name, value.to(torch.float32) / self.scale, there, weight)
                 else:
                     mean.add(name, value, None, weight)
         for name, old in server.tensors.items():
