@@ -60,6 +60,7 @@ def test_as_the_naive_twin(table, bits):
     torch.testing.assert_close(how.dequantise(coded), naive(x, how).float(), rtol=1e-6, atol=1e-7)
     assert int(coded.codes.max()) == len(how.levels) - 1
     assert coded.scales[2] == 0
+    assert bool((coded.codes[64:96] == how.levels.index(0.0)).all())
     assert len(coded.scales) == 17
 
 
