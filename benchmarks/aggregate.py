@@ -89,7 +89,7 @@ class _Untrained:
     def __init__(self, spec: dict[str, TensorSpec], shift: float) -> None:
         self.spec, self.num_examples, self._shift = spec, 100 + int(shift), shift
 
-    def train(self, weights: Any) -> Trained:
+    def train(self, weights: Any, frozen: Any = None) -> Trained:
         return Trained({name: w + self._shift for name, w in weights.items()}, {})
 
     def gradient(self, weights: Any) -> Trained:

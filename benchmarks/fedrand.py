@@ -152,8 +152,8 @@ class _Remembering:
     def spec(self) -> Spec:
         return self._local.spec
 
-    def train(self, weights: Weights) -> Trained:
-        trained = self._local.train(weights)
+    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+        trained = self._local.train(weights, frozen)
         self._truth[self._site] = trained.weights
         return trained
 

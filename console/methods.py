@@ -50,13 +50,13 @@ def _list() -> Table:
 
 def _show(console: Any, name: str) -> None:
     import strategies
-    from fedveil.method import TensorSpec
+    from fedveil.method import example_spec
 
     cls = strategies.load(name)
     console.print(inspect.getdoc(importlib.import_module(cls.__module__)), markup=False)
     console.print(_fields(cls))
     method = strategies.create(name)
-    spec = {name: TensorSpec(shape) for name, shape in method.adapter.example_shapes().items()}
+    spec = example_spec(method.adapter)
     layout = method.layout(spec)
     console.print(_wire(layout, "down", spec))
     console.print(_wire(layout, "up", spec))

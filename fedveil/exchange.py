@@ -74,8 +74,8 @@ class _Reporting:
     def spec(self) -> Spec:
         return self._local.spec
 
-    def train(self, weights: Weights) -> Trained:
-        trained = self._local.train(weights)
+    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+        trained = self._local.train(weights) if frozen is None else self._local.train(weights, frozen)
         self.report = trained.report
         return trained
 

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fedveil.adapters import Adapter, AllWeights
+from fedveil.columns import Place
 from fedveil.privacy.plan import Sampling
 from fedveil.rng import Stream
 
@@ -17,10 +19,11 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one trained tensor."""
+    """Shape and dtype of one trained tensor; its place in the model, where the adapter trains the model's own tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    place: Place | None = None
 
 
 Spec = Mapping[str, TensorSpec]
@@ -29,6 +32,12 @@ Spec = Mapping[str, TensorSpec]
 def spec_of(weights: Weights) -> Spec:
     """The spec that `weights` fulfils."""
     return {name: TensorSpec(tuple(w.shape), w.dtype) for name, w in weights.items()}
+
+
+def example_spec(adapter: Adapter) -> Spec:
+    """What `adapter` trains in a small model: for wire tables and for tests over every method."""
+    places = adapter.example_places() if isinstance(adapter, AllWeights) else {}
+    return {name: TensorSpec(shape, place=places.get(name)) for name, shape in adapter.example_shapes().items()}
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,12 @@ class Local(Protocol):
         """What is trained: names, shapes and dtypes."""
         ...
 
-    def train(self, weights: Weights) -> Trained:
-        """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` stay as they are."""
+    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+        """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` stay as they are.
+
+        `frozen`: booleans that broadcast over tensors of the spec. Where one is True the entry comes back bit for bit: no
+        step moves it, and no weight decay.
+        """
         ...
 
     def gradient(self, weights: Weights) -> Trained:

@@ -149,7 +149,8 @@ class MaskedMean:
         sums = self._weight.setdefault(name, torch.zeros(value.shape))
         assert isinstance(sums, Tensor)
         sums.add_(mask, alpha=weight)
-        mean.lerp_(value.to(torch.float32), torch.where(mask, weight / sums, 0.0))
+        # A plain number over a tensor is that number times a reciprocal: 97 over 97 would not be 1.
+        mean.lerp_(value.to(torch.float32), torch.where(mask, torch.tensor(weight) / sums, 0.0))
 
     def __contains__(self, name: str) -> bool:
         """Whether any client sent this tensor."""

@@ -27,6 +27,7 @@ from fedveil.local import Spec as Spec
 from fedveil.local import TensorSpec as TensorSpec
 from fedveil.local import Trained as Trained
 from fedveil.local import Weights as Weights
+from fedveil.local import example_spec as example_spec
 from fedveil.local import spec_of as spec_of
 from fedveil.privacy.plan import Budget, Plan
 from fedveil.rng import Stream

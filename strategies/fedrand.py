@@ -46,8 +46,8 @@ factor only. `past = false` and `normalise = false` are the paper's ablations "w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, final
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast, final
 
 import torch
 from torch import Tensor
@@ -58,7 +58,9 @@ from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 from fedveil.lora import FACTORS, Factor, factor, modules, of_factor
 from fedveil.mean import WeightedMean
 from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights, Word
+from fedveil.quantise import Quantiser
 from fedveil.rng import Stream
+from fedveil.wire.codec import Coded
 
 _INITIAL = "initial."  # A_0 in the server's state and on the wire, for cold = "initial" only
 
@@ -77,6 +79,7 @@ class FedRand(Method):
         cold: where a newcomer of a later round gets its private factor: the "server" or the "initial" one.
         adapter: LoRA; no other adapter has factors.
         wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+        upload_bits: send the factor as codes of so many bits, 2 to 8, with a scale for every 256 weights; 0: as it is.
     """
 
     rho: float = 0.5
@@ -87,6 +90,7 @@ class FedRand(Method):
     cold: Literal["server", "initial"] = "server"
     adapter: Lora = field(default_factory=Lora)
     wire_dtype: WireDtype = "float32"
+    upload_bits: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.rho <= 1.0:
@@ -95,6 +99,13 @@ class FedRand(Method):
             raise ConfigError(
                 'downlink: expected "both" with past = false (both factors come from the server), found "selected"'
             )
+
+        if self.upload_bits:
+            Quantiser("absmax", self.upload_bits)
+
+    @property
+    def _coder(self) -> Quantiser | None:
+        return Quantiser("absmax", self.upload_bits) if self.upload_bits else None
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
         """(A_0, B_0), drawn once for all clients."""
@@ -125,7 +136,9 @@ class FedRand(Method):
         start = self._start(shared, private, down, local.spec, ctx)  # Eq. 6
         trained = local.train(start).weights
         scalars = {"next_factor": self._draw(ctx, "next factor")} if self.downlink == "selected" else {}
-        upload = Payload(cast_to(of_factor(trained, shared), self.wire_dtype), shared, scalars)
+        sent = of_factor(trained, shared)
+        coded = {n: self._coder.quantise(w) for n, w in sent.items()} if self._coder else cast_to(sent, self.wire_dtype)
+        upload = Payload(coded, shared, scalars)
         return State(dict(trained)), upload
 
     def _draw(self, ctx: RoundContext, purpose: str) -> Factor:
@@ -155,7 +168,14 @@ class FedRand(Method):
         mean, total = WeightedMean(), 0
         announced = dict(server.scalars["next_factor"])  # type: ignore[call-overload]
         for upload in uploads:
-            mean.add(tensors_of(upload.payload), upload.num_examples)
+            fields = upload.payload.fields
+            coder = self._coder
+            mean.add(
+                {n: coder.dequantise(cast(Coded, v)) for n, v in fields.items()}
+                if coder
+                else tensors_of(upload.payload),
+                upload.num_examples,
+            )
             total += upload.num_examples
             if "next_factor" in upload.payload.scalars:
                 announced[upload.ctx.client] = _side(upload.payload.scalars["next_factor"])
@@ -179,7 +199,8 @@ class FedRand(Method):
             initial = dense_fields(of_factor(spec, "A"), "down", self.wire_dtype, ("cold",), "to a newcomer", _INITIAL)
             fields += initial
         for side in FACTORS:
-            fields += dense_fields(of_factor(spec, side), "up", self.wire_dtype, (side,), f"the client drew {side}")
+            up = dense_fields(of_factor(spec, side), "up", self.wire_dtype, (side,), f"the client drew {side}")
+            fields += tuple(replace(f, codec=self._coder.codec) for f in up) if self._coder else up
         return Layout(fields, (Word("next_factor", "up", FACTORS),) if self.downlink == "selected" else ())
 
     def _down_variants(self, side: Factor) -> tuple[str, ...]:

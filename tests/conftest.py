@@ -30,9 +30,12 @@ class ToyLocal:
     step: float = 0.5
     started_from: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
-    def train(self, weights: Weights) -> Trained:
+    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
         self.started_from.append({n: w.clone() for n, w in weights.items()})
-        return Trained({n: w + self.step for n, w in weights.items()}, {"steps": 1, "loss_trained": 0.25})
+        moved = {n: w + self.step for n, w in weights.items()}
+        for n, mask in (frozen or {}).items():
+            moved[n] = torch.where(mask, weights[n], moved[n])
+        return Trained(moved, {"steps": 1, "loss_trained": 0.25})
 
     def gradient(self, weights: Weights) -> Trained:
         """Whose step of rate 1 is the training."""

@@ -17,7 +17,7 @@ from fedveil import rng
 from fedveil.config import parse
 from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
-from fedveil.method import Payload, RoundContext, State, TensorSpec, Upload
+from fedveil.method import Payload, RoundContext, State, TensorSpec, Upload, example_spec
 from fedveil.wire.envelope import Stamp, describe, pack, unpack
 from fedveil.wire.tap import Tap
 from tests.conftest import ToyLocal
@@ -28,7 +28,7 @@ SECRET = bytes(range(32))
 
 def spec_for(method) -> dict[str, TensorSpec]:
     """What the method's adapter would train, tiny."""
-    return {name: TensorSpec(shape) for name, shape in method.adapter.example_shapes().items()}
+    return dict(example_spec(method.adapter))
 
 
 def weights_for(spec, seed: int = 271828):

@@ -65,7 +65,7 @@ class Accounted:
         self._paid = [paid for paid in self._paid if paid is not batch]
         return self._local.per_sample_gradients(weights, batch)
 
-    def train(self, weights: Weights) -> Trained:
+    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
         """Refused: nothing accounts for it."""
         raise BudgetError("train: expected noisy steps only under a privacy ledger, found plain training")
 

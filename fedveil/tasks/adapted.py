@@ -84,7 +84,8 @@ class AdaptedTask(Task):
     @property
     def spec(self) -> Spec:
         """Names in the order of the model's layers; fp32."""
-        return {name: TensorSpec(tuple(p.shape), p.dtype) for name, p in self.base.trained.items()}
+        places = self.base.places
+        return {name: TensorSpec(tuple(p.shape), p.dtype, places.get(name)) for name, p in self.base.trained.items()}
 
     def initial(self, rng: Stream) -> Weights:
         """LoRA: A uniform within 1/sqrt(d_in), B zero; a prompt: normal; all weights: the base's own, or drawn. On the CPU."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from torch import nn
 
 from fedveil import rng
 from fedveil.adapters import Adapter, AllWeights
+from fedveil.columns import Place
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, TaskError
 from fedveil.method import Weights
-from fedveil.tasks import tiny
+from fedveil.tasks import layers, tiny
 from fedveil.tasks.adapting import attach
 from fedveil.tasks.library import first_line, quiet
 
@@ -38,9 +39,9 @@ class Base:
         tokenizer: has an end token. None for a classifier of images.
         trained: the adapter's parameters by their canonical names, fp32, in the model's order.
         context: longest sequence of tokens; None where the model sets no limit.
-        processor: of a model that sees: images (and text) to its inputs. None for a language model, and for a classifier
-            that comes without one.
+        processor: of a model that sees: images (and text) to its inputs. None where a model comes without one.
         image_token: of a model that sees: the token id that stands for a part of an image.
+        places: of a language model whose own tensors are trained: where they stand in it.
         draw: of a model that came without weights: all its parameters drawn from a stream.
     """
 
@@ -51,6 +52,7 @@ class Base:
     processor: Any = None
     image_token: int | None = None
     draw: Callable[[rng.Stream], Weights] | None = None
+    places: Mapping[str, Place] = field(default_factory=dict)
 
 
 def find(name: str, task: str = "text-generation") -> tuple[str, bool]:
@@ -107,7 +109,8 @@ def load_causal(config: RunConfig, adapter: Adapter, device: torch.device) -> Ba
         kind = "a causal language model with its tokenizer"
         model, tokenizer = loaded(config, adapter, device, AutoModelForCausalLM, AutoTokenizer, kind)
         trained = attach(model, adapter)
-    return Base(_ready(model, config, device), tokenizer, trained, _context(model, config))
+    base = Base(_ready(model, config, device), tokenizer, trained, _context(model, config))
+    return replace(base, places=layers.places(model, trained))
 
 
 def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device) -> Base:
@@ -140,9 +143,9 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device) -> Ba
             )
         model.requires_grad_(False)
         trained = attach(language.requires_grad_(True), adapter)
+    base = Base(_ready(model, config, device), processor.tokenizer, trained, _context(model, config), processor)
     image_token = getattr(model.config, "image_token_id", None)
-    base = Base(_ready(model, config, device), processor.tokenizer, trained, _context(model, config))
-    return replace(base, processor=processor, image_token=image_token)
+    return replace(base, image_token=image_token, places=layers.places(language, trained))
 
 
 def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -> Base:
@@ -258,9 +261,7 @@ def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
     """On its device, dropping nothing, with no sampling defaults of its own."""
     if model.can_generate():
         model.generation_config = type(model.generation_config)()
-    if config.train.quantized_base == "none":
-        model = model.to(device)
-    model.eval()
+    model = (model.to(device) if config.train.quantized_base == "none" else model).eval()
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             # In eval mode bitsandbytes repacks the base on some CPUs: lossy, and only for widths that are multiples of 64.

@@ -91,8 +91,8 @@ class LocalTraining:
         """The task's spec."""
         return self._task.spec
 
-    def train(self, weights: Weights) -> Trained:
-        """Trains from `weights`, which stay as they are; without a step they come back bit for bit.
+    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+        """Trains from `weights`, which stay as they are; without a step they come back bit for bit. So does what is `frozen`.
 
         The report has loss_received (of `weights`, on the site's first RECEIVED_ROWS rows), loss_trained (mean over the
         steps; without one, loss_received), steps, tokens (all that the steps read, padding apart) and train_seconds.
@@ -107,7 +107,7 @@ class LocalTraining:
         with _threads(1 if task.config.run.deterministic else torch.get_num_threads()):
             received = task.mean_loss(self._rows[:RECEIVED_ROWS])
             with task.training():
-                losses, tokens = self._steps()
+                losses, tokens = self._steps(frozen or {})
         if losses:
             after = {name: p.detach().to(weights[name].device, copy=True) for name, p in task.trained.items()}
         else:
@@ -182,8 +182,9 @@ class LocalTraining:
             losses.append(loss.detach())
         return reduce(torch.add, losses)
 
-    def _steps(self) -> tuple[list[float], int]:
+    def _steps(self, frozen: Weights) -> tuple[list[float], int]:
         """The loss of each step, and the tokens that all of them read."""
+        held = _Held(self._task.trained, frozen)
         train, task = self._task.config.train, self._task
         parameters = list(task.trained.values())
         optimiser = _adamw(parameters, train)
@@ -193,6 +194,7 @@ class LocalTraining:
             for step in steps:
                 loss = self._backward(step)
                 optimiser.step()
+                held.restore()
                 optimiser.zero_grad()
                 progress.add(loss, sum(batch.tokens for batch in step))
         progress.read()
@@ -264,6 +266,25 @@ class _Progress:
         self._last_read = time.perf_counter()
         seconds = self._last_read - self._started
         self._watch(Step(len(self.losses), self._planned, self.losses[-1], self.tokens, seconds))
+
+
+@final
+class _Held:
+    """Entries that stay as they are: AdamW treats each entry by itself, so putting them back after a step is exact."""
+
+    def __init__(self, trained: Mapping[str, Tensor], frozen: Weights) -> None:
+        if unknown := sorted(set(frozen) - set(trained)):
+            raise TaskError(f"frozen: expected tensors of the spec, found {unknown[0]}; use one adapter on both sides")
+        self._held = [
+            (p, mask := frozen[name].to(p.device), p.detach().masked_select(mask))
+            for name, p in trained.items()
+            if name in frozen
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for parameter, mask, kept in self._held:
+            parameter.masked_scatter_(mask, kept)
 
 
 def _forget(parameters: list[Tensor]) -> None:

@@ -145,3 +145,11 @@ def test_inputs_stay_and_bad_weights_are_refused():
     assert mask.tolist() == [True, False, True]
     with pytest.raises(ValueError, match="weight: expected a number above 0"):
         mean.add("w", value, mask, 0.0)
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0, 49.0, 97.0, 1e6 + 1])
+def test_one_masked_value_is_its_own_mean_bit_for_bit(weight):
+    """49 times the reciprocal of 49 is not 1 in fp32."""
+    mean, value = masks.MaskedMean(), torch.linspace(-3.3, 2.7, 11)
+    mean.add("w", value, torch.arange(11) % 3 > 0, weight)
+    assert torch.equal(mean.mean("w"), torch.where(torch.arange(11) % 3 > 0, value, 0.0))

@@ -271,3 +271,32 @@ def test_staying_alone_with_one_client_and_full_sharing_equals_fedavg(lora_spec,
     _, ours = FedRand(past=False).client(None, down, ToyLocal(lora_spec), ctx())
     _, theirs = FedAvg().client(None, Payload(lora_weights), ToyLocal(lora_spec), ctx())
     assert all(torch.equal(w, theirs.fields[n]) for n, w in ours.fields.items())
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_uploads_as_codes(bits, lora_spec, lora_weights):
+    """Only levels leave; the server folds what they stand for; what the client keeps is not rounded."""
+    from fedveil.quantise import Quantiser
+    from fedveil.wire.codec import Coded
+
+    method = FedRand(rho=1.0, upload_bits=bits)
+    exchange = Exchange(method, "fedrand", lora_spec)
+    server = method.init(lora_spec, lora_weights, rng.initial(0, "x"))
+    ctx = RoundContext(0, "a", True, bytes(32))
+    private, up = exchange.participate(exchange.broadcast(server, ctx), None, ToyLocal(lora_spec), ctx)
+    message = exchange.receive(b"".join(up), 0)
+    new = method.aggregate(server, iter([Upload(message.payload, 3, ctx)])).tensors
+    how = Quantiser("absmax", bits)
+    for name, w in lora_weights.items():
+        if name.endswith("A"):
+            assert isinstance(message.payload.fields[name], Coded)
+            assert torch.equal(new[name], how.dequantise(how.quantise(w + 0.5)))
+            assert torch.equal(private.tensors[name], w + 0.5)
+        else:
+            assert name not in message.payload.fields
+            assert torch.equal(new[name], w)
+
+
+def test_uploads_as_codes_of_1_bit_are_refused():
+    with pytest.raises(ConfigError, match="bits"):
+        FedRand(upload_bits=1)

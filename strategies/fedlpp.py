@@ -1,0 +1,124 @@
+"""FedLPP.
+
+The baseline of FedQSN (Xu et al. 2025) for low-rank fine-tuning: the server keeps its LoRA factors in full precision and
+sends them quantised block by block; clients train the quantised proxy.
+
+| symbol | code | shape, unit |
+|---|---|---|
+| A_t, B_t | `server.tensors` | LoRA factors, fp32 |
+| Q, b | `quantiser`, `bits` | a code a weight |
+| Delta_k | the upload | what training changed in the proxy |
+| n_k | `upload.num_examples` | examples of client k |
+| eta | `server_rate` | step of the server |
+
+    proxy   = Q(A_t), Q(B_t)                                                       (the same for every client)
+    A_{t+1} = A_t + eta sum_k n_k Delta_k / sum_k n_k, and B alike                 update = "delta"
+    A_{t+1} = Q(A_t) + eta sum_k n_k Delta_k / sum_k n_k, and B alike              update = "replace"
+
+The client learns: the quantised factors of every round it takes part in; it has the frozen base in clear.
+The server learns: each client's update, in full.
+
+Formal guarantees: none (epsilon is infinite). What is hidden is the rounding of the factors, nothing of the base.
+
+| case | result |
+|---|---|
+| B = 0 in round 0 | largest value 0: scale 0, zeros again |
+| no upload | the factors stay, bit for bit, with either update |
+| bits = 1, table "nf" | levels -1, 0, 1 |
+
+Differences from the paper: the mean is weighted with n_k; "replace" is its rule without interpolation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Literal, final
+
+import torch
+
+from fedveil.adapters import Lora
+from fedveil.errors import ConfigError
+from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.mean import WeightedMean
+from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights, spec_of
+from fedveil.quantise import Quantiser
+from fedveil.rng import Stream
+from fedveil.veil import Veil
+
+
+@final
+@dataclass(frozen=True)
+class FedLPP(Method):
+    """LoRA factors of few levels.
+
+    Attributes:
+        quantiser: table of the codes.
+        bits: b.
+        block: weights that share a scale.
+        update: where the clients' mean change is added: to the server's own factors ("delta"), or to the proxy ("replace").
+        server_rate: eta.
+        adapter: LoRA.
+        wire_dtype: dtype of the uploads; sums are fp32 whatever it is.
+    """
+
+    quantiser: Literal["nf", "nf_sym", "absmax"] = "nf"
+    bits: int = 2
+    block: int = 256
+    update: Literal["delta", "replace"] = "delta"
+    server_rate: float = 1.0
+    adapter: Lora = field(default_factory=Lora)
+    wire_dtype: WireDtype = "float32"
+
+    def __post_init__(self) -> None:
+        Quantiser(self.quantiser, self.bits, self.block)
+        if not (self.server_rate > 0 and isfinite(self.server_rate)):
+            raise ConfigError(f"server_rate: expected a finite number above 0, found {self.server_rate}")
+
+    def _veil(self, spec: Spec) -> Veil:
+        return Veil(spec, {}, dict.fromkeys(spec, Quantiser(self.quantiser, self.bits, self.block)))
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """(A_0, B_0)."""
+        return State(dict(weights))
+
+    def _proxy(self, server: State) -> Payload:
+        return Payload(self._veil(spec_of(server.tensors)).close(server.tensors, {}))
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """Q(A_t), Q(B_t)."""
+        return self._proxy(server)
+
+    def client(
+        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """Delta_k: what training changed in the proxy. Nothing is kept."""
+        received = as_spec(dict(self._veil(local.spec).open(down)), local.spec)
+        trained = local.train(received).weights
+        return None, Payload(cast_to({n: w - received[n] for n, w in trained.items()}, self.wire_dtype))
+
+    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+        """The weighted mean change, added to the full factors or to the proxy."""
+        mean = WeightedMean()
+        for upload in uploads:
+            mean.add(tensors_of(upload.payload), upload.num_examples)
+        if not any(mean.weight(n) for n in server.tensors):
+            return server
+        change = mean.result({n: torch.zeros(w.shape) for n, w in server.tensors.items()})
+        spec = spec_of(server.tensors)
+        base = server.tensors if self.update == "delta" else dict(self._veil(spec).open(self._proxy(server)))
+        return State(as_spec({n: w + self.server_rate * change[n] for n, w in base.items()}, spec), server.scalars)
+
+    def deployed(
+        self, server: State, private: State | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """The server's model; with `down` the proxy that a client got."""
+        if down is None:
+            return {"server": server.tensors}
+        spec = spec_of(server.tensors)
+        return {"server": server.tensors, "proxy": as_spec(dict(self._veil(spec).open(down)), spec)}
+
+    def layout(self, spec: Spec) -> Layout:
+        """Codes down, the dense change up."""
+        return Layout(self._veil(spec).fields("down") + dense_fields(spec, "up", self.wire_dtype))

@@ -1,0 +1,235 @@
+"""FedQSN.
+
+Xu et al.: FedQSN. 2025. The server hides its model from the clients that train it: it sends a proxy of which some columns
+are missing, for good or for one round, and the rest is rounded to a few levels.
+
+| paper | code | shape, unit |
+|---|---|---|
+| W_t | `server.tensors` | every tensor of the model, fp32 |
+| M^s, p_1 | `_shown`, `server_rate` | one bit a column, drawn once; rate of zeros |
+| M^c, p_2 | `_visible`, times M^s, `client_rate` | one bit a column, drawn for each client and round; rate of zeros |
+| 1 / (1 - p) | `scale` | of both masks together, so that E[W~] = W |
+| Q, w | `quantiser`, `bits` | a code a weight |
+| Delta W_k | the upload with `update = "delta"` | what training changed in the proxy |
+| D_k | `upload.num_examples` | examples of client k |
+
+    W~_k = Q(W_t o M^s o M^c_k / ((1 - p_1)(1 - p_2)))            (Eq. 1 to 3, mask first; Q: Eq. 4, or `nf_sym`)
+    W_{t+1} = W_t + sum_k |D_k| Delta W_k (1 - p_1)(1 - p_2) / sum_k |D_k|   over the k that saw the column      (Eq. 5)
+    W_{t+1} = sum_k |D_k| W_k (1 - p_1)(1 - p_2) / sum_k |D_k|               update = "replace" (Algorithm 1, line 11)
+    restored = trained where M^s = 1, W_0 where M^s = 0         (the paper's "logical AND"): the server's own weights
+
+A column is an output feature. Q acts on the matrices of attention and MLP layers, in blocks over the visible columns.
+
+The client learns: its proxies, thus which columns are missing, and over rounds all columns but the server-masked.
+The server learns: what FedAvg's server learns of the visible columns: each client's update.
+
+Formal guarantees: none (epsilon is infinite). By construction:
+1. No message to any client in any round depends on a server-masked column.
+2. A server-masked column of W never changes, nor does a column that no client of the round saw.
+
+| case | result |
+|---|---|
+| p_1 = p_2 = 0 without quantiser | FedAvg, bit for bit: W~ is W, so that both updates are one and trained weights travel |
+| a masked column in local training | stays zero: no step, no weight decay; no part of the upload |
+| tied head | one tensor with the embedding, under its mask; a head that is not tied shares the embedding's mask |
+| a client names other columns than it got | server-masked ones are never counted |
+| no upload | everything stays |
+| a tensor of three axes that has no place (fused experts) | ConfigError: it would leave unprotected |
+
+Differences from the paper: its code masks activations on the client, after sending all weights; here the weights are
+masked before they are sent, biases with them. `mask_targets = "proj"` masks what those activations touch. Block scales
+are over visible columns. The scale is undone before the mean. Clients differ in what they saw, so each column has its own
+sum of |D_k|. Needs no prior secrecy of the architecture; W_0 hides nothing where it is a public checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, cast, final
+
+import torch
+from torch import Tensor
+
+from fedveil.adapters import AllWeights
+from fedveil.columns import Place
+from fedveil.errors import ConfigError
+from fedveil.fields import WireDtype, as_spec
+from fedveil.masks import MaskedMean
+from fedveil.method import (
+    Direction,
+    Layout,
+    Local,
+    Method,
+    Payload,
+    RoundContext,
+    Spec,
+    State,
+    TensorSpec,
+    Upload,
+    Weights,
+)  # fmt: skip
+from fedveil.quantise import Quantiser
+from fedveil.rng import Stream
+from fedveil.veil import Veil
+
+_VISIBLE = "visible."  # a layer's columns on the wire, one bit each
+
+
+@final
+@dataclass(frozen=True)
+class FedQSN(Method):
+    """A proxy with columns missing and few levels.
+
+    Attributes:
+        server_rate: p_1, below 1: part of the columns that no client ever gets.
+        client_rate: p_2, below 1: part of the columns that one client does not get in one round.
+        mask_targets: layers whose columns are masked: the last of each attention and MLP ("proj"), or "all" of them.
+        exact: p_2 of all columns, drawn from those that the server shows, instead of one draw a column.
+        embeddings: sent "masked", masked and "quantised", or "open"; of tokens, and the head.
+        quantiser: table of the codes; "none" sends weights.
+        bits: w.
+        block: weights that share a scale.
+        update: fold what training changed ("delta"), or "replace" the weights by the trained ones.
+        upload_bits: send the visible columns' updates of quantised matrices as `nf_sym` codes of so many bits; 0: as they are.
+        adapter: all weights; no other adapter has columns to mask.
+        wire_dtype: dtype on the wire of all that is not coded, both ways; sums are fp32 whatever it is.
+    """
+
+    server_rate: float = 0.1
+    client_rate: float = 0.1
+    mask_targets: Literal["proj", "all"] = "proj"
+    exact: bool = False
+    embeddings: Literal["masked", "quantised", "open"] = "masked"
+    quantiser: Literal["nf_sym", "absmax", "none"] = "nf_sym"
+    bits: int = 2
+    block: int = 256
+    update: Literal["delta", "replace"] = "delta"
+    upload_bits: int = 0
+    adapter: AllWeights = field(default_factory=AllWeights)
+    wire_dtype: WireDtype = "float32"
+
+    def __post_init__(self) -> None:
+        for name, rate in (("server_rate", self.server_rate), ("client_rate", self.client_rate)):
+            if not 0.0 <= rate < 1.0:
+                raise ConfigError(
+                    f"{name}: expected a probability from 0 to below 1 (1 hides the whole model), found {rate}"
+                )
+        if self.quantiser != "none":
+            Quantiser(self.quantiser, self.bits, self.block)
+        if self.upload_bits:
+            Quantiser("nf_sym", self.upload_bits, self.block)
+
+    def _veil(self, spec: Spec, direction: Direction) -> Veil:
+        places = {n: t.place for n, t in spec.items() if t.place is not None}
+        masked: dict[str, Place] = {}
+        if self.server_rate or self.client_rate:
+            masked = {
+                n: p for n, p in places.items() if p.part == "linear" and (p.closes or self.mask_targets == "all")
+            }
+            masked |= {n: p for n, p in places.items() if p.part == "embedding" and self.embeddings != "open"}
+        coder = None
+        if direction == "down" and self.quantiser != "none":
+            coder = Quantiser(self.quantiser, self.bits, self.block)
+        if direction == "up" and self.upload_bits:
+            coder = Quantiser("nf_sym", self.upload_bits, self.block)
+        coded = {n for n, p in places.items() if p.part == "linear" or self.embeddings == "quantised"}
+        coders = {n: coder for n in spec if coder and n in coded and len(spec[n].shape) == 2}
+        return Veil(spec, masked, coders, getattr(torch, self.wire_dtype))
+
+    @property
+    def _sends_change(self) -> bool:
+        is_open = self.server_rate == self.client_rate == 0.0 and self.quantiser == "none" and not self.upload_bits
+        return self.update == "delta" and not is_open
+
+    @property
+    def scale(self) -> float:
+        """What every visible column was multiplied with; public, as p_1 and p_2 are."""
+        return 1.0 / ((1.0 - self.server_rate) * (1.0 - self.client_rate))
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """W_0, and the places of its tensors. Raises ConfigError for a base that has nothing to veil."""
+        if not any(t.place and t.place.part == "linear" for t in spec.values()):
+            raise ConfigError(
+                f"task.model: expected a language model with linear layers (nn.Linear, Conv1D), found none among "
+                f"{len(spec)} tensors; FedQSN would veil nothing"
+            )
+        if fused := sorted(n for n, t in spec.items() if t.place is None and len(t.shape) > 2):
+            raise ConfigError(
+                f"task.model: expected the matrices of linear layers, found {fused[0]} of shape {spec[fused[0]].shape}, "
+                f"which would leave unprotected; take a base without fused or convolutional layers"
+            )
+        return State(dict(weights), {"places": {n: asdict(t.place) for n, t in spec.items() if t.place}})
+
+    def _shown(self, veil: Veil, secret: bytes) -> dict[str, Tensor]:
+        """M^s by layer: the same for every client and round."""
+        stream = Stream.derive(secret, 0, "", "server mask")
+        return {layer: stream.bernoulli(1.0 - self.server_rate, (n,)) for layer, n in veil.columns.items()}
+
+    def _visible(self, shown: Tensor, stream: Stream) -> Tensor:
+        """M^s o M^c of one layer."""
+        if not self.exact:
+            return shown & stream.bernoulli(1.0 - self.client_rate, tuple(shown.shape))
+        left = shown.nonzero().squeeze(1)
+        hidden = stream.choice(len(left), min(len(left), int(self.client_rate * len(shown))))
+        return shown.index_fill(0, left[hidden], False)
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """W~ (Eq. 1 to 3): masked, scaled, then quantised; a proxy of this client's own."""
+        veil, stream = self._veil(_spec(server), "down"), ctx.rng("client mask")
+        visible = {layer: self._visible(m, stream) for layer, m in self._shown(veil, ctx.secret).items()}
+        return Payload(veil.close(server.tensors, visible, self.scale))
+
+    def client(
+        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """Trains the proxy, its missing columns held at zero, and sends the visible columns. Nothing is kept."""
+        veil = self._veil(local.spec, "down")
+        visible, received = veil.visible(down), as_spec(dict(veil.open(down)), local.spec)
+        frozen = {n: ~veil.seen(n, visible) for n in veil.masked}
+        trained = (local.train(received, frozen) if frozen else local.train(received)).weights
+        sent = {n: w - received[n] for n, w in trained.items()} if self._sends_change else trained
+        return None, Payload(self._veil(local.spec, "up").close(sent, visible))
+
+    def check(self, payload: Payload, spec: Spec) -> None:
+        """As many columns as the bits say, which the layout cannot. Raises WireError."""
+        self._veil(spec, "up").check(payload)
+
+    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+        """Eq. 5 (or Algorithm 1, line 11) by column, one upload at a time."""
+        veil, mean, new = self._veil(_spec(server), "up"), MaskedMean(), dict(server.tensors)
+        for upload in uploads:
+            shown, weight = self._shown(veil, upload.ctx.secret), float(upload.num_examples)
+            visible = {layer: m & shown[layer] for layer, m in veil.visible(upload.payload).items()}
+            for name, value in veil.open(upload.payload):
+                if name in veil.masked:
+                    there = veil.seen(name, visible).expand(value.shape)
+                    mean.add(name, value.to(torch.float32) / self.scale, there, weight)
+                else:
+                    mean.add(name, value, None, weight)
+        for name, old in server.tensors.items():
+            if name in mean:
+                found = old + mean.mean(name) if self._sends_change else mean.mean(name)
+                new[name] = torch.where(mean.moved(name), found.to(old.dtype), old)
+        return State(new, server.scalars)
+
+    def deployed(
+        self, server: State, private: State | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """The server's model, which is the restored one; with `down` the proxy that a client got."""
+        if down is None:
+            return {"server": server.tensors}
+        spec = _spec(server)
+        return {"server": server.tensors, "proxy": as_spec(dict(self._veil(spec, "down").open(down)), spec)}
+
+    def layout(self, spec: Spec) -> Layout:
+        """Both ways the bits of visible columns, these columns, and all other tensors whole."""
+        return Layout(self._veil(spec, "down").fields("down") + self._veil(spec, "up").fields("up"))
+
+
+def _spec(server: State) -> Spec:
+    places = cast("Mapping[str, Mapping[str, Any]]", server.scalars["places"])
+    return {
+        n: TensorSpec(tuple(w.shape), w.dtype, Place(**places[n]) if n in places else None)
+        for n, w in server.tensors.items()
+    }

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import strategies
+from fedveil import rng
+from fedveil.errors import ConfigError
+from fedveil.exchange import Exchange
+from fedveil.method import Payload, RoundContext, State, Upload
+from fedveil.quantise import Quantiser
+from fedveil.wire.codec import Coded
+from fedveil.wire.envelope import Stamp, unpack
+from strategies.fedlpp import FedLPP
+from tests.conftest import ToyLocal
+
+CTX = RoundContext(0, "a", True, bytes(32))
+
+
+def uploads():
+    yield Upload(Payload({"w": torch.tensor([4.0, 0.0])}), 1, CTX)
+    yield Upload(Payload({"w": torch.tensor([0.0, 8.0])}), 3, CTX)
+
+
+def test_update_by_hand():
+    """The mean change is (1, 6). Levels at 2 bits are -1, 0, .338, 1, so that (1, 0.3) is sent as (1, 0.338)."""
+    server = State({"w": torch.tensor([1.0, 0.3])})
+    assert FedLPP().aggregate(server, uploads()).tensors["w"].tolist() == pytest.approx([2.0, 6.3])
+    halved = FedLPP(server_rate=0.5).aggregate(server, uploads())
+    assert halved.tensors["w"].tolist() == pytest.approx([1.5, 3.3])
+    literal = FedLPP(update="replace").aggregate(server, uploads())
+    assert literal.tensors["w"].tolist() == pytest.approx([2.0, 6.338], abs=1e-3)
+
+
+def test_no_upload_keeps_the_full_precision_of_either_update():
+    server = State({"w": torch.tensor([1.0, 0.3])})
+    for update in ("delta", "replace"):
+        assert torch.equal(FedLPP(update=update).aggregate(server, iter([])).tensors["w"], server.tensors["w"])
+
+
+@pytest.mark.parametrize("table,bits", [("nf", 1), ("nf", 2), ("nf", 4), ("nf_sym", 2), ("absmax", 4)])
+def test_only_levels_go_down_and_the_change_comes_back(lora_spec, lora_weights, table, bits):
+    method = FedLPP(table, bits, block=8)
+    exchange = Exchange(method, "fedlpp", lora_spec)
+    server = method.init(lora_spec, lora_weights, rng.initial(0, "x"))
+    data, local = exchange.broadcast(server, CTX), ToyLocal(lora_spec)
+    down = unpack(data, exchange.layout, Stamp.of(method, "fedlpp", 0, "down")).payload
+    proxy, how = method.deployed(server, down=down)["proxy"], Quantiser(table, bits, 8)
+    for name, w in lora_weights.items():
+        assert isinstance(down.fields[name], Coded)
+        assert torch.equal(proxy[name], how.dequantise(how.quantise(w)))
+        assert torch.equal(proxy[name] == 0, w == 0) or name.endswith("A")
+        if name.endswith("A"):
+            assert w.numpy().tobytes() not in data
+            assert not torch.equal(proxy[name], w)
+    _, up = exchange.participate(data, None, local, CTX)
+    message = exchange.receive(b"".join(up), 0)
+    assert all(torch.equal(local.started_from[0][n], p) for n, p in proxy.items())
+    new = method.aggregate(server, iter([Upload(message.payload, 3, CTX)])).tensors
+    for name, w in lora_weights.items():
+        torch.testing.assert_close(new[name], w + 0.5)
+
+
+@pytest.mark.parametrize(
+    "fields,named",
+    [
+        ("bits = 0", "bits"),
+        ('quantiser = "absmax"\nbits = 1', "bits"),
+        ("block = 0", "block"),
+        ("server_rate = 0.0", "server_rate"),
+        ("server_rate = inf", "server_rate"),
+        ('adapter = {kind = "all"}', "adapter"),
+    ],
+)
+def test_bad_fields_are_refused_by_name(fields, named):
+    with pytest.raises(ConfigError, match=named):
+        strategies.create("fedlpp", fields)
