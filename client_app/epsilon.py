@@ -1,0 +1,25 @@
+"""The epsilon that a run would have, for policy.py: a process of its own, because it needs torch and the shim has none.
+
+    python -m client_app.epsilon < {"method": ..., "fields": JSON text, "config": flat, "rounds": ..., "delta": ...}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import strategies
+from fedveil.config import parse
+from fedveil.epsilon import Plan, epsilon
+
+
+def main() -> None:
+    """Reads the question from standard input; prints {"epsilon": ...}."""
+    asked = json.load(sys.stdin)
+    method = strategies.create_from_json(asked["method"], asked["fields"])
+    plan = Plan(parse(asked["config"]), asked["rounds"])
+    print(json.dumps({"epsilon": epsilon(method, plan, asked["delta"])}))  # noqa: T201  # its only output
+
+
+if __name__ == "__main__":
+    main()
