@@ -96,13 +96,13 @@ def check(
         return
     policy = of_site(assignment.site)
     order, config, bundle = assignment.order, assignment.config, bundle or Bundle()
+    _require_bundle(bundle, policy)
     _require_one("method.name", order.method, policy.methods)
     _require_one("task.name", config.task.name, policy.tasks)
     _require_one("task.model", config.task.model, policy.models)
     rounds = max(config.run.rounds, order.round + 1)
     if policy.max_rounds is not None and rounds > policy.max_rounds:
         raise PolicyError(f"run.rounds: this site permits at most {policy.max_rounds}, found {rounds}; ask for fewer")
-    _require_bundle(bundle, policy)
     _require_bytes(policy, down_bytes, "in the server's message alone")
     _require_hour(policy, now or datetime.now())
     if policy.max_epsilon is not None:

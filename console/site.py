@@ -36,6 +36,9 @@ def add_parser(sub: Any) -> None:
     )
     start.add_argument("--worker-memory-mb", type=int, default=0, help="bound on the worker's memory; 0 = none")
     start.set_defaults(run=_start)
+    guard = actions.add_parser("guard", help="write the entry point that decides before bundled code: for an image")
+    guard.add_argument("--bin", required=True, type=Path, metavar="FOLDER", help="goes first on the SuperExec's PATH")
+    guard.set_defaults(run=_guard)
     status = actions.add_parser("status", help="what the workers of this machine's sites hold, and since when")
     status.add_argument("--follow", action="store_true", help="stay, and show the training as it goes")
     status.set_defaults(run=_status)
@@ -51,7 +54,7 @@ def add_parser(sub: Any) -> None:
 
 def _start(args: argparse.Namespace) -> int:
     from client_app.site import parse_site
-    from console.launch import environment, start_spare, supernode
+    from console.launch import environment, guarded, start_spare, supernode
     from console.machine import free_ports, toml
     from console.processes import Processes
 
@@ -70,7 +73,8 @@ def _start(args: argparse.Namespace) -> int:
     config.write_text(toml(node))
     (state / "logs").mkdir(mode=0o700, exist_ok=True)
     processes = Processes(state / "logs")
-    log, env = processes.log(args.name), environment(state / "flower")
+    log = processes.log(args.name)
+    env = guarded(environment(state / "flower"), state / "guard", require_policy=bool(args.policy))
     command = supernode(args.superlink, args.ca.absolute(), args.key.absolute(), free_ports(1)[0], config)
     try:
         began = log.stat().st_size if log.exists() else 0
@@ -103,6 +107,13 @@ def _warm(args: argparse.Namespace) -> int:
     site = parse_site({"site": args.name, "state-dir": str(args.state_dir)})
     card = start_spare(site, args.owner, os.environ)
     print(f"worker {card.pid} is warm, for site {args.name} of process {args.owner}")
+    return 0
+
+
+def _guard(args: argparse.Namespace) -> int:
+    from console.launch import write_guard
+
+    print(f'{write_guard(args.bin)}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run')
     return 0
 
 
