@@ -1,6 +1,6 @@
 """The epsilon that a run would have, for policy.py: a process of its own, because it needs torch and the shim has none.
 
-    python -m client_app.epsilon < {"method": ..., "fields": JSON text, "config": flat, "rounds": ..., "delta": ...}
+python -m client_app.epsilon < {"method": ..., "fields": JSON text, "config": flat, "rounds": ..., "delta": ...}
 """
 
 from __future__ import annotations

@@ -118,7 +118,9 @@ def check_upload(site: Site, down_bytes: int, up_bytes: int, num_examples: objec
     enough = policy.min_examples is None or (type(num_examples) is int and num_examples >= policy.min_examples)
     if not enough:
         # How many they are is the site's own business: below the bound the server learns just that.
-        raise PolicyError(f"examples: this site takes part with at least {policy.min_examples}, found fewer; leave it out")
+        raise PolicyError(
+            f"examples: this site takes part with at least {policy.min_examples}, found fewer; leave it out"
+        )
 
 
 def of_site(site: Site) -> Policy:
@@ -191,4 +193,6 @@ def epsilon(assignment: Assignment, delta: float, rounds: int, root: Path = _ROO
         return float(json.loads(done.stdout)["epsilon"])
     except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
         reason = (getattr(error, "stderr", "") or type(error).__name__).strip().splitlines()[-1][:200]
-        raise PolicyError(f"epsilon: expected one from dp-accounting, found none ({reason}); see the site's log") from error
+        raise PolicyError(
+            f"epsilon: expected one from dp-accounting, found none ({reason}); see the site's log"
+        ) from error

@@ -41,9 +41,13 @@ def _sign(args: argparse.Namespace) -> int:
     try:
         key = serialization.load_ssh_private_key(args.key.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"--key: expected an OpenSSH private key without a passphrase, found none ({error})") from None
+        raise ConfigError(
+            f"--key: expected an OpenSSH private key without a passphrase, found none ({error})"
+        ) from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"--key: expected an Ed25519 key, found {type(key).__name__}; ssh-keygen -t ed25519 makes one")
+        raise ConfigError(
+            f"--key: expected an Ed25519 key, found {type(key).__name__}; ssh-keygen -t ed25519 makes one"
+        )
     print(f'run.signature="{signature.sign(key, digest(args.app))}"')
     return 0
 
@@ -66,7 +70,9 @@ def built(app: Path) -> bytes:
     if app.is_file():
         return app.read_bytes()
     if not (app / "pyproject.toml").is_file():
-        raise ConfigError(f"app: expected a folder with pyproject.toml or a .fab file, found none at {app}; name another")
+        raise ConfigError(
+            f"app: expected a folder with pyproject.toml or a .fab file, found none at {app}; name another"
+        )
     with tempfile.TemporaryDirectory(prefix="fedveil-app-") as folder:
         # Flower refuses a folder whose name is not that of an app, and writes the bundle where it is called.
         copy = Path(folder) / "app"

@@ -33,7 +33,9 @@ def make(folder: Path, about: dict[str, str], ca: bytes, renew: bool) -> tuple[P
     """
     key_file = folder / "node.key"
     if key_file.exists() and not renew:
-        raise ConfigError(f"{key_file}: expected none yet, found one; --renew makes another, which must be registered anew")
+        raise ConfigError(
+            f"{key_file}: expected none yet, found one; --renew makes another, which must be registered anew"
+        )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if renew and key_file.exists():
         key_file.replace(folder / "node.key.old")  # until the new one is registered, the site still needs it
@@ -59,14 +61,18 @@ def check(file: Path, federation: str, ca: bytes) -> tuple[str, str]:
     proof = content.pop("proof")
     for key, expected in (("federation", federation), ("ca", hashlib.sha256(ca).hexdigest())):
         if content[key] != expected:
-            raise ConfigError(f"{file}: {key}: expected {expected!r}, found {content[key]!r}; it is for another federation")
+            raise ConfigError(
+                f"{file}: {key}: expected {expected!r}, found {content[key]!r}; it is for another federation"
+            )
     try:
         public = serialization.load_ssh_public_key(content["key"].encode())
         if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP384R1):
             raise ConfigError(f"{file}: key: expected one on P-384, found another kind; fedveil site init makes one")
         public.verify(base64.b64decode(proof, validate=True), _canonical(content), ec.ECDSA(hashes.SHA384()))
     except (ValueError, InvalidSignature) as error:
-        raise ConfigError(f"{file}: proof: expected one by the key itself, found another ({type(error).__name__})") from None
+        raise ConfigError(
+            f"{file}: proof: expected one by the key itself, found another ({type(error).__name__})"
+        ) from None
     return content["site"], " ".join(content["key"].split()[:2])
 
 
@@ -80,10 +86,16 @@ def _read(file: Path) -> dict[str, Any]:
     names = {"federation", "site", "ca", "key", "made", "proof"}
     try:
         content = json.loads(file.read_text())
-        if not isinstance(content, dict) or set(content) != names or not all(isinstance(v, str) for v in content.values()):
+        if (
+            not isinstance(content, dict)
+            or set(content) != names
+            or not all(isinstance(v, str) for v in content.values())
+        ):
             raise ValueError(f"expected text under {sorted(names)}")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: expected a request of fedveil site init, found none ({error}); ask for it anew") from None
+        raise ConfigError(
+            f"{file}: expected a request of fedveil site init, found none ({error}); ask for it anew"
+        ) from None
     return content
 
 

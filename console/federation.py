@@ -116,17 +116,20 @@ class Members:
                 f"{site}: expected a new key, found one that was {self.retired[public]}; fedveil site init --renew makes one"
             )
         for other, entry in self.sites.items():
-            if other != site and entry.get("key") == public:
-                raise ConfigError(f"{site}: expected a key of its own, found that of {other}; make one with fedveil site init")
+            if entry.get("key") == public:
+                raise ConfigError(
+                    f"{site}: expected a key of its own that is not registered yet, found that of {other}; "
+                    "fedveil site init makes one"
+                )
 
-    def register(self, site: str, public: str, now: datetime | None = None) -> None:
-        """The site's key from now on; the one it had is retired."""
+    def register(self, site: str, public: str, node: str = "", now: datetime | None = None) -> None:
+        """The site's key from now on, and its node id at Flower; the key it had is retired."""
         self.require_new(site, public)
         self._retire(site, "replaced")
         start = now or datetime.now(UTC)
         until = start + timedelta(days=self.federation.key_days)
         times = {"registered": start.isoformat(timespec="seconds"), "until": until.isoformat(timespec="seconds")}
-        self.sites[site] = {"state": "registered", "key": public, **times}
+        self.sites[site] = {"state": "registered", "key": public, "node": node, **times}
         self.save()
 
     def end(self, site: str, state: str) -> None:

@@ -27,7 +27,9 @@ def add_parser(sub: Any) -> None:
     show = actions.add_parser("show", help="the lines in words")
     show.set_defaults(run=_show)
     for action in (verify, anchor, show):
-        action.add_argument("file", type=Path, help="audit-log.jsonl of a site's state folder, or of the server's run folder")
+        action.add_argument(
+            "file", type=Path, help="audit-log.jsonl of a site's state folder, or of the server's run folder"
+        )
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -56,7 +58,9 @@ def _held_by(other: Path, site: str) -> list[Any]:
     found += [line["server_log"] for line in lines if not site and line.get("server_log")]
     if not found:
         whose = f"site {site}" if site else "a server"
-        raise ConfigError(f"--other: expected anchors of {whose} in {other}, found none; name the other file, or --site")
+        raise ConfigError(
+            f"--other: expected anchors of {whose} in {other}, found none; name the other file, or --site"
+        )
     return [Head.parse(text) for text in found]
 
 

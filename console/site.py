@@ -36,6 +36,11 @@ def add_parser(sub: Any) -> None:
     )
     start.add_argument("--worker-memory-mb", type=int, default=0, help="bound on the worker's memory; 0 = none")
     start.set_defaults(run=_start)
+    init = actions.add_parser("init", help="make this site's key, and the request that the operator registers")
+    init.add_argument("--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default .")
+    init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go; default: keys, in the kit")
+    init.add_argument("--renew", action="store_true", help="another key; the old one stays as node.key.old")
+    init.set_defaults(run=_init)
     guard = actions.add_parser("guard", help="write the entry point that decides before bundled code: for an image")
     guard.add_argument("--bin", required=True, type=Path, metavar="FOLDER", help="goes first on the SuperExec's PATH")
     guard.set_defaults(run=_guard)
@@ -110,10 +115,30 @@ def _warm(args: argparse.Namespace) -> int:
     return 0
 
 
+def _init(args: argparse.Namespace) -> int:
+    import tomllib
+
+    from console import enrol
+
+    try:
+        about = tomllib.loads((args.kit / "site.toml").read_text())
+        about, ca = {key: about[key] for key in ("federation", "site")}, (args.kit / "ca.crt").read_bytes()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--kit: expected site.toml and ca.crt in {args.kit}, found none ({error}); unpack it"
+        ) from None
+    request, fingerprint = enrol.make(args.out or args.kit / "keys", about, ca, args.renew)
+    print(f"site {about['site']} of {about['federation']}: key made; it stays here")
+    print(f"send {request} to the operator, and read them this over the telephone: {fingerprint}")
+    return 0
+
+
 def _guard(args: argparse.Namespace) -> int:
     from console.launch import write_guard
 
-    print(f'{write_guard(args.bin)}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run')
+    print(
+        f'{write_guard(args.bin)}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run'
+    )
     return 0
 
 

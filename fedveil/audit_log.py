@@ -160,7 +160,9 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     except ValueError:
         right = False
     if not right:
-        raise StateError(f"{where}: expected a whole line with its own hash, found {line[:60]!r}; it was changed or torn")
+        raise StateError(
+            f"{where}: expected a whole line with its own hash, found {line[:60]!r}; it was changed or torn"
+        )
     return dict(record)
 
 

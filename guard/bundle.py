@@ -27,8 +27,12 @@ def require_same(content: bytes, folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or (not path.is_dir() and (name not in expected or path.read_bytes() != expected[name])):
-            raise PolicyError(f"app: expected the bundle's own files in {folder.name}, found another at {name}; remove it")
+            raise PolicyError(
+                f"app: expected the bundle's own files in {folder.name}, found another at {name}; remove it"
+            )
         expected.pop(name, None)
     missing = sorted(name for name in expected if not name.endswith("/"))
     if missing:
-        raise PolicyError(f"app: expected the bundle's own files in {folder.name}, found no {missing[0]}; remove the folder")
+        raise PolicyError(
+            f"app: expected the bundle's own files in {folder.name}, found no {missing[0]}; remove the folder"
+        )

@@ -127,7 +127,9 @@ class Guard:
         assignment = self._assignments.Assignment.of(order, context.run_config, context.node_config)
         self._about |= {**assignment.described(), "down_bytes": self._down_bytes, "server_log": assignment.order.log}
         if digest != fab.hash_str or run.fab_hash not in ("", digest):
-            raise Refused(f"app digest: expected the SuperLink to name {digest}, found {fab.hash_str} and {run.fab_hash}")
+            raise Refused(
+                f"app digest: expected the SuperLink to name {digest}, found {fab.hash_str} and {run.fab_hash}"
+            )
         if self._require_policy and not site.policy:
             raise Refused("policy: this site permits nothing without one; name it in the node config")
         self._policy.check(assignment, self._policy.Bundle(digest, by), self._down_bytes)

@@ -32,6 +32,7 @@ def main(grid: Grid, context: Context) -> None:
     config = parse(context.run_config)
     name = config.run.name or f"run-{context.run_id}"
     folder = RunFolder(Path(config.run.dir).expanduser() / name, config.run.resume)
+    folder.flower_run(context.run_id)
     run = {"flower_run": str(context.run_id), "app": grid.run.fab_hash, "method": config.method.name}
     folder.audit("started", run | {"task": config.task.name, "rounds": config.run.rounds})
     try:

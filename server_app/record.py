@@ -3,6 +3,7 @@
 config.json          run config, method with its fields, versions
 status.json          state, round, reason; replaced whole
 ../audit-log.jsonl   hash-chained, of all runs of this folder's parent: every message, who, decision (fedveil/audit_log.py)
+flower-run           Flower's number of the run
 metrics.jsonl        a line a round and attempt: cohort, accepted, failed with reasons, bytes, reports, scores
 disclosure.jsonl     a line a message: every field with its bytes, for each round, site and direction
 checkpoint.safetensors   the server's state after the last whole round; replaced whole
@@ -113,6 +114,10 @@ class RunFolder:
         line = where | describe(data)
         self._append("disclosure.jsonl", line)
         return line
+
+    def flower_run(self, run_id: int) -> None:
+        """Flower's own number of the run, for `fedveil watch`."""
+        write_atomic(self.folder / "flower-run", str(run_id).encode())
 
     def audit(self, event: str, about: Mapping[str, Any]) -> str:
         """One line of the server's audit log; returns the log's anchor after it."""

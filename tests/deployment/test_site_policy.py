@@ -45,7 +45,9 @@ def test_sites_refuse_what_they_do_not_permit_before_its_code_runs(tmp_path, cap
     shutil.copy(ROOT / "pyproject.toml", changed)
     marker = tmp_path / "ran-at-a-site"
     shim = changed / "client_app" / "app.py"
-    shim.write_text(f"open({str(marker)!r}, 'w').close()\n" + shim.read_text().replace("from __future__ import annotations\n", ""))
+    shim.write_text(
+        f"open({str(marker)!r}, 'w').close()\n" + shim.read_text().replace("from __future__ import annotations\n", "")
+    )
     with Federation(sites, tmp_path / "federation") as federation:
         overrides = CONFIG | {"run.dir": str(tmp_path / "runs")}
         ended = federation.wait(federation.run(ROOT, overrides | {"run.name": "first"}), timeout=150)
@@ -56,11 +58,11 @@ def test_sites_refuse_what_they_do_not_permit_before_its_code_runs(tmp_path, cap
     first = json.loads((tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["accepted"] == ["open"]
     assert first["failed"]["other-app"].startswith("PolicyError: app digest: this site permits")
-    assert first["failed"]["other-method"].startswith('PolicyError: method.name: this site permits')
+    assert first["failed"]["other-method"].startswith("PolicyError: method.name: this site permits")
     second = json.loads((tmp_path / "runs" / "second" / "metrics.jsonl").read_text().splitlines()[0])
-    assert {site: reason[:24] for site, reason in second["failed"].items()} == {
-        name: "PolicyError: app digest:" for name in policies
-    }
+    assert {site: reason[:24] for site, reason in second["failed"].items()} == dict.fromkeys(
+        policies, "PolicyError: app digest:"
+    )
     server = tmp_path / "runs" / audit_log.NAME
     site = tmp_path / "federation" / "sites" / "open" / audit_log.NAME
     assert [line["event"] for line in audit_log.read(site)] == ["admitted", "sent", "refused"]

@@ -139,7 +139,9 @@ def test_several_processes_write_one_chain(tmp_path):
     assert audit_log.verify(file).lines == 120
 
 
-@pytest.mark.parametrize("text", ["", "3", "3:ab", "-1:" + "a" * 64, "03:" + "a" * 64, "3:" + "A" * 64, "3:" + "a" * 65])
+@pytest.mark.parametrize(
+    "text", ["", "3", "3:ab", "-1:" + "a" * 64, "03:" + "a" * 64, "3:" + "A" * 64, "3:" + "a" * 65]
+)
 def test_an_anchor_that_is_not_one_is_refused(text):
     with pytest.raises(StateError, match="anchor: expected"):
         Head.parse(text)

@@ -120,7 +120,9 @@ class Site:
 
     def push(self, upload: bytes) -> Message:
         arrays = {slices.name(0): Array("uint8", (len(upload),), slices.STYPE, upload)}
-        self.runtime.push_message(None, Message(RecordDict({"fedveil": ArrayRecord(arrays)}), reply_to=self.message), None)
+        self.runtime.push_message(
+            None, Message(RecordDict({"fedveil": ArrayRecord(arrays)}), reply_to=self.message), None
+        )
         return self.sent[-1]
 
 
@@ -143,7 +145,12 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
     data = upload(lora_spec, lora_weights)
     reply = site.push(data)
     admitted, sent = audit_log.read(site.log)
-    assert (admitted["event"], admitted["app"], admitted["signer"], admitted["flower_run"]) == ("admitted", digest, PUBLIC, "11")
+    assert (admitted["event"], admitted["app"], admitted["signer"], admitted["flower_run"]) == (
+        "admitted",
+        digest,
+        PUBLIC,
+        "11",
+    )
     assert (admitted["site"], admitted["down_bytes"], admitted["server_log"]) == ("north", 1000, f"3:{'ab' * 32}")
     assert admitted["policy"] == hashlib.sha256(policy.encode()).hexdigest()
     assert (sent["event"], sent["up_bytes"]) == ("sent", len(data))
@@ -236,7 +243,9 @@ def test_an_upload_beyond_the_bounds_is_withheld(tmp_path, monkeypatch, fab, lor
 def test_something_else_than_an_upload_is_withheld_and_the_server_learns_no_text(tmp_path, monkeypatch, fab):
     site = Site(tmp_path, monkeypatch, fab, "")
     site.install()
-    site.runtime.push_message(None, Message(RecordDict({"rows": ConfigRecord({"name": "Ada"})}), reply_to=site.message), None)
+    site.runtime.push_message(
+        None, Message(RecordDict({"rows": ConfigRecord({"name": "Ada"})}), reply_to=site.message), None
+    )
     assert site.sent[-1].error.reason == "KeyError at the site; its log has the text"
 
 
@@ -275,7 +284,9 @@ def test_the_entry_point_imports_no_torch_and_refuses_another_flower(tmp_path, m
     script = write_guard(tmp_path / "bin")
     assert script.name == "flwr-clientapp"
     assert script.stat().st_mode & 0o111
-    code = f"import sys; sys.argv = ['flwr-clientapp', '--help']; exec(compile(open({str(script)!r}).read(), 'x', 'exec'))"
+    code = (
+        f"import sys; sys.argv = ['flwr-clientapp', '--help']; exec(compile(open({str(script)!r}).read(), 'x', 'exec'))"
+    )
     wrapped = f"import sys\ntry:\n    exec({code!r})\nexcept SystemExit: pass\nprint([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", wrapped], capture_output=True, text=True, check=True, cwd=ROOT)
     assert "Runtime API" in done.stdout
