@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,21 +40,18 @@ def run(args: argparse.Namespace) -> int:
     if args.kit:
         found += _site(args)
     if args.federation:
-        found += [
-            checks.guarded(
-                f"certificate {name}", lambda name=name: checks.certificate(args.federation / "server" / name)
-            )  # type: ignore[misc]
-            for name in ("ca.crt", "server.pem")
-        ]
+        for name in ("ca.crt", "server.pem"):
+            check = partial(checks.certificate, args.federation / "server" / name)
+            found.append(checks.guarded(f"certificate {name}", check))
     if not args.health or args.kit or args.federation:
         found += [
             checks.guarded(check.__name__, check) for check in (checks.clock, checks.versions, checks.entry_point)
         ]
     if args.health:
         found.append(checks.health(args.health))
-    for check in found:
-        print(f"{check.verdict:<5} {check.name:<22} {check.text}")
-    return int(any(check.verdict == "fail" for check in found))
+    for finding in found:
+        print(f"{finding.verdict:<5} {finding.name:<22} {finding.text}")
+    return int(any(finding.verdict == "fail" for finding in found))
 
 
 def _site(args: argparse.Namespace) -> list[Check]:

@@ -121,7 +121,7 @@ def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
             )
         else:
             lines.append(f"Epsilon: {found:.3g} at delta = {delta:g} for all {rounds} rounds, by dp-accounting.")
-    return lines + ["", *words_of(exchange.name)]
+    return [*lines, "", *words_of(exchange.name)]
 
 
 def _variants(exchange: Exchange, direction: Direction) -> list[str]:

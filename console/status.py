@@ -56,7 +56,8 @@ def runs(folder: Path, now: float | None = None) -> tuple[list[str], bool]:
             state = "silent"
         well &= state in ("running", "completed")
         done = f"{found.rounds_done}/{found.status.get('rounds', '?')} rounds"
-        why = found.status.get("reason") or (_silent(quiet) if state == "silent" else _last_failures(found.attempts))
+        why = found.status.get("reason") or _last_failures(found.attempts)
+        why = _silent(quiet) if state == "silent" else why
         lines.append(f"{name:<24} {state:<10} {done:<14} {why}".rstrip())
     return lines, well
 

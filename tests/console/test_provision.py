@@ -174,7 +174,7 @@ def test_renewal_and_revocation_retire_a_key(federation, capsys):
 
 
 def test_a_request_proves_its_key_its_site_and_its_federation(federation, capsys, tmp_path):
-    kit, fingerprint = enrolled(federation, capsys)
+    kit, _ = enrolled(federation, capsys)
     request = json.loads((kit / "keys" / "request.json").read_text())
     ca = (federation / "server" / "ca.crt").read_bytes()
     assert enrol.check(kit / "keys" / "request.json", "pilot", ca)[0] == "north"

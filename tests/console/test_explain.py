@@ -1,0 +1,106 @@
+"""`fedveil explain`: the figures that it names are those of a real message."""
+
+from __future__ import annotations
+
+import pytest
+
+import strategies
+from console import explain
+from console.main import main
+from fedveil import epsilon as epsilons
+from fedveil.adapters import AllWeights
+from fedveil.config import parse
+from fedveil.epsilon import EpsilonError, Plan
+from fedveil.errors import ConfigError
+from fedveil.exchange import Exchange
+from fedveil.method import RoundContext, spec_of
+from fedveil.wire.envelope import describe
+from tests.conftest import ToyLocal
+
+
+@pytest.mark.parametrize(
+    "name,fields",
+    [("fedavg", ""), ("fedrand", ""), ("random_binary", 'wire = "seeded"'), ("random_binary", "rate = 0.9")],
+)
+def test_the_largest_upload_is_what_is_sent_or_a_bound_of_it(name, fields, lora_spec, lora_weights):
+    method = strategies.create(name, fields)
+    exchange = Exchange(method, name, lora_spec)
+    server = method.init(spec_of(lora_weights), lora_weights, None)
+    sizes = []
+    for seed in range(4):
+        ctx = RoundContext(0, "north", True, bytes([seed]) * 32)
+        _, parts = exchange.participate(exchange.broadcast(server, ctx), None, ToyLocal(lora_spec), ctx)
+        sizes.append(describe(b"".join(parts))["payload_bytes"])
+    bound = explain.largest(exchange, "up")
+    assert max(sizes) <= bound
+    if name != "random_binary":
+        assert max(sizes) == bound
+    down = describe(exchange.broadcast(server, RoundContext(0, "north", True, b"s" * 32)))["payload_bytes"]
+    assert explain.largest(exchange, "down") == down
+
+
+def test_a_run_in_plain_words(tmp_path, capsys):
+    policy = tmp_path / "site-policy.toml"
+    policy.write_text('methods = ["fedrand"]\nmax-bytes-a-round = 10_000_000')
+    chosen = ["--set", "method.name=fedrand", "--set", "run.rounds=7", "--set", "cohort.fraction=0.5"]
+    assert main(["explain", *chosen, "--policy", str(policy)]) == 0
+    shown = capsys.readouterr().out
+    assert "fedrand on text-generation, base model tiny: 7 rounds, this site in about 50 of 100 rounds." in shown
+    assert "either 'A': " in shown
+    assert "either 'B': " in shown
+    assert "Epsilon: infinite." in shown
+    assert "The server learns:" in shown
+    assert "policy permits it" in shown
+    policy.write_text('methods = ["fedrand"]\nmax-bytes-a-round = 1000')
+    assert main(["explain", *chosen, "--policy", str(policy)]) == 1
+    assert "FORBIDS it: bytes a round: this site permits at most 1000" in capsys.readouterr().out
+
+
+def test_the_run_config_comes_from_a_file_and_from_pairs(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[method]\nname = "fedavg"\n[run]\nrounds = 3\n')
+    assert explain.overrides(file, ["run.rounds=4", 'task.model="/models/x"', "task.data=plain text"]) == {
+        "method.name": "fedavg",
+        "run.rounds": 4,
+        "task.model": "/models/x",
+        "task.data": "plain text",
+    }
+    with pytest.raises(ConfigError, match="expected KEY=VALUE"):
+        explain.overrides(None, ["run.rounds"])
+    with pytest.raises(ConfigError, match="expected a TOML file"):
+        explain.overrides(tmp_path / "none", [])
+
+
+class Noisy:
+    """A method's event alone: rounds x Gaussian."""
+
+    adapter = AllWeights()
+
+    def __init__(self, noise: float) -> None:
+        self.noise = noise
+
+    def dp_event(self, plan):
+        from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+
+        return SelfComposedDpEvent(GaussianDpEvent(self.noise), plan.rounds)
+
+
+def test_epsilon_is_dp_accountings_and_infinite_where_noise_is_seeded():
+    config = parse({})
+    few, many = (epsilons.epsilon(Noisy(3.0), Plan(config, rounds), 1e-5) for rounds in (1, 16))
+    assert 0 < few < many
+    # 16 Gaussians of noise 3 are one of noise 3/4; sqrt(2 ln(1.25/delta))/sigma bounds epsilon of the classical analysis
+    assert many == pytest.approx(epsilons.epsilon(Noisy(0.75), Plan(config, 1), 1e-5))
+    seeded = parse({"run.deterministic": True})
+    assert epsilons.epsilon(Noisy(3.0), Plan(seeded, 1), 1e-5) == float("inf")
+    assert epsilons.epsilon(strategies.create("fedavg"), Plan(config, 1), 1e-5) == float("inf")
+
+
+def test_an_event_that_cannot_be_counted_is_an_error():
+    from dp_accounting import UnsupportedDpEvent
+
+    method = Noisy(1.0)
+    for event, reason in ((UnsupportedDpEvent(), "can count"), ("eps = 1", "found str")):
+        method.dp_event = lambda plan, event=event: event
+        with pytest.raises(EpsilonError, match=reason):
+            epsilons.epsilon(method, Plan(parse({}), 1), 1e-5)
