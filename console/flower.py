@@ -10,6 +10,8 @@ from typing import Any
 from console.launch import CONNECTION, environment
 from console.processes import LaunchError, Processes
 
+_GONE = "unregistered"
+
 
 class Flower:
     """`flwr` with the connection of a FLWR_HOME; by default the one that `fedveil provision` writes."""
@@ -22,10 +24,8 @@ class Flower:
 
     def nodes(self) -> dict[str, str]:
         """ "online", "offline" or "registered" by node id: Flower does not tell the names here."""
-        return {
-            str(node["node-id"]): str(node["status"])
-            for node in self._call("supernode", "ls", self._connection)["nodes"]
-        }
+        listed = self._call("supernode", "ls", self._connection)["nodes"]
+        return {str(n["node-id"]): str(n["status"]) for n in listed if n["status"] != _GONE}
 
     def register(self, public: str, name: str) -> str:
         """Lets a public key in; returns its node id. Raises LaunchError with Flower's reason."""

@@ -45,6 +45,20 @@ services:
     network_mode: none
     entrypoint: [fedveil, site, init, --kit, /kit, --out, /keys]
     volumes: ["./:/kit:ro", "./keys:/keys"]
+  doctor:                     # docker compose run --rm doctor: this image's own code alone, so it may see everything
+    <<: *common
+    profiles: [doctor]
+    restart: "no"
+    environment:
+      <<: *environment
+      PATH: {path}
+    entrypoint: [fedveil, doctor, --kit, /kit, --keys, /keys]
+    volumes:
+      - ./:/kit:ro
+      - ./keys:/keys:ro
+      - state:/state
+      - ${{FEDVEIL_DATA:-./data}}:/data:ro
+    networks: [outside]
   supernode:
     <<: *common
     command:
@@ -70,14 +84,18 @@ services:
     <<: *common
     environment:
       <<: *environment
-      PATH: /opt/fedveil/guard:/usr/local/bin:/usr/bin:/bin
+      PATH: {path}
     command:
       - flower-superexec
       - --runtime-api-address=supernode:9094
       - --insecure             # inside the network between these two; the secret says who they are
       - --superexec-auth-secret-file=/keys/superexec-secret
-    volumes: ["./:/kit:ro", "./keys/superexec-secret:/keys/superexec-secret:ro", "state:/state",
-              "${{FEDVEIL_DATA:-./data}}:/data:ro", "${{FEDVEIL_MODELS:-./models}}:/models:ro"]
+    volumes:                  # not the kit's folder: the site's key lies in it
+      - ./site-policy.toml:/kit/site-policy.toml:ro
+      - ./keys/superexec-secret:/keys/superexec-secret:ro
+      - state:/state
+      - ${{FEDVEIL_DATA:-./data}}:/data:ro
+      - ${{FEDVEIL_MODELS:-./models}}:/models:ro
     networks: [inside]
     depends_on:
       supernode: {{condition: service_healthy}}
@@ -88,6 +106,9 @@ volumes:
   state: {{}}
   node-state: {{}}
 """
+
+# The image has the entry point there (fedveil site guard --bin /opt/fedveil/guard), before Flower's own command.
+_PATH = "/opt/fedveil/guard:/usr/local/bin:/usr/bin:/bin"
 
 _GPU = """\
 services:
@@ -136,7 +157,7 @@ Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing co
 
 | to ... | run |
 |---|---|
-| see whether all is well | `docker compose exec clientapp fedveil doctor --kit /kit` |
+| see whether all is well | `docker compose run --rm doctor` |
 | see what was sent, and what was refused | `docker compose exec clientapp fedveil log show /state/audit-log.jsonl` |
 | check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
 | make a new key before the old one's last day | `docker compose run --rm init --renew`, then as under 1 |
@@ -156,7 +177,7 @@ def files(federation: FederationFile, site: str, ca: bytes) -> dict[str, bytes]:
     project = "".join(c if c.isalnum() else "-" for c in site.lower())
     words = {
         "site": site, "federation": federation.name, "superlink": federation.superlink, "image": federation.image,
-        "project": project, "ca": hashlib.sha256(ca).hexdigest(),
+        "project": project, "path": _PATH, "ca": hashlib.sha256(ca).hexdigest(),
     }  # fmt: skip
     public = {"federation": federation.name, "site": site, "superlink": federation.superlink}
     node = {"site": site, "data": "/data", "state-dir": "/state", "policy": "/kit/site-policy.toml"}

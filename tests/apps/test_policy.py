@@ -160,6 +160,7 @@ def test_an_upload_of_too_few_examples_does_not_leave(tmp_path, monkeypatch):
     assert ours.history[0].failed["south"].startswith("PolicyError: examples: this site takes part with at least 5")
 
 
+@pytest.mark.slow
 def test_epsilon_of_a_method_without_a_guarantee_is_beyond_any_bound(tmp_path):
     with pytest.raises(
         PolicyError, match="epsilon: this site permits at most 8 at delta = 1e-05, found inf for 5 rounds"

@@ -112,8 +112,10 @@ def test_the_kits_compose_file_is_isolated_and_its_policy_permits_nothing(federa
         assert service["user"] == "10001:10001"
         assert service["environment"]["FLWR_TELEMETRY_ENABLED"] == "0"
     assert "--superlink=fl.example.org:9443" in services["supernode"]["command"]
-    mounted = {volume.split(":")[1] for name in ("supernode",) for volume in services[name]["volumes"]}
-    assert "/data" not in "".join(mounted)
+    mounts = {name: [v.rpartition(":ro")[0] or v for v in service["volumes"]] for name, service in services.items()}
+    assert not any(v.endswith(":/data") for v in mounts["supernode"])
+    kits = {"./:/kit", "./keys:/keys", "./keys/node.key:/keys/node.key"}
+    assert not kits & set(mounts["clientapp"])  # bundled code must not reach the site's key
     import tomllib
 
     policy = Policy.model_validate(tomllib.loads((kit / "site-policy.toml").read_text()))
