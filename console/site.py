@@ -66,7 +66,7 @@ def _start(args: argparse.Namespace) -> int:
     for option in ("ca", "key"):
         if not (file := getattr(args, option)).is_file():
             raise ConfigError(
-                f"--{option}: expected a file, found none at {file}; see the README on certificates and keys"
+                f"--{option}: expected a file, found none at {file}; see docs/deploy.md"
             )
     state = args.state_dir.expanduser().absolute()
     node: dict[str, Any] = {"site": args.name, "state-dir": str(state), "device": args.device}

@@ -148,6 +148,11 @@ def test_an_upload_needs_its_examples_and_the_server_does_not_learn_how_many(fou
         check_upload(site, 0, 0, found)
 
 
+def test_a_truth_is_not_a_number_of_examples(tmp_path):
+    with pytest.raises(PolicyError, match="with at least 1, found fewer"):
+        check_upload(assignment(tmp_path, "min-examples = 1").site, 0, 0, True)
+
+
 def test_an_upload_of_too_few_examples_does_not_leave(tmp_path, monkeypatch):
     task = use_toy_task(monkeypatch)
     (tmp_path / "site-policy.toml").write_text("min-examples = 5")

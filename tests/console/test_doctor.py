@@ -65,6 +65,9 @@ def test_the_fleet_port_must_have_the_name_that_the_site_uses_and_a_valid_certif
         with tls_server(tmp_path) as address:
             found = checks.fleet(address, tmp_path / "ca.crt")
         assert (found.verdict, reason in found.text) == ("fail", True), found
+    write_server(tmp_path, ca, key, ["localhost"], timedelta(days=1))
+    with tls_server(tmp_path) as address:  # the certificate is valid, and not for this way to the server
+        assert "mismatch" in checks.fleet(address.replace("localhost", "127.0.0.1"), tmp_path / "ca.crt").text
 
 
 def write_expired(folder: Path, ca, key) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,11 @@ def test_a_log_written_anew_verifies_and_an_anchor_finds_it(whole, tmp_path):
     assert "line 0: expected the hash" in refused(tmp_path, file.read_bytes(), Head(0, "1" * 64))
 
 
+def test_a_line_of_another_log_does_not_fit_in_though_it_is_its_own_hash(whole, tmp_path):
+    other = written(tmp_path / "other.jsonl")
+    assert "line 3: previous: expected" in refused(tmp_path, b"".join([*whole[:2], other[2], *whole[3:]]))
+
+
 def test_it_is_not_continued_behind_a_line_that_is_not_whole(whole, tmp_path):
     file = tmp_path / "log.jsonl"
     for content in (b"".join(whole)[:-20], b"".join(whole).replace(b'"round":4', b'"round":5')):
@@ -133,10 +139,19 @@ def test_what_cannot_be_written_is_an_error(tmp_path):
 
 def test_several_processes_write_one_chain(tmp_path):
     file = tmp_path / "log.jsonl"
-    code = f"from pathlib import Path; from fedveil import audit_log\nfor i in range(40): audit_log.append(Path({str(file)!r}), 'sent', {{'i': i}})"
-    workers = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
-    assert [worker.wait(60) for worker in workers] == [0, 0, 0]
-    assert audit_log.verify(file).lines == 120
+    gate, append = tmp_path / "gate", f"audit_log.append(Path({str(file)!r}), 'sent', {{'i': i}})"
+    code = (
+        "import time; from pathlib import Path; from fedveil import audit_log; print('ready', flush=True)\n"
+        f"while not Path({str(gate)!r}).exists(): time.sleep(0.001)\nfor i in range(500): {append}"
+    )
+    command = [sys.executable, "-c", code]
+    with ExitStack() as stack:
+        workers = [stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE)) for _ in range(4)]
+        for worker in workers:
+            worker.stdout.readline()
+        gate.touch()
+        assert [worker.wait(60) for worker in workers] == [0] * 4
+    assert audit_log.verify(file).lines == 2000
 
 
 @pytest.mark.parametrize(
