@@ -65,9 +65,7 @@ def _start(args: argparse.Namespace) -> int:
 
     for option in ("ca", "key"):
         if not (file := getattr(args, option)).is_file():
-            raise ConfigError(
-                f"--{option}: expected a file, found none at {file}; see docs/deploy.md"
-            )
+            raise ConfigError(f"--{option}: expected a file, found none at {file}; see docs/deploy.md")
     state = args.state_dir.expanduser().absolute()
     node: dict[str, Any] = {"site": args.name, "state-dir": str(state), "device": args.device}
     node |= {key: str(Path(value).absolute()) for key in ("data", "policy") if (value := getattr(args, key))}
