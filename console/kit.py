@@ -142,7 +142,7 @@ Nothing in this kit is secret. Your key is made here, by you, and does not leave
 
 1. Check the kit, then make your key and your request:
 
-       sha256sum -c SHA256SUMS && mkdir -p keys && docker compose run --rm init
+       sha256sum -c SHA256SUMS && mkdir -p -m 700 keys && docker compose run --rm init
 
    Send `keys/request.json` to the operator, and read the fingerprint that was printed to them over the telephone.
 
