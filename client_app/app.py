@@ -20,7 +20,7 @@ from client_app import link, policy
 from client_app.assignment import Assignment
 from client_app.owner import owner_of_this_process
 from fedveil.errors import BudgetError, PolicyError, WireError
-from fedveil.wire import slices
+from fedveil.wire import header, slices
 
 app = ClientApp()
 
@@ -49,7 +49,15 @@ def _take_part(message: Message, context: Context) -> list[bytes]:
     except KeyError as error:
         raise WireError(f"message: expected the records fedveil and order, found none called {error}") from None
     assignment = Assignment.of(order, context.run_config, context.node_config)
-    policy.check(assignment)
+    down_bytes = sum(len(array.data) for array in record.values())
+    policy.check(assignment, policy.Bundle.of_environment(), down_bytes)
+    upload = _trained(record, assignment)
+    num_examples = header.of_slices(upload)["num_examples"]
+    policy.check_upload(assignment.site, down_bytes, sum(map(len, upload)), num_examples)
+    return upload
+
+
+def _trained(record: ArrayRecord, assignment: Assignment) -> list[bytes]:
     owner = owner_of_this_process() if assignment.config.client.worker else None
     if owner is None:
         return _in_this_process(_drained(record), assignment)

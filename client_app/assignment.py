@@ -24,6 +24,7 @@ class Order:
         run: name of the run, for private state.
         method: the method's file name.
         fields: its hyper-parameters as JSON.
+        log: anchor of the server's audit log, for this site's own.
     """
 
     round: int
@@ -32,6 +33,7 @@ class Order:
     run: str
     method: str
     fields: str
+    log: str = ""
 
 
 @dataclass(frozen=True)

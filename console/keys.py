@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -17,40 +18,61 @@ VALID = timedelta(days=30)
 
 def write_tls(folder: Path) -> None:
     """Writes ca.crt, server.pem and server.key. The CA's own key is never written: it can sign nothing more."""
-    alternatives = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    ca_key = ec.generate_private_key(ec.SECP256R1())
-    server_key = ec.generate_private_key(ec.SECP256R1())
-    ca_name = _name("FedVeil CA")
-    ca = (
-        _builder(ca_name, ca_name, ca_key.public_key())
+    ca, ca_key = new_ca("FedVeil CA", VALID)
+    write_certificate(folder / "ca.crt", ca)
+    write_server(folder, ca, ca_key, ["localhost", "127.0.0.1"], VALID)
+
+
+def new_ca(name: str, valid: timedelta) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """A certificate authority that may sign servers and no other authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        _builder(_name(name), _name(name), key.public_key(), valid)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key()), critical=False)
-        .sign(ca_key, hashes.SHA256())
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
     )
-    server = (
-        _builder(_name("superlink"), ca_name, server_key.public_key())
+    return certificate, key
+
+
+def write_server(
+    folder: Path, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey, names: Sequence[str], valid: timedelta
+) -> None:
+    """Writes server.pem and server.key, for a server that is reached by `names`; never valid for longer than the CA."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        _builder(_name("superlink"), ca.subject, key.public_key(), valid, ca.not_valid_after_utc)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_alternative(name) for name in names]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .sign(ca_key, hashes.SHA256())
     )
-    (folder / "ca.crt").write_bytes(ca.public_bytes(serialization.Encoding.PEM))
-    (folder / "server.pem").write_bytes(server.public_bytes(serialization.Encoding.PEM))
-    _write_private(folder / "server.key", server_key, serialization.PrivateFormat.PKCS8)
+    write_private(folder / "server.key", key, serialization.PrivateFormat.PKCS8)
+    write_certificate(folder / "server.pem", certificate)
+
+
+def write_certificate(path: Path, certificate: x509.Certificate) -> None:
+    """PEM."""
+    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def write_node_key(path: Path) -> None:
     """Writes a P-384 key pair in OpenSSH's format to `path` and `path`.pub (Flower refuses ed25519)."""
     key = ec.generate_private_key(ec.SECP384R1())
-    _write_private(path, key, serialization.PrivateFormat.OpenSSH)
-    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    path.with_name(path.name + ".pub").write_bytes(public + b"\n")
+    write_private(path, key, serialization.PrivateFormat.OpenSSH)
+    path.with_name(path.name + ".pub").write_text(public_text(key.public_key()) + "\n")
 
 
-def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> None:
+def public_text(key: ec.EllipticCurvePublicKey) -> str:
+    """A public key as OpenSSH writes it, without a comment."""
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+
+
+def write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> None:
+    """PEM without a passphrase, readable by its owner only."""
     text = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(text)
@@ -60,8 +82,22 @@ def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _alternative(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    valid: timedelta,
+    until: datetime | None = None,
+) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
+    end = now + valid
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -69,7 +105,7 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicK
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(minutes=5))
-        .not_valid_after(now + VALID)
+        .not_valid_after(min(end, until) if until else end)
     )
 
 

@@ -38,6 +38,7 @@ from console.processes import LaunchError, Processes
 CONNECTION = "fedveil"
 SUPERLINK = "superlink"
 SERVER_APP = "flwr-serverapp"
+CLIENT_APP = "flwr-clientapp"
 ONLINE = "SuperNode ID:"  # a SuperNode logs this once the SuperLink has accepted its key
 
 
@@ -180,6 +181,8 @@ class Federation:
     def start_site(self, name: str) -> None:
         """Starts a site's SuperNode and a spare worker; its key must be registered. Does not wait until it is online."""
         log, env = self.processes.log(name), {**self._env(), "OMP_NUM_THREADS": str(self.client_threads)}
+        if "policy" in dict(self.sites[name].node_config):
+            env = guarded(env, self.folder / "guard")
         self._log_starts[name] = log.stat().st_size if log.exists() else 0
         self.processes.start(
             name,
@@ -338,6 +341,22 @@ def supernode(superlink: str, ca: Path, key: Path, port: int, node_config: Path)
         "--auth-supernode-private-key", str(key), "--host", "127.0.0.1", "--port", str(port),
         "--node-config", str(node_config),
     ]  # fmt: skip
+
+
+def write_guard(folder: Path, require_policy: bool = True) -> Path:
+    """Writes the site's entry point, a `flwr-clientapp` that goes before Flower's own on the PATH (guard/clientapp.py)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / CLIENT_APP
+    says = f"from guard.clientapp import main\n\nmain(require_policy={require_policy})\n"
+    script.write_text(f"#!{sys.executable} -P\n{says}")
+    script.chmod(0o755)
+    return script
+
+
+def guarded(env: Mapping[str, str], folder: Path, require_policy: bool = True) -> dict[str, str]:
+    """`env` for a SuperNode or SuperExec whose client processes pass the site's entry point, written to `folder`."""
+    script = write_guard(folder, require_policy)
+    return {**env, "PATH": os.pathsep.join([str(script.parent), env["PATH"]])}
 
 
 def start_spare(site: ClientSite, owner: int, env: Mapping[str, str]) -> Card:

@@ -70,7 +70,14 @@ class Processes:
         """The exit code of `name`, or None while it runs."""
         return self._children[name].poll()
 
-    def call(self, name: str, command: Sequence[str], env: Mapping[str, str], timeout: float = 120.0) -> str:
+    def call(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        timeout: float = 120.0,
+        cwd: Path | None = None,
+    ) -> str:
         """Runs `command` to its end and returns its stdout. Raises LaunchError with the last lines if it fails."""
         child = subprocess.Popen(
             [_program(command[0], env), *command[1:]],
@@ -79,6 +86,7 @@ class Processes:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            cwd=cwd,
         )
         try:
             out, err = child.communicate(timeout=timeout)

@@ -36,6 +36,14 @@ def add_parser(sub: Any) -> None:
     )
     start.add_argument("--worker-memory-mb", type=int, default=0, help="bound on the worker's memory; 0 = none")
     start.set_defaults(run=_start)
+    init = actions.add_parser("init", help="make this site's key, and the request that the operator registers")
+    init.add_argument("--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default .")
+    init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go; default: keys, in the kit")
+    init.add_argument("--renew", action="store_true", help="another key; the old one stays as node.key.old")
+    init.set_defaults(run=_init)
+    guard = actions.add_parser("guard", help="write the entry point that decides before bundled code: for an image")
+    guard.add_argument("--bin", required=True, type=Path, metavar="FOLDER", help="goes first on the SuperExec's PATH")
+    guard.set_defaults(run=_guard)
     status = actions.add_parser("status", help="what the workers of this machine's sites hold, and since when")
     status.add_argument("--follow", action="store_true", help="stay, and show the training as it goes")
     status.set_defaults(run=_status)
@@ -51,15 +59,13 @@ def add_parser(sub: Any) -> None:
 
 def _start(args: argparse.Namespace) -> int:
     from client_app.site import parse_site
-    from console.launch import environment, start_spare, supernode
+    from console.launch import environment, guarded, start_spare, supernode
     from console.machine import free_ports, toml
     from console.processes import Processes
 
     for option in ("ca", "key"):
         if not (file := getattr(args, option)).is_file():
-            raise ConfigError(
-                f"--{option}: expected a file, found none at {file}; see the README on certificates and keys"
-            )
+            raise ConfigError(f"--{option}: expected a file, found none at {file}; see docs/deploy.md")
     state = args.state_dir.expanduser().absolute()
     node: dict[str, Any] = {"site": args.name, "state-dir": str(state), "device": args.device}
     node |= {key: str(Path(value).absolute()) for key in ("data", "policy") if (value := getattr(args, key))}
@@ -70,7 +76,8 @@ def _start(args: argparse.Namespace) -> int:
     config.write_text(toml(node))
     (state / "logs").mkdir(mode=0o700, exist_ok=True)
     processes = Processes(state / "logs")
-    log, env = processes.log(args.name), environment(state / "flower")
+    log = processes.log(args.name)
+    env = guarded(environment(state / "flower"), state / "guard", require_policy=bool(args.policy))
     command = supernode(args.superlink, args.ca.absolute(), args.key.absolute(), free_ports(1)[0], config)
     try:
         began = log.stat().st_size if log.exists() else 0
@@ -103,6 +110,33 @@ def _warm(args: argparse.Namespace) -> int:
     site = parse_site({"site": args.name, "state-dir": str(args.state_dir)})
     card = start_spare(site, args.owner, os.environ)
     print(f"worker {card.pid} is warm, for site {args.name} of process {args.owner}")
+    return 0
+
+
+def _init(args: argparse.Namespace) -> int:
+    import tomllib
+
+    from console import enrol
+
+    try:
+        about = tomllib.loads((args.kit / "site.toml").read_text())
+        about, ca = {key: about[key] for key in ("federation", "site")}, (args.kit / "ca.crt").read_bytes()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--kit: expected site.toml and ca.crt in {args.kit}, found none ({error}); unpack it"
+        ) from None
+    request, fingerprint = enrol.make(args.out or args.kit / "keys", about, ca, args.renew)
+    print(f"site {about['site']} of {about['federation']}: key made; it stays here")
+    print(f"send {request} to the operator, and read them this over the telephone: {fingerprint}")
+    return 0
+
+
+def _guard(args: argparse.Namespace) -> int:
+    from console.launch import write_guard
+
+    print(
+        f'{write_guard(args.bin)}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run'
+    )
     return 0
 
 

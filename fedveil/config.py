@@ -104,7 +104,7 @@ class ClientConfig(_Section):
 
 
 class RunSection(_Section):
-    """The run itself. `dir` is absolute, or relative to the SuperLink's folder."""
+    """The run itself. `dir` is absolute, or relative to the SuperLink's folder; `signature` is from `fedveil app sign`."""
 
     rounds: int = Field(5, ge=1)
     seed: int = Field(0, ge=0)
@@ -113,6 +113,7 @@ class RunSection(_Section):
     name: str = ""
     tap: bool = False
     resume: bool = False
+    signature: str = ""
 
 
 class RunConfig(_Section):

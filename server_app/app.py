@@ -32,13 +32,18 @@ def main(grid: Grid, context: Context) -> None:
     config = parse(context.run_config)
     name = config.run.name or f"run-{context.run_id}"
     folder = RunFolder(Path(config.run.dir).expanduser() / name, config.run.resume)
+    folder.flower_run(context.run_id)
+    run = {"flower_run": str(context.run_id), "app": grid.run.fab_hash, "method": config.method.name}
+    folder.audit("started", run | {"task": config.task.name, "rounds": config.run.rounds})
     try:
         strategy, weights = prepare(config, folder, name)
         strategy.start(grid, weights, config.run.rounds)
     except BaseException as error:
         reason = str(error) if isinstance(error, FedVeilError) else f"{type(error).__name__}: {error}"
+        folder.audit("ended", {"state": "failed", "reason": reason})
         folder.status("failed", folder.last_round, config.run.rounds, reason)
         raise
+    folder.audit("ended", {"state": "completed"})
     folder.status("completed", config.run.rounds - 1, config.run.rounds)
 
 

@@ -20,7 +20,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Rec
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from fedveil.errors import UploadRefused, WireError
+from fedveil.audit_log import Head
+from fedveil.errors import StateError, UploadRefused, WireError
 from fedveil.exchange import Exchange
 from fedveil.method import Direction, RoundContext, State, Upload
 from fedveil.wire import slices
@@ -60,18 +61,18 @@ class Attempt:
         for ctx in contexts:
             data = self.exchange.broadcast(self.server, ctx)
             self.record.download_bytes += len(data)
-            self._note(data, ctx, "down")
+            anchor = self._note(data, ctx, "down", "sent")
             if data != last:
                 last, parts = data, slices.sliced([data])
                 record = ArrayRecord({slices.name(i): _array(part) for i, part in enumerate(parts)})
-            content = RecordDict({"fedveil": record, "order": self._order(ctx), "config": config})
+            content = RecordDict({"fedveil": record, "order": self._order(ctx, anchor), "config": config})
             messages.append(Message(content, nodes[ctx.client], MessageType.TRAIN, ttl=ttl, group_id=str(ctx.round)))
         return messages
 
-    def _order(self, ctx: RoundContext) -> ConfigRecord:
+    def _order(self, ctx: RoundContext, anchor: str) -> ConfigRecord:
         fields = json.dumps(dataclasses.asdict(self.exchange.method))  # type: ignore[call-overload]
         order = ConfigRecord({"round": ctx.round, "is-new": ctx.is_new, "site": ctx.client, "run": self.run})
-        order["method"], order["fields"] = self.exchange.name, fields
+        order["method"], order["fields"], order["log"] = self.exchange.name, fields, anchor
         return order
 
     def streamed(
@@ -94,7 +95,8 @@ class Attempt:
                         yield upload
                     del upload
             if over:
-                self.record.failed |= {ctx.client: f"no reply within {deadline:g} s" for ctx in pending.values()}
+                for ctx in pending.values():
+                    self._failed(ctx, f"no reply within {deadline:g} s")
                 return
             if not answered:
                 time.sleep(_POLL_SECONDS)
@@ -102,7 +104,7 @@ class Attempt:
     def judged(self, reply: Message, ctx: RoundContext) -> Upload | None:
         """The upload that a reply holds, if it may be folded; else its reason goes into the record."""
         if reply.has_error():
-            self.record.failed[ctx.client] = _printable(f"{reply.error.reason} (code {reply.error.code})")
+            self._failed(ctx, f"{reply.error.reason} (code {reply.error.code})")
             return None
         data = bytearray()
         try:
@@ -110,22 +112,47 @@ class Attempt:
             message = self.exchange.receive(data, ctx.round)
             num_examples = intake.check(message, self.limits)
         except (WireError, UploadRefused) as error:
-            self.record.failed[ctx.client] = _printable(f"refused: {error}")
+            self._failed(ctx, f"refused: {error}", up_bytes=len(data))
             log(WARNING, "round %s: %s: %s", ctx.round, ctx.client, self.record.failed[ctx.client])
-            self._note(data, ctx, "up", accepted=False)
+            if self.tap:
+                self.tap.write(data, ctx.round, self.record.attempt, ctx.client, "up", accepted=False)
             return None
         finally:
             self.record.upload_bytes += len(data)
-        self._note(data, ctx, "up", accepted=True)
+        self._note(data, ctx, "up", "accepted", site_log=_anchor(reply))
         self.record.accepted.append(ctx.client)
         self.record.reports[ctx.client] = {"num_examples": num_examples, **message.report}
         return Upload(message.payload, num_examples, ctx, message.report)
 
-    def _note(self, data: Buffer, ctx: RoundContext, direction: Direction, accepted: bool | None = None) -> None:
-        if self.folder and accepted is not False:
-            self.folder.disclosed(data, self.record, ctx.client, direction)
+    def _note(self, data: Buffer, ctx: RoundContext, direction: Direction, event: str, **more: str) -> str:
+        """A message in the ledger, the audit log and the tap; returns the audit log's anchor, "" without a folder."""
+        anchor = ""
+        if self.folder:
+            line = self.folder.disclosed(data, self.record, ctx.client, direction)
+            fields = [[name, size] for name, _, _, size in line["fields"]]
+            about = {"bytes": line["bytes"], "variant": line["variant"], "fields": fields, **more}
+            anchor = self.folder.audit(event, self._where(ctx) | about)
         if self.tap:
+            accepted = None if direction == "down" else True
             self.tap.write(data, ctx.round, self.record.attempt, ctx.client, direction, accepted)
+        return anchor
+
+    def _failed(self, ctx: RoundContext, reason: str, **more: int) -> None:
+        self.record.failed[ctx.client] = _printable(reason)
+        if self.folder:
+            self.folder.audit("failed", self._where(ctx) | {"reason": self.record.failed[ctx.client], **more})
+
+    def _where(self, ctx: RoundContext) -> dict[str, str | int]:
+        return {"round": ctx.round, "attempt": self.record.attempt, "site": ctx.client}
+
+
+def _anchor(reply: Message) -> str:
+    """The anchor of the site's audit log that came with a reply; "" where there is none, or what is there is not one."""
+    record = reply.content.config_records.get("log")
+    try:
+        return str(Head.parse(str(record["head"]))) if record else ""
+    except (KeyError, StateError):
+        return ""
 
 
 def _array(part: bytes) -> Array:

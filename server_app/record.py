@@ -2,6 +2,8 @@
 
 config.json          run config, method with its fields, versions
 status.json          state, round, reason; replaced whole
+../audit-log.jsonl   hash-chained, of all runs of this folder's parent: every message, who, decision (fedveil/audit_log.py)
+flower-run           Flower's number of the run
 metrics.jsonl        a line a round and attempt: cohort, accepted, failed with reasons, bytes, reports, scores
 disclosure.jsonl     a line a message: every field with its bytes, for each round, site and direction
 checkpoint.safetensors   the server's state after the last whole round; replaced whole
@@ -20,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedveil import __version__
+from fedveil import __version__, audit_log
 from fedveil.config import RunConfig
 from fedveil.errors import StateError
 from fedveil.method import Direction, Method, State, Weights
@@ -106,10 +108,21 @@ class RunFolder:
         """Scores before any round (round -1)."""
         self._append("metrics.jsonl", {"round": round_, "scores": scores})
 
-    def disclosed(self, data: Buffer, record: RoundRecord, site: str, direction: Direction) -> None:
-        """One message, as the other side could see it."""
+    def disclosed(self, data: Buffer, record: RoundRecord, site: str, direction: Direction) -> dict[str, Any]:
+        """One message, as the other side could see it; returns its line."""
         where = {"round": record.round, "attempt": record.attempt, "site": site, "direction": direction}
-        self._append("disclosure.jsonl", where | describe(data))
+        line = where | describe(data)
+        self._append("disclosure.jsonl", line)
+        return line
+
+    def flower_run(self, run_id: int) -> None:
+        """Flower's own number of the run, for `fedveil watch`."""
+        write_atomic(self.folder / "flower-run", str(run_id).encode())
+
+    def audit(self, event: str, about: Mapping[str, Any]) -> str:
+        """One line of the server's audit log; returns the log's anchor after it."""
+        run = {"run": f"{self.folder.name}-{self.id}"}
+        return str(audit_log.append(self.folder.parent / audit_log.NAME, event, run | dict(about)))
 
     def tap(self) -> Tap:
         """The folder for messages themselves."""

@@ -29,14 +29,12 @@ from torch import Tensor
 from fedveil.errors import WireError
 from fedveil.method import Direction, Field, Layout, Method, Payload
 from fedveil.wire import conformity
+from fedveil.wire import header as header_
 from fedveil.wire.codec import Buffer, Value
 
-_MAGIC = b"FVL1"
-_PREFIX = 16
 _BLOCK_BYTES = 1 << 22  # stays in cache between the checksum and the norm
 _PARALLEL_BYTES = 8 << 20  # below this a thread costs more than it saves
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="fedveil-wire")
-_MAX_HEADER = 16 << 20  # decompressed; a million fields would need more
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,8 @@ def pack_parts(
         entries.append([name, codec.name, list(shape), size, checksum.hexdigest()])
         parts += [*encoded, bytes(-size % 8)]
     header = _header(layout, stamp, payload, entries, num_examples, dict(report or {}))
-    prefix = _MAGIC + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1]
-    return [prefix, header, bytes(-(_PREFIX + len(header)) % 8), *parts]
+    prefix = header_.MAGIC + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1]
+    return [prefix, header, bytes(-(header_.PREFIX + len(header)) % 8), *parts]
 
 
 def _header(
@@ -152,7 +150,7 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
         WireError: names the field, what was expected and what was found.
     """
     whole = memoryview(data).cast("B")
-    header, offset = _read_header(whole)
+    header, offset = header_.read(whole)
     for key in ("method", "version", "round", "direction"):
         _expect(key, getattr(stamp, key), header.get(key))
     if header.get("layout") != (expected := digest(layout)):
@@ -179,50 +177,6 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
     norms = {entry[0]: norm for (_, _, entry), (_, norm) in zip(jobs, read, strict=True) if norm is not None}
     payload = Payload(fields, variant, header["scalars"])
     return Message(payload, header["num_examples"], header["report"], sizes, norms)
-
-
-def _read_header(whole: memoryview) -> tuple[dict[str, Any], int]:
-    if len(whole) < _PREFIX or whole[:4] != _MAGIC:
-        raise WireError(f"message: expected the magic {_MAGIC!r}, found {bytes(whole[:4])!r} in {len(whole)} bytes")
-    length = int.from_bytes(whole[4:8], "little")
-    header = whole[_PREFIX : _PREFIX + length]
-    if len(header) < length:
-        raise WireError(f"header: expected {length} bytes, found {len(header)}: the message is truncated")
-    if xxhash.xxh3_64_digest(header)[::-1] != whole[8:16]:
-        raise WireError("header: checksum expected and found differ: the message was damaged on the way")
-    inflate = zlib.decompressobj()
-    try:
-        text = inflate.decompress(header, _MAX_HEADER)
-        content = json.loads(text)
-    except (zlib.error, ValueError, RecursionError) as error:
-        raise WireError(f"header: expected zlib of at most {_MAX_HEADER} bytes of JSON, found none ({error})") from None
-    keys = {
-        "method",
-        "version",
-        "round",
-        "direction",
-        "variant",
-        "layout",
-        "fields",
-        "scalars",
-        "num_examples",
-        "report",
-    }
-    if not isinstance(content, dict) or set(content) != keys:
-        raise WireError(f"header: expected an object of {sorted(keys)}, found {sorted(content)[:20]}")
-    for key in ("scalars", "report"):
-        if not isinstance(content[key], dict):
-            raise WireError(f"header.{key}: expected an object, found {str(content[key])[:80]}")
-    _check_entries(content["fields"])
-    return content, _PREFIX + length + -(_PREFIX + length) % 8
-
-
-def _check_entries(entries: Any) -> None:
-    for entry in entries if isinstance(entries, list) else [None]:
-        match entry:
-            case [str(), str(), list(shape), size, str()] if all(type(n) is int and n >= 0 for n in [*shape, size]):
-                continue
-        raise WireError(f"header.fields: expected [name, codec, shape, bytes, checksum], found {str(entry)[:80]}")
 
 
 def _read_field(job: tuple[memoryview, Field, list[Any]]) -> tuple[Value, float | None]:
@@ -281,7 +235,7 @@ def describe(data: Buffer) -> dict[str, Any]:
     Returns bytes (the whole message), payload_bytes, variant, fields as [name, codec, shape, bytes], scalars.
     """
     whole = memoryview(data).cast("B")
-    header, _ = _read_header(whole)
+    header, _ = header_.read(whole)
     return {
         "variant": header["variant"],
         "bytes": len(whole),

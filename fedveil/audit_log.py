@@ -1,0 +1,189 @@
+"""A log of which no line can be changed without its being seen: JSON lines, each with the hash of the one before.
+
+    {"app":"5f..","event":"admitted","hash":"9c..","n":3,"previous":"a0..","round":0,"time":"2026-01-02T03:04:05+00:00"}
+
+    hash     = SHA-256 of the line's own JSON (keys sorted, no spaces, ASCII) without the key "hash"
+    previous = hash of the line before; 64 zeros in the first
+    n        = number of the line, from 0
+
+A line is what this module would write, byte for byte: one more space is found too.
+
+Formal guarantees, for a log whose head (number of lines, last hash) somebody else holds, and SHA-256 without collisions:
+- every change of the lines up to that head is found, by whomever it was made.
+
+| what was done to the file | found without an anchor | found with an anchor |
+|---|---|---|
+| a byte changed, a line dropped from the front or the middle, lines swapped, inserted or doubled | yes | yes |
+| the last lines cut off, or the whole file removed | no: what is left is a whole log | yes, back to the anchor |
+| a line changed and every later hash computed anew | no | yes, up to the anchor |
+| the last line torn by a power cut | yes | yes |
+
+An anchor is the text "LINES:HASH" of `head`. The two ends of a federation exchange theirs with every message, so each log
+holds anchors of the other's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import StateError
+
+NAME = "audit-log.jsonl"
+_GENESIS = "0" * 64
+_OWN = frozenset({"n", "time", "event", "previous", "hash"})
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Head:
+    """How far a log goes: its number of lines, and the hash of the last."""
+
+    lines: int = 0
+    hash: str = _GENESIS
+
+    def __str__(self) -> str:
+        return f"{self.lines}:{self.hash}"
+
+    @classmethod
+    def parse(cls, text: str) -> Head:
+        """The head whose `str` is `text`. Raises StateError."""
+        if not re.fullmatch(r"(0|[1-9]\d{0,17}):[0-9a-f]{64}", text):
+            raise StateError(f'anchor: expected "LINES:HASH" with 64 hex digits, found {text[:90]!r}; copy it whole')
+        lines, _, digest = text.partition(":")
+        return cls(int(lines), digest)
+
+
+def append(file: Path, event: str, about: Mapping[str, Any]) -> Head:
+    """Adds one line, on the disk when this returns; several processes may. Returns the new head.
+
+    Raises:
+        StateError: the last line is not whole or not its own hash, or nothing can be written. Nothing is added then.
+    """
+    if _OWN & set(about):
+        raise StateError(f"audit log: expected names other than {sorted(_OWN)}, found {sorted(_OWN & set(about))}")
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as log:
+            fcntl.flock(log, fcntl.LOCK_EX)
+            end = log.seek(0, os.SEEK_END)
+            before = _last(file, log, end)
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            record = {**about, "n": before.lines, "time": now, "event": event, "previous": before.hash}
+            record["hash"] = _hash(record)
+            line = _canonical(record) + b"\n"
+            if (written := log.write(line)) != len(line):
+                log.truncate(end)
+                raise StateError(f"{file}: expected to write {len(line)} bytes, wrote {written}; free space")
+            os.fsync(log.fileno())
+    except OSError as error:
+        raise StateError(f"{file}: expected to write the audit log, found {error}; mend that first") from error
+    return Head(before.lines + 1, str(record["hash"]))
+
+
+def head(file: Path) -> Head:
+    """The log's head, from its last line alone; that of an empty log where there is none. Raises StateError."""
+    if not file.exists():
+        return Head()
+    with file.open("rb") as log:
+        return _last(file, log, log.seek(0, os.SEEK_END))
+
+
+def verify(file: Path, anchors: Iterable[Head] = ()) -> Head:
+    """Reads the whole log; returns its head.
+
+    Raises:
+        StateError: names the first line that is not what it must be, or the anchor that the log does not reach.
+    """
+    held = {anchor.lines: anchor for anchor in anchors}
+    found = Head()
+    _require(held, file, found)
+    for _, found in _chained(file):
+        _require(held, file, found)
+    beyond = [anchor for anchor in held.values() if anchor.lines > found.lines]
+    if beyond:
+        raise StateError(
+            f"{file}: expected at least {max(a.lines for a in beyond)} lines, as an anchor says, found {found.lines}; "
+            "the end was cut off"
+        )
+    return found
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Every line of a log that verifies. Raises StateError as `verify`."""
+    return [record for record, _ in _chained(file)]
+
+
+def _require(held: Mapping[int, Head], file: Path, found: Head) -> None:
+    anchor = held.get(found.lines, found)
+    if anchor != found:
+        raise StateError(
+            f"{file}, line {found.lines}: expected the hash {anchor.hash}, as an anchor says, found {found.hash}; "
+            "the log was written anew"
+        )
+
+
+def _chained(file: Path) -> Iterator[tuple[dict[str, Any], Head]]:
+    """Lines with the head after each, checked one by one."""
+    try:
+        log = file.open("rb")
+    except OSError as error:
+        raise StateError(f"{file}: expected an audit log, found none ({error.strerror}); name the file") from None
+    before = Head()
+    with log:
+        for number, line in enumerate(log):
+            record = _record(line, f"{file}, line {number + 1}")
+            for key, expected in (("n", number), ("previous", before.hash)):
+                if record[key] != expected:
+                    raise StateError(
+                        f"{file}, line {number + 1}: {key}: expected {expected!r}, found {record[key]!r}; "
+                        "a line before it is missing, moved or changed"
+                    )
+            before = Head(number + 1, record["hash"])
+            yield record, before
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    """A line that is whole and its own hash."""
+    try:
+        record = json.loads(line)
+        right = isinstance(record, dict) and set(record) >= _OWN and line == _canonical(record) + b"\n"
+        right = right and type(record["n"]) is int and record["hash"] == _hash(record)
+    except ValueError:
+        right = False
+    if not right:
+        raise StateError(
+            f"{where}: expected a whole line with its own hash, found {line[:60]!r}; it was changed or torn"
+        )
+    return dict(record)
+
+
+def _last(file: Path, log: Any, end: int) -> Head:
+    """The head of an open log of `end` bytes; the position is at its end afterwards."""
+    start, tail = end, b""
+    while start and tail.rstrip(b"\n").count(b"\n") == 0:
+        step = min(start, _BLOCK)
+        start -= step
+        log.seek(start)
+        tail = log.read(step) + tail
+    log.seek(end)
+    if not end:
+        return Head()
+    record = _record(tail[tail.rstrip(b"\n").rfind(b"\n") + 1 :], f"{file}, last line")
+    return Head(record["n"] + 1, record["hash"])
+
+
+def _canonical(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _hash(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_canonical({key: value for key, value in record.items() if key != "hash"})).hexdigest()

@@ -1,0 +1,208 @@
+"""`flwr-clientapp` as a site's SuperExec finds it: Flower's own, with this site's decision before the bundle is installed.
+
+    SuperExec -> flwr-clientapp (the script that `fedveil site guard` writes) -> main
+        message, run and bundle are pulled               Flower
+        SHA-256 of the bundle, its signature, the policy here; a refusal ends it: nothing is installed, loaded or opened
+        the bundle is installed, its files compared      Flower, then here
+        the bundle's ClientApp runs                      bundled code, for the first time
+        the reply is measured against the policy         here
+        the reply is sent                                Flower
+
+Every decision is a line of <state-dir>/audit-log.jsonl before it takes effect, and of the server's record afterwards.
+
+What a digest or a signer in the policy does not name is code that nobody at the site has seen: then it could undo in
+this process what follows it here, and read what this user can read. `fedveil doctor` warns of such a policy.
+
+| case | what happens |
+|---|---|
+| the policy cannot be read, or anything else goes wrong here | refused |
+| no policy named | refused, unless the script was written for a site that permits everything |
+| the audit log cannot be written, or its last line is not whole | refused |
+| the SuperLink names another digest, app or version than the bundle's own | refused |
+| another Flower than 1.39 | the process ends with the reason; no message is taken |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from logging import ERROR, INFO
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ConfigRecord, Error, Message
+from flwr.common.config import get_project_dir
+from flwr.supercore import log
+
+if TYPE_CHECKING:
+    from client_app.assignment import Assignment
+
+_FLOWER = "1.39."
+_HOOKS = ("pull_task_input", "install_from_fab", "push_message")
+_RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+_BUNDLED = ("client_app", "fedveil", "strategies", "server_app")
+_PUBLIC = ("PolicyError", "WireError")
+
+
+class Refused(Exception):
+    """What this site does not do; the text is for the server."""
+
+
+class Guard:
+    """The decision about one message. `runtime` is Flower's module that takes it; three of its functions pass by here."""
+
+    def __init__(self, runtime: ModuleType, require_policy: bool) -> None:
+        self._pull: Callable[..., Any] = runtime.pull_task_input
+        self._install: Callable[..., Path] = runtime.install_from_fab
+        self._push: Callable[..., None] = runtime.push_message
+        self._require_policy = require_policy
+        self._task: tuple[Any, ...] = ()
+        self._assignment: Assignment | None = None
+        self._down_bytes = 0
+        self._about: dict[str, Any] = {}
+        self._refusal = ""
+        runtime.pull_task_input, runtime.install_from_fab = self.pull, self.install  # type: ignore[attr-defined]
+        runtime.push_message = self.push  # type: ignore[attr-defined]
+        # Loaded now, from the site's own installation, and kept: the bundle brings modules of the same names.
+        self._assignments, self._policy, self._audit_log, self._header, self._slices, self._bundle, self._signature = (
+            importlib.import_module(name)
+            for name in (
+                "client_app.assignment", "client_app.policy", "fedveil.audit_log", "fedveil.wire.header",
+                "fedveil.wire.slices", "guard.bundle", "guard.signature",
+            )
+        )  # fmt: skip
+
+    def pull(self, client: Any) -> tuple[Any, ...]:
+        """Flower's pull_task_input; what it gave is kept."""
+        self._task = self._pull(client)
+        return self._task
+
+    def install(self, content: bytes, *args: Any, **kwargs: Any) -> Path:
+        """Flower's install_from_fab, if this site permits the run. Raises Refused."""
+        try:
+            digest = self._admit(content)
+            self._note("admitted")
+            folder = self._install(content, *args, **kwargs)
+            self._require_installed(content, folder)
+        except Exception as error:
+            self._refuse(error)
+        os.environ["FEDVEIL_APP_DIGEST"], os.environ["FEDVEIL_APP_SIGNER"] = digest, self._about["signer"]
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for the worker; compiled code would be dropped every time
+        sys.dont_write_bytecode = True
+        forget()
+        return folder
+
+    def push(self, client: Any, message: Message, context: Any) -> None:
+        """Flower's push_message: of the upload if it is within bounds, else of the reason."""
+        if not self._refusal and message.has_error():
+            self._try_to_note("failed", Refused(message.error.reason))
+        elif not self._refusal:
+            try:
+                message = self._measured(message)
+            except Exception as error:
+                log(ERROR, "the upload is withheld", exc_info=error)
+                self._refusal = _public(error)
+                self._try_to_note("withheld", error)
+        if self._refusal:
+            message = Message(Error(_RAISED, self._refusal), reply_to=self._task[0])
+        self._push(client, message, context)
+
+    def _admit(self, content: bytes) -> str:
+        """The digest of a bundle that the policy permits for this message. Fills in what the audit log says."""
+        message, context, run, fab = self._task
+        digest = hashlib.sha256(content).hexdigest()
+        by = self._signature.signer(str(context.run_config.get("run.signature", "")), digest)
+        self._about = {"flower_run": str(run.run_id), "node": str(context.node_id), "app": digest, "signer": by}
+        site = importlib.import_module("client_app.site").parse_site(context.node_config)
+        self._about |= {"site": site.site, "policy": _file_digest(site.policy)}
+        self._log_file = site.state_dir.expanduser() / self._audit_log.NAME
+        records = message.content
+        self._down_bytes = sum(len(array.data) for array in records.array_records["fedveil"].values())
+        order = records.config_records["order"]
+        assignment = self._assignments.Assignment.of(order, context.run_config, context.node_config)
+        self._about |= {**assignment.described(), "down_bytes": self._down_bytes, "server_log": assignment.order.log}
+        if digest != fab.hash_str or run.fab_hash not in ("", digest):
+            raise Refused(
+                f"app digest: expected the SuperLink to name {digest}, found {fab.hash_str} and {run.fab_hash}"
+            )
+        if self._require_policy and not site.policy:
+            raise Refused("policy: this site permits nothing without one; name it in the node config")
+        self._policy.check(assignment, self._policy.Bundle(digest, by), self._down_bytes)
+        self._assignment = assignment
+        return digest
+
+    def _require_installed(self, content: bytes, folder: Path) -> None:
+        run, fab = self._task[2:]
+        loaded = get_project_dir(run.fab_id, run.fab_version, fab.hash_str)
+        if folder.resolve() != loaded.resolve():
+            raise Refused(f"app: expected the run to name {folder.name}, found {loaded.name}")
+        self._bundle.require_same(content, folder)
+
+    def _measured(self, message: Message) -> Message:
+        """The reply, if it is within bounds; with the anchor of this site's log."""
+        record = message.content.array_records["fedveil"]
+        parts = [record[name].data for name in self._slices.in_order(list(record))]
+        header, size = self._header.of_slices(parts), sum(map(len, parts))
+        if self._assignment is None:
+            raise Refused("upload: expected one of an admitted message, found none")
+        self._policy.check_upload(self._assignment.site, self._down_bytes, size, header["num_examples"])
+        fields = [[entry[0], entry[3]] for entry in header["fields"]]
+        head = self._note("sent", up_bytes=size, variant=header["variant"], fields=fields)
+        message.content["log"] = ConfigRecord({"head": str(head)})
+        return message
+
+    def _refuse(self, error: Exception) -> None:
+        log(ERROR, "this site refuses the run", exc_info=error)
+        self._refusal = _public(error)
+        self._try_to_note("refused", error)
+        raise Refused(self._refusal) from error
+
+    def _try_to_note(self, event: str, error: Exception) -> None:
+        """A refusal stands, noted or not; what could not be noted is in the process's log."""
+        try:
+            self._note(event, reason=f"{type(error).__name__}: {error}")
+        except Exception as unwritten:
+            log(ERROR, "the audit log has no line of this", exc_info=unwritten)
+
+    def _note(self, event: str, **more: Any) -> Any:
+        head = self._audit_log.append(self._log_file, event, {**self._about, **more})
+        log(INFO, "%s; line %s of %s", event, head.lines, self._log_file)
+        return head
+
+
+def forget() -> None:
+    """Lets go of this installation's modules whose names the bundle has too, so that its own are loaded."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in _BUNDLED]:
+        del sys.modules[name]
+
+
+def main(require_policy: bool = True) -> None:
+    """The process. Its arguments are those of Flower's own `flwr-clientapp`."""
+    found = importlib.metadata.version("flwr")
+    runtime = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    if not found.startswith(_FLOWER) or not all(hasattr(runtime, name) for name in _HOOKS):
+        sys.exit(f"flwr: expected version {_FLOWER}x, which this entry point knows, found {found}; install that one")
+    Guard(runtime, require_policy)
+    from flwr.supernode.cli import flwr_clientapp
+
+    flwr_clientapp()
+
+
+def _public(error: Exception) -> str:
+    """What the server may know: as the ClientApp's own rule, client_app/app.py."""
+    if isinstance(error, Refused):
+        return f"PolicyError: {error}"
+    kind = type(error).__name__
+    return f"{kind}: {error}" if kind in _PUBLIC else f"{kind} at the site; its log has the text"
+
+
+def _file_digest(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest() if path else ""
+    except OSError:
+        return ""  # the check that follows refuses it, with the reason

@@ -1,0 +1,82 @@
+"""Members of a federation against a running SuperLink: a key is let in, shut out, and not let in again; runs are watched."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tarfile
+import time
+
+import pytest
+
+from console.flower import Flower
+from console.launch import Federation, Site, supernode
+from console.machine import free_ports
+from console.main import main
+from console.processes import LaunchError
+from tests.conftest import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, capsys):
+    (tmp_path / "federation.toml").write_text('name = "pilot"\nserver = ["127.0.0.1"]\nsites = ["guest"]\n')
+    assert main(["provision", str(tmp_path / "federation.toml")]) == 0
+    pilot, home = tmp_path / "pilot", tmp_path / "pilot" / "server" / "flower"
+    with tarfile.open(pilot / "kits" / "guest.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    kit = tmp_path / "pilot-guest"
+    assert main(["site", "init", "--kit", str(kit)]) == 0
+    fingerprint = re.findall(r"SHA256:\S+", capsys.readouterr().out)[-1]
+    request = str(kit / "keys" / "request.json")
+    with Federation([Site("north", ROOT / "data" / "e2e")], tmp_path / "federation") as federation:
+        shutil.copy(federation.folder / "flower" / "config.toml", home)  # the same server, by another road
+        flower = Flower(home)
+
+        def started(name: str) -> None:
+            (port,) = free_ports(1)
+            (tmp_path / "node.toml").write_text('site = "guest"\n')
+            command = supernode(
+                f"127.0.0.1:{federation._fleet_port}", federation.folder / "ca.crt", kit / "keys" / "node.key", port,
+                tmp_path / "node.toml",
+            )  # fmt: skip
+            federation.processes.start(name, command, federation._env())
+
+        started("unregistered")
+        while federation.processes.ended("unregistered") is None:
+            time.sleep(0.1)
+        assert federation.processes.ended("unregistered") != 0  # no message is served without a registered key
+        assert main(["members", "register", str(pilot), request, "--fingerprint", fingerprint]) == 0
+        started("guest")
+        deadline = time.monotonic() + 60
+        while "online" not in (shown := _status(pilot, capsys)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert re.search(r"guest +registered +online", shown)
+        assert main(["members", "revoke", str(pilot), "guest"]) == 0
+        assert sorted(flower.nodes().values()).count("online") == 1  # north alone
+        federation.processes.kill("guest")
+        started("revoked")
+        while federation.processes.ended("revoked") is None and time.monotonic() < deadline + 60:
+            time.sleep(0.1)
+        assert federation.processes.ended("revoked") not in (None, 0)
+        assert main(["members", "register", str(pilot), request, "--fingerprint", fingerprint]) == 2
+        assert main(["members", "sync", str(pilot)]) == 0
+
+        bad = {"method.fields": "rho = 1.5", "run.dir": str(tmp_path / "runs"), "run.name": "bad"}
+        run = str(federation.run(ROOT, bad))
+        assert main(["watch", run, "--flower-home", str(home), "--timeout", "90"]) == 1
+        assert main(["watch", str(tmp_path / "runs" / "bad"), "--federation", str(pilot)]) == 1
+        assert "rho: expected a probability from 0 to 1, found 1.5" in capsys.readouterr().out
+        assert (tmp_path / "runs" / "bad" / "flower-run").read_text() == run
+        waiting = {"cohort.sites": 5, "run.dir": str(tmp_path / "runs"), "run.name": "long"}
+        run = str(federation.run(ROOT, waiting))
+        assert main(["watch", run, "--flower-home", str(home), "--timeout", "1"]) == 4
+        federation._flwr("stop", run, "fedveil", "--format", "json")
+        assert main(["watch", run, "--flower-home", str(home), "--timeout", "60"]) == 3
+        with pytest.raises(LaunchError):
+            flower.run_status("123")
+
+
+def _status(folder, capsys) -> str:
+    main(["status", str(folder / "no-runs"), "--federation", str(folder)])
+    return capsys.readouterr().out

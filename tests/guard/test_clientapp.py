@@ -1,0 +1,312 @@
+"""The entry point against Flower's own installation of a bundle, without a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import types
+import warnings
+import zipfile
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.cli.build import build_fab_from_disk
+from flwr.cli.install import install_from_fab
+from flwr.supercore.fab import Fab
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from console import app as console_app
+from console.launch import write_guard
+from fedveil import audit_log
+from fedveil.exchange import Exchange
+from fedveil.method import RoundContext, spec_of
+from fedveil.wire import slices
+from guard import clientapp, signature
+from guard.clientapp import Guard, Refused
+from strategies.fedavg import FedAvg
+from tests.conftest import ROOT, ToyLocal
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+PUBLIC = KEY.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory) -> Path:
+    """A small app: Flower bundles the real one just so."""
+    root = tmp_path_factory.mktemp("app") / "app"
+    (root / "client_app").mkdir(parents=True)
+    shutil.copy(ROOT / "client_app" / "app.py", root / "client_app")
+    (root / "client_app" / "server.py").write_text("app = 1\n")
+    (root / "client_app" / "__init__.py").touch()
+    (root / "pyproject.toml").write_text(
+        '[project]\nname = "toy"\nversion = "0.1.0"\nlicense = "Apache-2.0"\ndependencies = []\n[tool.flwr.app]\npublisher = "us"\n'
+        '[tool.flwr.app.components]\nserverapp = "client_app.server:app"\nclientapp = "client_app.app:app"\n'
+    )
+    return root
+
+
+def bundled(app: Path) -> bytes:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Flower's own, of the library that it matches paths with
+        return build_fab_from_disk(app)
+
+
+@pytest.fixture(scope="module")
+def fab(app) -> bytes:
+    return bundled(app)
+
+
+class Site:
+    """A guard on a runtime that holds one message, as SuperNode would hand it over."""
+
+    def __init__(self, tmp_path: Path, monkeypatch, fab: bytes, policy: str | None, **changes) -> None:
+        monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flower"))
+        monkeypatch.setattr(clientapp, "forget", lambda: None)  # this process needs its modules
+        monkeypatch.setattr(sys, "dont_write_bytecode", sys.dont_write_bytecode)
+        for name in ("FEDVEIL_APP_DIGEST", "FEDVEIL_APP_SIGNER", "PYTHONDONTWRITEBYTECODE"):
+            monkeypatch.setenv(name, "")
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+        node: dict[str, object] = {"site": "north", "state-dir": str(tmp_path / "state")}
+        if policy is not None:
+            (tmp_path / "site-policy.toml").write_text(policy)
+            node["policy"] = str(tmp_path / "site-policy.toml")
+        self.fab, self.sent, self.log = fab, [], tmp_path / "state" / audit_log.NAME
+        order = {"round": 0, "is-new": True, "site": "north", "run": "r", "method": "fedavg", "fields": "{}"}
+        order |= {"log": f"3:{'ab' * 32}"}
+        down = ArrayRecord({slices.name(0): Array("uint8", (1000,), slices.STYPE, bytes(1000))})
+        content = RecordDict({"fedveil": down, "order": ConfigRecord(order)})
+        message = Message(content, 7, MessageType.TRAIN)
+        message.metadata.__dict__["_message_id"] = "m1"
+        context = Context(1, 7, node, RecordDict(), changes.pop("run_config", {}))
+        run = Run.create_empty(11)
+        digest = hashlib.sha256(fab).hexdigest()
+        run.fab_id, run.fab_version, run.fab_hash = "us/toy", "0.1.0", digest
+        named = changes.pop("hash_str", digest)
+        for key, value in changes.items():
+            setattr(run, key, value)
+        self.runtime = types.SimpleNamespace(
+            pull_task_input=lambda client: (message, context, run, Fab(named, fab, {})),
+            install_from_fab=install_from_fab,
+            push_message=lambda client, message, context: self.sent.append(message),
+        )
+        self.guard = Guard(self.runtime, require_policy=True)
+        self.message = self.runtime.pull_task_input(None)[0]
+
+    @property
+    def folder(self) -> Path:
+        return next((self.log.parents[1] / "flower" / "apps").iterdir())
+
+    def install(self) -> Path:
+        return self.runtime.install_from_fab(self.fab, skip_prompt=True)
+
+    def refused(self, reason: str) -> None:
+        """The run is refused, nothing is on the disk but the log's line, and the server learns the reason."""
+        with pytest.raises(Refused, match=reason):
+            self.install()
+        self.runtime.push_message(None, Message(Error(2, "anything"), reply_to=self.message), None)
+        assert self.sent[-1].error.reason.startswith("PolicyError: ")
+        line = audit_log.read(self.log)[-1]
+        assert line["event"] == "refused"
+        with pytest.raises(AssertionError, match=reason):
+            raise AssertionError(line["reason"])
+
+    def push(self, upload: bytes) -> Message:
+        arrays = {slices.name(0): Array("uint8", (len(upload),), slices.STYPE, upload)}
+        self.runtime.push_message(
+            None, Message(RecordDict({"fedveil": ArrayRecord(arrays)}), reply_to=self.message), None
+        )
+        return self.sent[-1]
+
+
+def upload(lora_spec, lora_weights) -> bytes:
+    exchange = Exchange(FedAvg(), "fedavg", lora_spec)
+    state = FedAvg().init(spec_of(lora_weights), lora_weights, None)
+    ctx = RoundContext(0, "north", True, b"s" * 32)
+    _, parts = exchange.participate(exchange.broadcast(state, ctx), None, ToyLocal(lora_spec, 3), ctx)
+    return b"".join(parts)
+
+
+def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
+    tmp_path, monkeypatch, fab, lora_spec, lora_weights
+):
+    digest = hashlib.sha256(fab).hexdigest()
+    signed = {"run.signature": signature.sign(KEY, digest)}
+    policy = f'app-digests = ["{digest}"]\nsigners = ["{PUBLIC} of-the-consortium"]\nmethods = ["fedavg"]'
+    site = Site(tmp_path, monkeypatch, fab, policy, run_config=signed)
+    assert (site.install() / "client_app" / "app.py").is_file()
+    data = upload(lora_spec, lora_weights)
+    reply = site.push(data)
+    admitted, sent = audit_log.read(site.log)
+    assert (admitted["event"], admitted["app"], admitted["signer"], admitted["flower_run"]) == (
+        "admitted",
+        digest,
+        PUBLIC,
+        "11",
+    )
+    assert (admitted["site"], admitted["down_bytes"], admitted["server_log"]) == ("north", 1000, f"3:{'ab' * 32}")
+    assert admitted["policy"] == hashlib.sha256(policy.encode()).hexdigest()
+    assert (sent["event"], sent["up_bytes"]) == ("sent", len(data))
+    assert sent["fields"] == [[name, 4 * w.numel()] for name, w in lora_weights.items()]
+    assert str(reply.content["log"]["head"]) == str(audit_log.verify(site.log))
+    assert {"FEDVEIL_APP_DIGEST": digest, "FEDVEIL_APP_SIGNER": PUBLIC}.items() <= dict(clientapp.os.environ).items()
+
+
+@pytest.mark.parametrize(
+    "policy,reason",
+    [
+        (None, "permits nothing without one"),
+        ('methods = ["fedrand"]', "method.name: this site permits"),
+        (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits"),
+        (f'signers = ["{PUBLIC}"]', "app signer: .* found none that"),
+        ("max-bytes-a-round = 999", "at most 999, found 1000 in the server's message alone"),
+        ("methods = fedavg", "expected a readable policy file"),
+        ("hours = []", "hours: this site permits"),
+    ],
+)
+def test_a_refusal_comes_before_anything_of_the_bundle_is_on_the_disk(tmp_path, monkeypatch, fab, policy, reason):
+    site = Site(tmp_path, monkeypatch, fab, policy)
+    site.refused(reason)
+    assert not (tmp_path / "flower").exists()
+
+
+def test_a_changed_app_has_another_digest_and_is_refused(tmp_path, monkeypatch, app, fab):
+    changed = tmp_path / "changed"
+    shutil.copytree(app, changed)
+    file = changed / "client_app" / "app.py"
+    file.write_text(file.read_text() + "#\n")
+    other = bundled(changed)
+    site = Site(tmp_path, monkeypatch, other, f'app-digests = ["{hashlib.sha256(fab).hexdigest()}"]')
+    site.refused(f'found "{hashlib.sha256(other).hexdigest()}"')
+
+
+@pytest.mark.parametrize(
+    "changes,reason",
+    [
+        ({"hash_str": "0" * 64}, "expected the SuperLink to name"),
+        ({"fab_hash": "0" * 64}, "expected the SuperLink to name"),
+        ({"fab_id": "us/other"}, "expected the run to name us.toy"),
+        ({"fab_version": "9"}, "expected the run to name us.toy"),
+    ],
+)
+def test_a_superlink_that_names_another_app_than_it_sends_is_refused(tmp_path, monkeypatch, fab, changes, reason):
+    """Flower would install the one and load the other, which may lie there from an earlier run."""
+    Site(tmp_path, monkeypatch, fab, "", **changes).refused(reason)
+
+
+@pytest.mark.parametrize("what", ["changed", "added", "removed", "compiled", "link"])
+def test_what_lies_in_the_apps_folder_already_is_not_trusted(tmp_path, monkeypatch, fab, what):
+    site = Site(tmp_path, monkeypatch, fab, "")
+    folder = site.install()
+    file = folder / "client_app" / "app.py"
+    if what == "changed":
+        file.write_bytes(file.read_bytes()[:-1] + b" ")
+    elif what == "added":
+        (folder / "flwr.py").write_text("")
+    elif what == "removed":
+        file.unlink()
+    elif what == "link":
+        (folder / "more").symlink_to(folder / "client_app", target_is_directory=True)
+    else:
+        cache = folder / "client_app" / "__pycache__"
+        cache.mkdir()
+        (cache / "app.cpython-311.pyc").write_bytes(b"not the source")
+        assert site.install() == folder
+        assert not cache.exists()
+        return
+    site.refused("app: expected the bundle's own files")
+
+
+def test_an_upload_beyond_the_bounds_is_withheld(tmp_path, monkeypatch, fab, lora_spec, lora_weights):
+    data = upload(lora_spec, lora_weights)
+    for policy, reason in (
+        (f"max-bytes-a-round = {999 + len(data)}", f"found {1000 + len(data)}"),
+        ("min-examples = 4", "at least 4, found fewer"),
+    ):
+        site = Site(tmp_path, monkeypatch, fab, policy)
+        site.install()
+        reply = site.push(data)
+        assert reason in reply.error.reason
+        assert (audit_log.read(site.log)[-1]["event"], len(site.sent)) == ("withheld", 1)
+    site = Site(tmp_path, monkeypatch, fab, f"max-bytes-a-round = {1000 + len(data)}\nmin-examples = 3")
+    site.install()
+    assert not site.push(data).has_error()
+
+
+def test_something_else_than_an_upload_is_withheld_and_the_server_learns_no_text(tmp_path, monkeypatch, fab):
+    site = Site(tmp_path, monkeypatch, fab, "")
+    site.install()
+    site.runtime.push_message(
+        None, Message(RecordDict({"rows": ConfigRecord({"name": "Ada"})}), reply_to=site.message), None
+    )
+    assert site.sent[-1].error.reason == "KeyError at the site; its log has the text"
+
+
+def test_where_the_log_cannot_be_written_the_run_is_refused(tmp_path, monkeypatch, fab):
+    site = Site(tmp_path, monkeypatch, fab, "")
+    site.log.parent.mkdir()
+    site.log.write_text("not a line\n")
+    with pytest.raises(Refused, match="StateError at the site"):
+        site.install()
+    assert not (tmp_path / "flower").exists()
+
+
+def test_a_signature_is_of_one_key_and_one_digest():
+    digest = "5f" * 32
+    text = signature.sign(KEY, digest)
+    assert signature.signer(text, digest) == PUBLIC
+    assert signature.signer(text, "5e" * 32) == ""
+    other = Ed25519PrivateKey.from_private_bytes(bytes(32))
+    assert signature.signer(" ".join([*signature.sign(other, digest).split()[:2], text.split()[2]]), digest) == ""
+    for broken in ("", "ssh-ed25519", text[:-6], text + "!", text.replace("ed25519", "rsa"), "ü"):
+        assert signature.signer(broken, digest) == ""
+    raw = base64.b64encode(KEY.sign(digest.encode())).decode()  # another statement about the same digest
+    assert signature.signer(f"{PUBLIC} {raw}", digest) == ""
+
+
+def test_the_modules_of_the_installation_make_room_for_the_bundles():
+    code = (
+        "import sys; import client_app.policy, fedveil.audit_log; from guard.clientapp import forget; forget();"
+        "print(sorted(n for n in sys.modules if n.split('.')[0] in ('client_app', 'fedveil', 'strategies')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
+
+
+def test_the_entry_point_imports_no_torch_and_refuses_another_flower(tmp_path, monkeypatch):
+    script = write_guard(tmp_path / "bin")
+    assert script.name == "flwr-clientapp"
+    assert script.stat().st_mode & 0o111
+    code = (
+        f"import sys; sys.argv = ['flwr-clientapp', '--help']; exec(compile(open({str(script)!r}).read(), 'x', 'exec'))"
+    )
+    wrapped = f"import sys\ntry:\n    exec({code!r})\nexcept SystemExit: pass\nprint([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", wrapped], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "Runtime API" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.40.0")
+    with pytest.raises(SystemExit, match="expected version 1.39"):
+        clientapp.main()
+
+
+def test_the_console_names_the_digest_that_flower_would_send(app, fab, tmp_path, capsys):
+    from console.main import main
+
+    assert console_app.digest(app) == hashlib.sha256(fab).hexdigest()
+    (tmp_path / "toy.fab").write_bytes(fab)
+    (tmp_path / "key").write_bytes(
+        KEY.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    )
+    assert main(["app", "sign", "--key", str(tmp_path / "key"), str(tmp_path / "toy.fab")]) == 0
+    text = capsys.readouterr().out.strip()
+    assert signature.signer(json.loads(text.partition("=")[2]), hashlib.sha256(fab).hexdigest()) == PUBLIC
+    assert main(["app", "digest", str(tmp_path / "none")]) == 2
+    assert main(["app", "sign", "--key", str(ROOT / "pyproject.toml"), str(tmp_path / "toy.fab")]) == 2
+    assert zipfile.is_zipfile(tmp_path / "toy.fab")
