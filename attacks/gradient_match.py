@@ -17,13 +17,13 @@ several starts the least residual is kept: nothing here sees the truth.
 | nothing observed | ValueError |
 | fewer observed entries than unknowns | the damped step of least norm: some image with a small residual, not the image |
 | pre-norm ViT with D <= C P^2 and D - 1 < S | a residual of 0 and not the image: layer norms do not see z + c 1 |
-| several exchanges | one residual over all; each is taken at its own weights, `union` merges those of the same weights |
+| several exchanges | one residual over all; each is taken at its own weights, `gradients.union` merges those of the same weights |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,27 +32,14 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attacks.gradients import Observed
+
 Map = Callable[[Tensor], Tensor]
 
 _LARGEST_JACOBIAN = 1 << 29  # entries in double precision: 4 GiB
 _CHUNK = 64  # columns of the Jacobian at a time
 _START = 0.05  # deviation of a start, in parts of the valid range: wider ones end in a wrong minimum more often
 _EASED, _RAISED, _LEAST, _MOST = 1 / 5, 4.0, 1e-15, 1e6  # of the damping mu
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What one exchange shows of a gradient.
-
-    Attributes:
-        values: by parameter name; what stands at a withheld entry is not read.
-        seen: of the same names and shapes, true where an entry was sent. A tensor left out of both is not matched.
-        weights: what the gradient was taken at; None = the model's own.
-    """
-
-    values: Mapping[str, Tensor]
-    seen: Mapping[str, Tensor]
-    weights: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,24 +57,6 @@ class Match:
     residual: float
     iterations: int
     start: int
-
-
-def everything(gradients: Mapping[str, Tensor]) -> Observed:
-    """An exchange without a mask. On masked gradients: the attack that takes zeros as data."""
-    return Observed(gradients, {n: torch.ones_like(g, dtype=torch.bool) for n, g in gradients.items()})
-
-
-def union(observed: Sequence[Observed]) -> Observed:
-    """Exchanges of the same image at the same weights as one; an entry seen more than once is the mean of what was seen."""
-    if not observed or any(each.weights is not observed[0].weights for each in observed):
-        raise ValueError(f"expected exchanges at the same weights, found {len(observed)} at weights that differ")
-    values, seen = {}, {}
-    for name in {name: None for each in observed for name in each.values}:
-        shown = [each for each in observed if name in each.values]
-        count = torch.stack([each.seen[name] for each in shown]).sum(0)
-        total = torch.stack([each.values[name] * each.seen[name] for each in shown]).sum(0)
-        values[name], seen[name] = total / count.clamp_min(1), count > 0
-    return Observed(values, seen, observed[0].weights)
 
 
 def levenberg_marquardt(

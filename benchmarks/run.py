@@ -46,11 +46,12 @@ class Options:
 
 @dataclass
 class Outcome:
-    """What a runner returns: rows for the table, sentences derived from them, and files to keep beside the result."""
+    """What a runner returns: rows for the table, sentences derived from them, and files beside the result by suffix."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     verdicts: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
 
 
 def names() -> list[str]:
@@ -58,14 +59,14 @@ def names() -> list[str]:
     return sorted(str(p.relative_to(_PRESETS).with_suffix("")) for p in _PRESETS.glob("*/*.toml"))
 
 
-def run_preset(name: str, options: Options) -> dict[str, Any]:
-    """The result of one preset. Raises ConfigError for an unknown one."""
+def run_preset(name: str, options: Options) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The result of one preset, and files to keep beside it, by suffix. Raises ConfigError for an unknown one."""
     if name not in names():
         raise ConfigError(f'preset: expected one of {names()}, found "{name}"')
     preset = tomllib.loads((_PRESETS / f"{name}.toml").read_text())
     settings = _merged(preset["settings"], preset.get("quick", {}) if options.quick else {})
     outcome: Outcome = importlib.import_module(f"benchmarks.{preset['runner']}").run(settings, options)
-    return {
+    result = {
         "preset": name,
         "title": preset["title"],
         "quick": options.quick,
@@ -80,6 +81,7 @@ def run_preset(name: str, options: Options) -> dict[str, Any]:
             *outcome.differences,
         ],
     }
+    return result, outcome.files
 
 
 def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

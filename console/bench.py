@@ -53,13 +53,16 @@ def run(args: argparse.Namespace) -> int:
         launch=launch,
         say=lambda text: console.print(text, markup=False, style="dim"),
     )
-    result = benchmarks.run_preset(args.preset, options)
+    result, files = benchmarks.run_preset(args.preset, options)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n")
     for shown in tables(result):
         console.print(shown)
     for line in [*result.get("verdicts", []), *(f"Differs from the paper: {d}" for d in result["differences"])]:
         console.print(f"- {line}", markup=False)
+    for suffix, content in files.items():
+        (beside := file.with_suffix(f".{suffix}")).write_bytes(content)
+        console.print(f"Beside it: {beside}", soft_wrap=True)
     console.print(f"Result: {file}", soft_wrap=True)
     return 0
 

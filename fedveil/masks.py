@@ -20,14 +20,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import ConfigError, WireError
 from fedveil.rng import Stream
 from fedveil.wire.seeded import KEY_BYTES
+
+_BLOCK = 1 << 18  # entries at a time: with the places of their ones they stay in the cache
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Rate = float | Mapping[str, float]  # R of every tensor, or by regular expression over names: the first that matches
 
@@ -77,7 +83,13 @@ def expanded(
 
 def pack(value: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, " n"]:
     """The entries under the mask's ones, in row-major order."""
-    return value[mask]
+    if value.is_cuda:
+        return value[mask.to(value.device)]
+    packed = torch.empty(int(torch.count_nonzero(mask)), dtype=value.dtype)
+    source, target = _words(value), _words(packed)
+    for at, start, ones in _blocks(mask):
+        np.take(source[start : start + _BLOCK], ones, out=target[at : at + len(ones)], mode="clip")
+    return packed
 
 
 def check_count(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "..."]) -> None:
@@ -89,7 +101,28 @@ def check_count(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "..."
 def unpack(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     """The values back in their places, zeros elsewhere. Raises WireError for another number of values."""
     check_count(name, values, mask)
-    return torch.zeros(mask.shape, dtype=values.dtype).masked_scatter_(mask, values)
+    if values.is_cuda:
+        mask = mask.to(values.device)
+        return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter_(mask, values)
+    whole = torch.zeros(mask.shape, dtype=values.dtype)
+    source, target = _words(values), _words(whole)
+    for at, start, ones in _blocks(mask):
+        target[start : start + _BLOCK][ones] = source[at : at + len(ones)]
+    return whole
+
+
+def _blocks(mask: Bool[Tensor, "..."]) -> Iterator[tuple[int, int, NDArray[np.intp]]]:
+    """Block by block: how many ones lie before it, where it starts, and the places of its ones. Blocks fit the cache."""
+    entries, before = mask.reshape(-1).numpy(), 0
+    for start in range(0, len(entries), _BLOCK):
+        ones = np.flatnonzero(entries[start : start + _BLOCK])
+        yield before, start, ones
+        before += len(ones)
+
+
+def _words(tensor: Tensor) -> NDArray[Any]:
+    """The tensor's memory as integers of its entries' width, flat: numpy knows no bfloat16. Copied where it has gaps."""
+    return tensor.reshape(-1).view(_INTEGERS[tensor.element_size()]).numpy()
 
 
 class MaskedMean:

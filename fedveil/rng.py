@@ -13,13 +13,15 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from torch import Tensor
 
 SECRET_BYTES = 32
+_BLOCK = 1 << 20  # entries of a mask at a time: they stay in the cache
 
 
 def fresh_secret() -> bytes:
@@ -45,6 +47,10 @@ def _digest(*parts: bytes) -> bytes:
     return h.digest()
 
 
+def _keystream(key: bytes) -> CipherContext:
+    return Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+
+
 @dataclass
 class Stream:
     """A stream of random bytes under a key of 32 bytes. Draws advance it."""
@@ -54,7 +60,7 @@ class Stream:
     def __post_init__(self) -> None:
         if len(self.key) != 32:
             raise ValueError(f"key: expected 32 bytes, found {len(self.key)}")
-        self._keystream = Cipher(algorithms.AES(self.key), modes.CTR(bytes(16))).encryptor()
+        self._keystream = _keystream(self.key)
 
     @classmethod
     def derive(cls, secret: bytes, round_: int, client: str, purpose: str) -> Stream:
@@ -66,17 +72,29 @@ class Stream:
         return self._keystream.update(bytes(n))
 
     def bernoulli(self, probability: float, shape: tuple[int, ...]) -> Tensor:
-        """Independent booleans, True with `probability` (to within 2**-32; exactly so at 0 and 1)."""
+        """Independent booleans, True with `probability` (to within 2**-32; exactly so at 0 and 1).
+
+        A byte decides all but one entry in 256; where it equals the threshold's first byte, 24 bits of a stream beside this
+        one (keyed by the digest of the key and "ties") decide against the rest.
+        """
         if not 0.0 <= probability <= 1.0:
             raise ValueError(f"probability: expected 0 to 1, found {probability}")
         n = int(np.prod(shape, dtype=np.int64))
         out = np.empty(n, dtype=bool)
-        threshold, step = round(probability * 2**32), 1 << 22
-        for start in range(0, n, step):
-            count = min(step, n - start)
-            words = np.frombuffer(self.bytes(4 * count), dtype="<u4")
-            out[start : start + count] = True if threshold == 2**32 else words < np.uint32(threshold)
+        first, rest = divmod(round(probability * 2**32), 2**24)
+        for start in range(0, n, _BLOCK):
+            drawn = np.frombuffer(self.bytes(min(_BLOCK, n - start)), dtype=np.uint8)
+            block = out[start : start + _BLOCK]
+            np.less(drawn, first, out=block)
+            if rest:
+                tied = np.flatnonzero(drawn == first)
+                words = np.frombuffer(self._ties.update(bytes(4 * len(tied))), dtype="<u4") >> 8
+                block[tied] = words < rest
         return torch.from_numpy(out).reshape(shape)
+
+    @cached_property
+    def _ties(self) -> CipherContext:
+        return _keystream(_digest(self.key, b"ties"))
 
     def choice(self, n: int, k: int) -> list[int]:
         """k distinct integers below n, uniform, in the order drawn."""

@@ -1,8 +1,8 @@
 """Seeded: a key in place of a Bernoulli mask.
 
-Bytes: the 32 bytes of the key, as they are. Both ends expand them to the same mask: AES-256 in counter mode under the
-key (`fedveil.rng.Stream`), entry i in row-major order True where the i-th little-endian uint32 of the stream is below
-round(keep * 2**32). Bits per entry: 256 / entries of the mask, against 1 for `Bits`.
+Bytes: the 32 bytes of the key, as they are. Both ends expand them to the same mask, entries in row-major order, by
+`fedveil.rng.Stream.bernoulli` under the key (AES-256 in counter mode, a byte an entry and 4 more for one in 256). Bits per
+entry: 256 / entries of the mask, against 1 for `Bits`.
 
 The value is the key alone, so its shape is (32,) whatever the mask's; who expands it says which shape the mask has.
 Whoever sees the key knows the mask: send it only where the mask is not what protects.

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import interpolate
 
-from attacks.gradient_match import Observed, everything, first_order, levenberg_marquardt, total_variation, union
+from attacks.gradient_match import first_order, levenberg_marquardt, total_variation
+from attacks.gradients import Observed, everything, union
 from attacks.images import mean_image, psnr
 from tests.attacks.small_vit import LABEL, gradients, masked, masks, smooth, vit
 
