@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.fedveil-ready
 
@@ -26,8 +27,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (ARGS="--rounds 3")
 	@$(BIN)/fedveil demo $(ARGS)
 
-test: $(READY) ## Run the fast tests (ARGS="-k fedrand")
-	@$(BIN)/python -m pytest -q $(ARGS)
+test: $(READY) ## Run the fast tests, two at a time (ARGS="-k fedrand", WORKERS=8)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(READY) ## Run ruff, mypy and the import rules
 	@$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from fractions import Fraction
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import ConfigError, WireError
+from fedveil.rng import Stream
 from fedveil.wire.bits import Bits
 from fedveil.wire.codec import Coded
 from fedveil.wire.codes import Codes, word_of
@@ -359,10 +361,38 @@ def test_the_same_key_gives_the_same_mask_and_matches_the_naive_twin(shape, keep
     mask = expand(key, keep, shape)
     assert (mask.dtype, mask.shape) == (torch.bool, shape)
     assert torch.equal(mask, expand(there_and_back(Seeded(keep), key), keep, shape))
+    assert mask.flatten().tolist() == naive_mask(key, keep, mask.numel())
+
+
+def test_ties_are_decided_by_a_stream_of_their_own():
+    """Some 80 of 20,000 bytes tie with the threshold's first, in two blocks of draws that go on as one."""
+    keep = 0.7312345
+    drawn = naive_mask(KEY, keep, 20_000)
+    assert expand(KEY, keep, (20_000,)).tolist() == drawn
+    stream = Stream(KEY)
+    parts = [stream.bernoulli(keep, (n,)).tolist() for n in (7_001, 12_999)]
+    assert parts[0] + parts[1] == drawn
+    assert drawn != [byte < 0.7312345 * 256 for byte in counter_bytes(KEY, 20_000)]
+
+
+def counter_bytes(key, count):
     ecb = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
-    stream = b"".join(ecb.update(i.to_bytes(16, "big")) for i in range(mask.numel() // 4 + 1))
-    words = [int.from_bytes(stream[4 * i : 4 * i + 4], "little") for i in range(mask.numel())]
-    assert mask.flatten().tolist() == [word < round(keep * 2**32) for word in words]
+    return b"".join(ecb.update(i.to_bytes(16, "big")) for i in range(count // 16 + 1))[:count]
+
+
+def naive_mask(key, keep, count):
+    """A byte an entry; where it is the threshold's first byte, three bytes of the next word under the digest of the key."""
+    parts = b"".join(len(part).to_bytes(8, "little") + part for part in (key, b"ties"))
+    ties = iter(range(count))
+    words = counter_bytes(hashlib.blake2b(parts, digest_size=32).digest(), 4 * count)
+    threshold, mask = round(keep * 2**32), []
+    for byte in counter_bytes(key, count):
+        value = byte << 24
+        if byte == threshold >> 24 and threshold % 2**24:
+            at = 4 * next(ties)
+            value |= int.from_bytes(words[at : at + 4], "little") >> 8
+        mask.append(value < threshold)
+    return mask
 
 
 @pytest.mark.parametrize("keep", [0.0271828, 0.314159, 0.5, 0.99])
