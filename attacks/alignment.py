@@ -16,12 +16,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from attacks.base import Knowledge, View
+from attacks.gradients import observed
+from fedveil.exchange import Exchange
 from fedveil.fields import tensors_of
-from fedveil.method import Method, Weights
+from fedveil.method import Method, Payload, Weights
 from fedveil.tasks.base import Rows
 from strategies.fedrand import FedRand
 
@@ -44,14 +47,22 @@ def _turns(view: View, site: str, initial: Weights) -> Iterator[tuple[Weights, M
     """(start of every tensor as far as the server knows, moves of the sent ones) of each of the site's participations."""
     seen: dict[str, Tensor] = {}
     for upload in view.uploads(site):
-        sent = {n: w.float() for n, w in tensors_of(upload.payload).items() if n in initial}
         answered = view.answered(upload)
         got = tensors_of(answered.payload) if answered else {}
+        sent = {n: w.float() for n, w in _left(view.exchange, upload.payload, got).items() if n in initial}
         kept = {**initial, **got, **seen}  # a tensor that is not sent: the site's own past, where it was ever seen
         start = {n: (got.get(n, kept[n]) if n in sent else kept[n]).float() for n in initial}
         yield start, {n: w - start[n] for n, w in sent.items()}
         if _keeps_past(view.exchange.method):
             seen |= sent
+
+
+def _left(exchange: Exchange, up: Payload, got: Weights) -> Weights:
+    """Where the site left each tensor that it sent; of a gradient, one step of rate 1 from what it got, withheld entries 0."""
+    if exchange.method.uploads != "gradients":
+        return tensors_of(up)
+    shown = observed(exchange.method, up, exchange.spec)
+    return {n: got[n].float() - torch.where(shown.seen[n], g.float(), 0.0) for n, g in shown.values.items() if n in got}
 
 
 def _keeps_past(method: Method) -> bool:

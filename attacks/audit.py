@@ -41,6 +41,17 @@ ALIGNED = 60  # rows of a side whose gradients are taken
 Numbers = NDArray[np.float64]
 
 
+_UNREAD: Mapping[str, Sequence[str]] = {
+    "weights": (),
+    "gradients": (
+        "Sites send gradients: there is no model of theirs to attack; the alignment is with what they sent.",
+    ),
+    "coded": (
+        "The sites' uploads are NOT attacked: they are codes or changes of a proxy, which no attack here reads.",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Sample:
     """Rows with their labels ("" throughout where they have none)."""
@@ -136,18 +147,23 @@ def audit(
     found.align("overfitted FedAvg", "alignment", control.view, "a", own, known, some)
     found.attack("server", task, knowledge.server, everyone)
     rebuilt, sites = [], list(members)
+    kind = view.exchange.method.uploads
     for site, sample in members.items():
-        latest = factor_pairing.latest(view, site, knowledge.server)
-        merged = factor_pairing.merged(view, site, knowledge.server)
-        rebuilt.append(Rebuilt(site, latest.coverage, latest.staleness))
-        found.attack(site, task, latest.weights, sample.rows, sample.labels)
+        if kind == "coded":
+            continue
         mine, theirs = sample.alike(sample.labels, ALIGNED), non_members.alike(sample.labels, ALIGNED)
         found.align(site, "alignment", view, site, knowledge, mine, theirs)
         if len(sites) > 1:
             found.align(site, WRONG_SITE, view, sites[sites.index(site) - 1], knowledge, mine, theirs)
+        if kind == "gradients":
+            continue
+        latest = factor_pairing.latest(view, site, knowledge.server)
+        merged = factor_pairing.merged(view, site, knowledge.server)
+        rebuilt.append(Rebuilt(site, latest.coverage, latest.staleness))
+        found.attack(site, task, latest.weights, sample.rows, sample.labels)
         if latest.staleness or latest.coverage < 1:
             found.attack(f"{site}, merged", task, merged.weights, sample.rows, sample.labels)
-    return Audit(found.done, rebuilt, _notes(found.done, control))
+    return Audit(found.done, rebuilt, [*_notes(found.done, control), *_UNREAD[kind]])
 
 
 class _Findings:

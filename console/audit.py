@@ -8,6 +8,7 @@ import random
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from attacks import audit as attack
     from attacks import controls
     from attacks.base import Knowledge, View
-    from console import runs
+    from console import pictures, runs
     from fedveil import rng, tasks
     from fedveil.config import parse
     from fedveil.exchange import Exchange
@@ -98,16 +99,22 @@ def run(args: argparse.Namespace) -> int:
     knowledge = Knowledge(
         task=task,
         initial=task.initial(rng.initial(config.run.seed, "weights")),
-        server=load_state(args.folder / "final" / "server.safetensors").tensors,
+        server=method.deployed(load_state(args.folder / "final" / "server.safetensors"))["server"],
     )
     console.print(f"Training the overfitted control on {len(by_heart)} members", style="dim")
     with tempfile.TemporaryDirectory() as scratch:
         control = controls.overfitted(control_task, by_heart, own, Tap(Path(scratch)))
         result = attack.audit(view, knowledge, samples, non_members, control, args.seed, say)
+    notes = [*result.notes]
+    if (found_pictures := pictures.reconstructed(view, task, config, samples)) is not None:
+        sheet, said = found_pictures
+        write_atomic(args.folder / pictures.FILE, sheet)
+        notes += said
+    result = replace(result, notes=notes)
     write_atomic(args.folder / FILE, json.dumps(result.to_json(), indent=1).encode())
     console.width = max(console.width, 150)
     console.print(table(result.findings, found.name))
-    for note in result.notes:
+    for note in notes:
         console.print(f"- {note}", markup=False)
     console.print(f"Result: {args.folder / FILE}; fedveil report {args.folder} shows it", soft_wrap=True)
     return 0

@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         _check(methods, settings)
     console, out, started = Console(highlight=False), args.out.absolute(), time.monotonic()
     console.print(f"Starting one SuperLink and {args.sites} SuperNodes: gRPC, TLS, node authentication")
-    federation = Federation([Site(f"site-{i}", DATA) for i in range(args.sites)])
+    data = Path(settings.get("task.data", DATA))
+    federation = Federation([Site(f"site-{i}", data) for i in range(args.sites)])
     failed = False
     with federation:
         console.print(f"All {args.sites} sites online after {time.monotonic() - started:.1f} s")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from console import pictures
 from console.page import Html, bullets, join, table, tag
 from fedveil.errors import StateError
 
@@ -46,6 +47,8 @@ def html(run: Path) -> Html | None:
             tag("p", "What the server could rebuild of each site, from what the site sent:", "note"),
             table(["site", "tensors seen", "participations between them"], rebuilt),
         ]
+    if (sheet := pictures.html(run)) is not None:
+        parts.append(sheet)
     return join(parts)
 
 

@@ -18,6 +18,8 @@ from fedveil.errors import FedVeilError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sub-command; 2 after an error that FedVeil raised on purpose, 130 after Ctrl-C."""
+    # Before torch: threads that spin for each other make a busy machine many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = parser().parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job would ignore it
         signal.signal(number, _interrupt)

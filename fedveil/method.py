@@ -206,6 +206,11 @@ class Method(ABC):
         """
 
     @property
+    def uploads(self) -> Literal["weights", "gradients", "coded"]:
+        """What an adversary may take the tensors of an upload for, under the spec's names; "coded" needs the method to read."""
+        return "weights"
+
+    @property
     def budget(self) -> Budget | None:
         """What a record of a site may be charged. None: the method makes no claim, and there is no ledger."""
         return None

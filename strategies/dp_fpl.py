@@ -125,6 +125,11 @@ class DpFpl(Method):
             raise ConfigError(f'mode: expected an epsilon and exchange = "batch" with "{self.mode}", found {found}')
 
     @property
+    def uploads(self) -> Literal["gradients", "coded"]:
+        """D_G, or a change of p_G."""
+        return "gradients" if self.exchange == "batch" else "coded"
+
+    @property
     def budget(self) -> Budget:
         """In the modes paper and code the honest epsilon is counted, and nothing is stopped: it is above the nominal one."""
         kept = self.epsilon if self.mode == "strict" and self.epsilon is not None else math.inf

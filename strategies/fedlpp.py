@@ -71,6 +71,11 @@ class FedLPP(Method):
     adapter: Lora = field(default_factory=Lora)
     wire_dtype: WireDtype = "float32"
 
+    @property
+    def uploads(self) -> Literal["coded"]:
+        """A change of the proxy."""
+        return "coded"
+
     def __post_init__(self) -> None:
         Quantiser(self.quantiser, self.bits, self.block)
         if not (self.server_rate > 0 and isfinite(self.server_rate)):

@@ -109,6 +109,11 @@ class FedQSN(Method):
     adapter: AllWeights = field(default_factory=AllWeights)
     wire_dtype: WireDtype = "float32"
 
+    @property
+    def uploads(self) -> Literal["coded"]:
+        """A change of the proxy."""
+        return "coded"
+
     def __post_init__(self) -> None:
         for name, rate in (("server_rate", self.server_rate), ("client_rate", self.client_rate)):
             if not 0.0 <= rate < 1.0:

@@ -92,6 +92,11 @@ class FedRand(Method):
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
 
+    @property
+    def uploads(self) -> Literal["weights", "coded"]:
+        """The factor as it is, or its codes."""
+        return "coded" if self.upload_bits else "weights"
+
     def __post_init__(self) -> None:
         if not 0.0 <= self.rho <= 1.0:
             raise ConfigError(f"rho: expected a probability from 0 to 1, found {self.rho}")

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, final
 
 from fedveil import descent
 from fedveil.adapters import Adapter, AllWeights
@@ -68,6 +68,11 @@ class FixedPosition(Method):
     weighted: bool = False
     adapter: Adapter = field(default_factory=AllWeights)
     wire_dtype: WireDtype = "float32"
+
+    @property
+    def uploads(self) -> Literal["gradients"]:
+        """What is left of a gradient, or of an epoch's pseudo-gradient."""
+        return "gradients"
 
     def __post_init__(self) -> None:
         check_pattern("hidden", self.hidden)

@@ -96,6 +96,11 @@ class RandomBinary(Method):
     adapter: Adapter = field(default_factory=AllWeights)
     wire_dtype: WireDtype = "float32"
 
+    @property
+    def uploads(self) -> Literal["gradients"]:
+        """What is left of a gradient, or of an epoch's pseudo-gradient."""
+        return "gradients"
+
     def __post_init__(self) -> None:
         masks.check_rate("rate", self.rate)
         descent.check_learning_rate(self.learning_rate)

@@ -246,3 +246,27 @@ def test_a_tensor_that_a_row_does_not_reach_has_no_gradient(attack):
         along = -gradient(start, row, A)
         expected = float((along * (sent[A] - start[A])).sum()) / float(along.norm()) / length
         assert score == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("wire", ["explicit", "implicit", "seeded"])
+def test_of_a_masked_gradient_the_surviving_entries_are_aligned(wire, attack, initial):
+    """The move is minus the mean gradient of the site's rows where the mask has a one, zero elsewhere."""
+    fields = f"rate = 0.6\nwire = '{wire}'\nadapter = {{kind = 'lora'}}"
+    view, knowledge, rows, locals_ = attack("random_binary", fields, rounds=1)
+    (upload,) = view.uploads("a")
+    whole = locals_["a"].gradient(initial).weights
+    moves = {
+        n: -torch.where(m, whole[n], 0.0)
+        for n, _, m in view.exchange.method.surviving(upload.payload, {n: t.shape for n, t in SPEC.items()})
+    }
+    assert all(0 < int((m == 0).sum()) < m.numel() for m in moves.values())
+    found = alignment_scores(view, "a", knowledge, rows["a"])
+    assert found == pytest.approx([cosine(initial, moves, row) for row in rows["a"]], abs=1e-5)
+    assert auroc(found, alignment_scores(view, "a", knowledge, drawn(99, 40))) > 0.8
+
+
+def test_what_is_withheld_by_name_is_no_move(attack, initial):
+    view, knowledge, rows, locals_ = attack("fixed_position", "hidden = 'lora_A'\nadapter = {kind = 'lora'}", rounds=1)
+    moves = {B: -locals_["a"].gradient(initial).weights[B]}
+    found = alignment_scores(view, "a", knowledge, rows["a"])
+    assert found == pytest.approx([cosine(initial, moves, row) for row in rows["a"]], abs=1e-5)

@@ -76,3 +76,42 @@ def test_a_sample_keeps_rows_with_the_labels_of_another():
     sample = Sample([1, 2, 3, 4], ["x", "y", "x", "z"])
     assert sample.alike(["x", "z"], 2) == Sample([1, 3], ["x", "x"])
     assert sample.alike(["q"], 5).rows == []
+
+
+class _Recorder:
+    """In place of the attacks: which models were attacked, and how."""
+
+    def __init__(self, *_) -> None:
+        self.done, self.calls = [], []
+
+    def attack(self, model, *_) -> None:
+        self.calls.append(("scores", model))
+
+    def align(self, model, name, *_) -> None:
+        self.calls.append((name, model))
+
+
+@pytest.mark.parametrize(
+    "uploads,attacked,said",
+    [
+        ("weights", {("scores", "a"), ("alignment", "a"), (WRONG_SITE, "a")}, ""),
+        ("gradients", {("alignment", "a"), (WRONG_SITE, "a")}, "Sites send gradients"),
+        ("coded", set(), "uploads are NOT attacked"),
+    ],
+)
+def test_what_uploads_are_decides_how_sites_are_attacked(uploads, attacked, said, monkeypatch):
+    recorder = _Recorder()
+    monkeypatch.setattr(audit, "_Findings", lambda *_: recorder)
+    monkeypatch.setattr(audit, "Base", lambda *_: None)
+    rebuilt = SimpleNamespace(coverage=1.0, staleness=0, weights={})
+    monkeypatch.setattr(audit.factor_pairing, "latest", lambda *_: rebuilt)
+    monkeypatch.setattr(audit.factor_pairing, "merged", lambda *_: rebuilt)
+    view = SimpleNamespace(exchange=SimpleNamespace(method=SimpleNamespace(uploads=uploads)))
+    knowledge = SimpleNamespace(task=None, initial={}, server={})
+    control = SimpleNamespace(task=None, weights={}, members=[1], view=None, loss_share=0.1, rounds=4)
+    sample = Sample([1], [""])
+    result = audit.audit(view, knowledge, {"a": sample, "b": sample}, sample, control, 0)
+    assert {call for call in recorder.calls if call[1] == "a"} == attacked
+    assert ("scores", "server") in recorder.calls
+    assert said in " ".join(result.notes)
+    assert bool(result.rebuilt) == (uploads == "weights")

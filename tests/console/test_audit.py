@@ -125,3 +125,51 @@ def test_bad_arguments_get_one_line(run_folder, capsys, arguments, said):
 def test_a_run_without_a_tap_says_how_to_get_one(make_run, capsys):
     assert main(["audit", str(make_run()), "--data", str(DATA)]) == 2
     assert "expected a tap (index.jsonl), found none; run with run.tap = true" in capsys.readouterr().err
+
+
+def pictures_of(tmp_path, fields: str):
+    """What an audit reads off the gradients of two sites with a picture of noise each."""
+    import numpy as np
+    import torch
+
+    from attacks.audit import Sample
+    from attacks.base import View
+    from console import pictures
+    from fedveil import rng, tasks
+    from fedveil.config import parse
+    from fedveil.exchange import Exchange
+    from fedveil.inprocess import Federation
+    from fedveil.tasks.image_classification import Picture
+    from fedveil.wire.tap import Tap
+    from strategies import create
+
+    noise = torch.from_numpy(np.random.default_rng(7).uniform(-1, 1, (2, 3, 32, 32))).float()
+    members = {site: Sample([Picture(lambda i=i: noise[i], i)], [""]) for i, site in enumerate("ab")}
+    config = parse(
+        {"task.name": "image-classification", "train.batch-size": 1, "run.rounds": 1, "run.deterministic": True}
+    )
+    method = create("random_binary", fields)
+    task = tasks.load(config, method.adapter, "cpu")
+    exchange = Exchange(method, "random_binary", task.spec)
+    state = method.init(task.spec, task.initial(rng.initial(0, "weights")), rng.initial(0, "method init"))
+    tap = Tap(tmp_path / "tap")
+    local_for = lambda site, ctx: task.local(members[site].rows, ctx.rng("batches"))  # noqa: E731
+    Federation(exchange, config, local_for, list("ab"), state, tap=tap).run()
+    found = pictures.reconstructed(View.server(tap, exchange), task, config, members)
+    assert found is not None
+    (tmp_path / pictures.FILE).write_bytes(found[0])
+    return found[1], pictures.html(tmp_path)
+
+
+def test_pictures_are_read_off_whole_gradients_and_shown(tmp_path):
+    notes, shown = pictures_of(tmp_path, "rate = 0.0")
+    assert "2 of 2 recovered" in notes[0]
+    assert len(notes) == 1
+    assert shown is not None
+    assert 'src="data:image/png;base64,' in shown
+
+
+def test_a_closed_form_that_fails_is_no_safety(tmp_path):
+    notes, _ = pictures_of(tmp_path, "rate = 0.5")
+    assert "0 of 2 recovered" in notes[0]
+    assert "NOT shown to be safe" in notes[1]
