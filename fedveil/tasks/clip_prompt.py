@@ -259,11 +259,14 @@ class ClipPrompt(AdaptedTask):
         return _by_side(*self._all(weights, seen), local)
 
     @torch.no_grad()
+    def zero_shot_logits(self, seen: Sequence[Seen], words: str = ZERO_SHOT) -> Float[Tensor, "rows classes"]:
+        """What the model says as it is, with `words` as context; on the CPU."""
+        texts = self._texts.features(self._texts.written(words)[None])[0].cpu()
+        return self._scale * torch.stack([row.points[0] for row in seen]) @ texts.T
+
     def zero_shot(self, seen: Sequence[Seen], local: Collection[int], words: str = ZERO_SHOT) -> dict[str, float]:
         """The accuracies of the model as it is, with `words` as context: the control that nothing was learned for."""
-        texts = self._texts.features(self._texts.written(words)[None])[0].cpu()
-        points = torch.stack([row.points[0] for row in seen])
-        return _by_side(points @ texts.T, torch.tensor([row.label for row in seen]), local)
+        return _by_side(self.zero_shot_logits(seen, words), torch.tensor([row.label for row in seen]), local)
 
     @torch.no_grad()
     def _all(
