@@ -100,7 +100,7 @@ def load(settings: Mapping[str, Any], seed: int, options: Options) -> Sites:
     if flat["task.model"] != "tiny":
         flat["task.model"] = str(data.folder(flat["task.model"]))
     # Patches where a row of the table needs them; all others look at the first point alone.
-    transport = any(_form(row) == "transport" for row in settings["rows"].values())
+    transport = any(_form(row) == "transport" for row in settings.get("rows", {}).values())
     widest = f"adapter = {{form = '{'transport' if transport else 'sum'}'}}"
     names = list(files.read(files.split_file(folder, "train"), ("label",)).features["label"].names)
     kept = sorted(random.Random(seed).sample(names, settings.get("classes", len(names))))
