@@ -172,7 +172,10 @@ def federate(sites: Sites, chosen: Mapping[str, Any], rows: Mapping[str, Sequenc
 
 
 def _plans(config: RunConfig, rows: Mapping[str, Sequence[Seen]], method: Method) -> list[Plan]:
-    """What each site's records are asked for; none where the method makes no claim."""
+    """What the most asked sites' records are asked for; none where the method makes no claim.
+
+    A site costs no more than one with at least as many steps and no more rows.
+    """
     if method.budget is None:
         return []
     train = config.train
@@ -182,7 +185,8 @@ def _plans(config: RunConfig, rows: Mapping[str, Sequence[Seen]], method: Method
         if getattr(method, "exchange", "batch") == "epoch":
             steps = per_sample.steps(len(of_site), train.batch_size, train.epochs, train.max_steps)
         plans.append(Plan(config.run.rounds, steps, train.batch_size, len(of_site), method.budget.neighbours))
-    return plans
+    each = sorted(set(plans), key=lambda p: (-p.steps, p.examples))
+    return [p for i, p in enumerate(each) if all(p.examples < q.examples for q in each[:i])]
 
 
 def _with_noise(method: Method, wished: float | None, plans: Sequence[Plan]) -> Method:

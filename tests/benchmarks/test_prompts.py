@@ -17,6 +17,7 @@ import strategies
 from benchmarks import prompt_membership, prompt_sites, prompts, resampling
 from benchmarks.resampling import Figure
 from benchmarks.run import Options
+from fedveil.config import parse
 from fedveil.errors import ConfigError
 from fedveil.method import Payload, RoundContext
 from fedveil.privacy import accounting
@@ -104,6 +105,20 @@ def test_noise_is_what_the_wished_epsilon_takes_at_the_worst_site():
     assert words.endswith("at delta 1e-05 (replace-one)")
     assert accounting.epsilon(method.privacy_spent(plans[1]), 1e-5, Neighbours.REPLACE_ONE) < 2.0
     assert prompt_sites._with_noise(DpFpl(), None, plans) == DpFpl()
+
+
+def test_only_sites_that_may_cost_most_are_accounted_for():
+    """Of sites of 20, 40, 41 and 60 rows, with one epoch: more rows matter where they make more steps."""
+    rows = {str(n): [None] * n for n in (60, 20, 41, 40)}
+    every, two = (
+        prompt_sites._plans(parse({"train.batch-size": 8, "train.max-steps": m, "run.rounds": 2}), rows, method)
+        for m, method in ((0, DpFpl(exchange="epoch")), (2, DpFpl(exchange="epoch")))
+    )
+    assert [(p.steps, p.examples) for p in every] == [(7, 60), (5, 40), (2, 20)]
+    assert [(p.steps, p.examples) for p in two] == [(2, 20)]
+    (one,) = prompt_sites._plans(parse({"train.batch-size": 8}), rows, DpFpl())
+    assert (one.rounds, one.steps, one.examples) == (5, 1, 20)
+    assert prompt_sites._plans(parse({}), rows, PromptFL()) == []
 
 
 def test_the_published_noise_says_both_epsilons_and_a_baseline_none():
