@@ -191,11 +191,11 @@ def _plans(config: RunConfig, rows: Mapping[str, Sequence[Seen]], method: Method
 
 def _with_noise(method: Method, wished: float | None, plans: Sequence[Plan]) -> Method:
     """The method with equal multipliers that are worth `wished` together, and that epsilon as its bound."""
-    if wished is None or method.budget is None:
+    if wished is None:
         return method
-    if not plans:
-        raise ConfigError("epsilon: expected a method with a privacy budget, found none")
-    budget = method.budget
+    if (budget := method.budget) is None:
+        found = type(method).__name__
+        raise ConfigError(f"epsilon: expected a method with a privacy budget, found {found}; leave epsilon out")
 
     def noisy(z: float) -> Method:
         return replace(method, noise_local=z, noise_global=z, epsilon=wished)  # type: ignore[call-arg,type-var]

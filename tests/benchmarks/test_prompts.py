@@ -183,6 +183,7 @@ def _small(rows) -> dict:
     }
 
 
+@pytest.mark.slow
 @needs_data
 def test_a_whole_small_table():
     rows = {
@@ -202,6 +203,7 @@ def test_a_whole_small_table():
     assert found["PromptFL"]["privacy"] == "epsilon infinite: no claim"
 
 
+@pytest.mark.slow
 @needs_data
 def test_a_whole_small_membership_table():
     rows = {"private": {"name": "dp_fpl", "fields": "clipped = 'texts'", "control": True}}
