@@ -101,6 +101,9 @@ class _Untrained:
     def per_sample_gradients(self, weights: Any, batch: Any) -> Any:
         raise NotImplementedError("nothing is drawn here")
 
+    def feature_gradients(self, weights: Any, batch: Any) -> Any:
+        raise NotImplementedError("nothing is drawn here")
+
 
 def _fold(n: int, megabytes: int, dtype: str = "float32", judged: bool = False) -> tuple[float, int]:
     spec = _spec(megabytes)

@@ -39,7 +39,7 @@ from fedveil import rng, tasks
 from fedveil.config import RunConfig, parse
 from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
-from fedveil.method import Batch, Local, PerSample, RoundContext, Spec, Trained, Weights
+from fedveil.method import Batch, FeatureGradients, Local, PerSample, RoundContext, Spec, Trained, Weights
 from fedveil.privacy.plan import Sampling
 from fedveil.rng import Stream
 from fedveil.tasks import partition
@@ -172,6 +172,9 @@ class _Remembering:
         return self._local.batches(sampling, steps, rng, skip)
 
     def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
+        raise NotImplementedError("what is remembered is a training")
+
+    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
         raise NotImplementedError("what is remembered is a training")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from console.runs import Run
 from fedveil.errors import ConfigError
-from fedveil.privacy.plan import Neighbours, Plan, check_delta, stated
+from fedveil.privacy.plan import Neighbours, Plan, check_delta, joint, stated
 
 
 def add_parser(sub: Any) -> None:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         "rows", "batch", "needs z (local = global)", "epsilon", title=f"delta {args.delta:g}, {args.neighbours}"
     )
     for plan, cost, z in zip(plans, costs, needed, strict=True):
-        found = accounting.epsilon(cost(accounting.joint(local, shared)), args.delta, args.neighbours)
+        found = accounting.epsilon(cost(joint(local, shared)), args.delta, args.neighbours)
         needs = f"{z * math.sqrt(2):.4f}" if z else "-"
         table.add_row(str(plan.examples), str(plan.batch), needs, stated(found, args.delta, args.neighbours))
     console = Console(highlight=False)

@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fedveil.method import Batch, Layout, Local, Method, PerSample, RoundContext, Spec, State, Trained, Weights
+from fedveil.method import (
+    Batch,
+    FeatureGradients,
+    Layout,
+    Local,
+    Method,
+    PerSample,
+    RoundContext,
+    Spec,
+    State,
+    Trained,
+    Weights,
+)
 from fedveil.privacy.plan import Sampling
 from fedveil.rng import Stream
 from fedveil.wire.codec import Buffer
@@ -99,3 +111,6 @@ class _Reporting:
 
     def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
         return self._local.per_sample_gradients(weights, batch)
+
+    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        return self._local.feature_gradients(weights, batch)

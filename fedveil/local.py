@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,11 +68,25 @@ class PerSample:
     losses: Tensor
 
 
+@dataclass(frozen=True)
+class FeatureGradients:
+    """What each row of a batch says of the features that the weights alone make, such as the texts of all classes.
+
+    Attributes:
+        left, right: (rows, n), (rows, m): the gradient of row i's own loss in the features (n x m) is left_i right_i^T.
+        pull: the gradient of the weights, by the spec's names, that one of the features makes; it looks at no row.
+    """
+
+    left: Tensor
+    right: Tensor
+    pull: Callable[[Tensor], Weights]
+
+
 class Local(Protocol):
     """A client's own data and model, as a method sees them.
 
     A method either has the client train (`train`, `gradient`), or runs steps of its own on rows apart (`batches`,
-    `per_sample_gradients`). Nothing of the latter is reported beside the payload but the number of steps.
+    `per_sample_gradients` or `feature_gradients`). Nothing of the latter is reported beside the payload but the number of steps.
     """
 
     @property
@@ -128,5 +142,13 @@ class Local(Protocol):
 
         Raises:
             TaskError: a task that has no loss of a single row.
+        """
+        ...
+
+    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        """The same in the features that `weights` make without any row: one backward for all rows, by `pull`.
+
+        Raises:
+            TaskError: a task whose rows meet the weights in more than such features.
         """
         ...

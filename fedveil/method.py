@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from fedveil.adapters import Adapter
 from fedveil.local import Batch as Batch
+from fedveil.local import FeatureGradients as FeatureGradients
 from fedveil.local import Local as Local
 from fedveil.local import PerSample as PerSample
 from fedveil.local import Spec as Spec

@@ -1,9 +1,7 @@
 """DP-FPL.
 
 Tran, Sun, Patterson, Milanova: Privacy-Preserving Personalized Federated Prompt Learning for Multimodal Large Language
-Models. ICLR 2025.
-
-A client's prompt is a shared one plus a private one, which learns through a fresh low-rank factorisation at every step.
+Models. ICLR 2025. A shared prompt plus a private one, which learns through a fresh low-rank factorisation at every step.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -12,6 +10,7 @@ A client's prompt is a shared one plus a private one, which learns through a fre
 | g_i | `per_sample_gradients` at p_G + u v + r | b x d, of one row; dL/du = g_i v^T, dL/dv = u^T g_i |
 | C, B | `clip_local`, `clip_global`, `local.batch_size` | norm; rows, fixed whatever was drawn |
 | sigma | z C with z = `noise_local`, `noise_global`, or `_nominal` | standard deviation of the noise on a sum over rows |
+| T, x_i | `feature_gradients` at p_G + u v + r | the texts, classes x D; the feature of row i's image |
 | eta | `learning_rate_local`, `learning_rate` | step on p_L, step on p_G |
 
     v_0 ~ N(0, 1);  u = orth(p_L v_0);  v = orth(p_L^T u)^T                             (Factorise)
@@ -20,13 +19,19 @@ A client's prompt is a shared one plus a private one, which learns through a fre
     D_L = D_u v + u D_v - u u^T D_u v,  p_L <- p_L - eta D_L                            (Eq. 4)
     p_G <- p_G - eta mean_i D_G (on the server);  z = sqrt(T ln(1 / delta)) / epsilon   (modes paper and code)
 
-The client learns: p_G of every round it takes part in.
-The server learns: each client's noised D_G, or with `exchange = "epoch"` its noised change of p_G; the number of its rows.
-In the modes paper and code it learns D_G without noise, and puts the noise on the mean itself: it is trusted.
+With `clipped = "texts"`, which the paper has not, row i's gradient in T is d_i x_i^T, d_i = scale (softmax_i - onehot_i);
+J = dT/dP, C = clip_texts, z^-2 = z_L^-2 + z_G^-2:
+    D_G = J^T (sum_i clip_C(d_i x_i^T) + N(0, (z C)^2)), over B;  D_u = D_G v^T,  D_v = u^T D_G,  D_L by Eq. 4
+
+The client learns: p_G of every round it takes part in. The server learns: each client's noised D_G, or with
+`exchange = "epoch"` its noised change of p_G; the number of its rows. In the modes paper and code it learns D_G without
+noise, and puts the noise on the mean itself: it is trusted.
 
 Formal guarantees, for each row of each site, against everyone but that site, p_L included:
 1. strict: a step's (p_L, p_G) is one Gaussian release, z^-2 = z_L^-2 + z_G^-2; `privacy_spent` composes them. In epoch form
    every step of the local copy has noise, for its sums depend on all steps before: the change then costs nothing more.
+   clipped = "texts": |d_i x_i^T| = |d_i| |x_i|, so a row moves the sum by C, its replacement by 2 C, and one release of z
+   pays for u, v and p_G: J, u, v come from noised steps, and from model and names of classes (public: task.class-names).
 2. paper: as clipped apart, u, v and p_G are three releases of z each. Against the server there is no guarantee.
 3. code: the batch's mean is clipped: one row moves it by up to 2 C, not by C / B. Else as paper.
 4. No loss is reported. The number of rows is sent as it is: under add-or-remove-one no epsilon covers it.
@@ -35,9 +40,8 @@ Formal guarantees, for each row of each site, against everyone but that site, p_
 |---|---|
 | noise 0, without epsilon; an empty Poisson batch | clipped, but epsilon infinite; a step of noise alone |
 | a batch larger than the site's rows | refused by the site, before its rows are looked at |
-| deterministic run | the noise is seeded: refused with an epsilon, "not private" without |
-| a turn that is repeated | rows and noise are drawn anew, and charged anew |
-| paper or code with exchange = "epoch" | refused: the noise of the server would come after clean local steps |
+| deterministic run; a turn that is repeated | seeded noise: refused with an epsilon; drawn and charged anew |
+| paper or code with exchange = "epoch", or "texts" | refused: the server's noise would come after clean local steps |
 
 Differences from the paper: the minus sign of Eq. 4 (the published code adds, and divides the local step by 10: mode code);
 clipping of single rows, u and v together; each site draws its own p_L^0 (the code has one for all); plain SGD.
@@ -61,8 +65,8 @@ from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 from fedveil.low_rank import Residual
 from fedveil.mean import WeightedMean
 from fedveil.method import Batch, Field, Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
-from fedveil.privacy import clip, noise, plan
-from fedveil.privacy.plan import Budget, Neighbours, Plan, Sampling
+from fedveil.privacy import clip, noise, plan, turn
+from fedveil.privacy.plan import Budget, Neighbours, Plan, Sampling, joint
 from fedveil.rng import Stream
 from fedveil.wire.dense import Dense
 
@@ -78,16 +82,15 @@ class DpFpl(Method):
     """A shared and a private prompt under differential privacy.
 
     Attributes:
-        rank: k, at most the prompt's length.
+        rank: k, at most the prompt's length. residual: forward u v + r (true), u v (false), or u u^T p_L ("rank-k").
         mode: "strict"; "paper": nominal noise, u and v clipped apart; "code": clipped by batch, with the code's Eq. 4.
-        residual: forward u v + r (true), u v (false), or u u^T p_L ("rank-k").
         exchange: what a participation is: the noised gradient of one "batch", or local steps of the configured "epoch"s.
         sampling: how batches are drawn: "poisson", "disjoint" over an epoch, or of "fixed" size.
-        clip_local, clip_global: C of (u, v) and of p_G.
-        noise_local, noise_global: z_L and z_G of mode strict.
+        clipped: where rows are clipped and noised: in the gradient of the "prompt", or of the "texts" (strict, one backward).
+        clip_local, clip_global, clip_texts: C of (u, v), of p_G and of the texts.
+        noise_local, noise_global: z_L and z_G of mode strict; for the texts, only what they are worth together counts.
         epsilon: strict: no record is charged more. paper, code: the nominal one, which sets the noise; needed there.
-        delta, neighbours: of every epsilon.
-        rounds: T of the nominal noise.
+        delta, neighbours: of every epsilon. rounds: T of the nominal noise.
         learning_rate_local, learning_rate: eta on p_L and on p_G; wire_dtype: both ways.
     """
 
@@ -96,8 +99,10 @@ class DpFpl(Method):
     residual: Residual = True
     exchange: Literal["batch", "epoch"] = "batch"
     sampling: Sampling = "poisson"
+    clipped: Literal["prompt", "texts"] = "prompt"
     clip_local: float = 10.0
     clip_global: float = 10.0
+    clip_texts: float = 10.0
     noise_local: float = 1.0
     noise_global: float = 1.0
     epsilon: float | None = None
@@ -112,7 +117,7 @@ class DpFpl(Method):
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= self.adapter.length:
             raise ConfigError(f"rank: expected 1 to adapter.length, {self.adapter.length}, found {self.rank}; lower it")
-        for name in ("clip_local", "clip_global", "learning_rate_local", "learning_rate", "rounds"):
+        for name in ("clip_local", "clip_global", "clip_texts", "learning_rate_local", "learning_rate", "rounds"):
             plan.check_number(name, getattr(self, name))
         for name in ("noise_local", "noise_global"):
             plan.check_number(name, getattr(self, name), zero=True)
@@ -120,9 +125,10 @@ class DpFpl(Method):
         if self.mode == "strict" and self.epsilon is not None and 0 in (self.noise_local, self.noise_global):
             found = f"{self.noise_local} and {self.noise_global}; `fedveil privacy plan` says how much it takes"
             raise ConfigError(f"epsilon: expected noise_local and noise_global above 0 with it, found {found}")
-        if self.mode != "strict" and (self.epsilon is None or self.exchange == "epoch"):
-            found = f'{self.epsilon} and "{self.exchange}"; set both, or use mode = "strict"'
-            raise ConfigError(f'mode: expected an epsilon and exchange = "batch" with "{self.mode}", found {found}')
+        if self.mode != "strict" and (self.epsilon is None or (self.exchange, self.clipped) != ("batch", "prompt")):
+            wanted = 'an epsilon, exchange = "batch" and clipped = "prompt"'
+            found = f'{self.epsilon}, "{self.exchange}" and "{self.clipped}"; set them, or use mode = "strict"'
+            raise ConfigError(f'mode: expected {wanted} with "{self.mode}", found {found}')
 
     @property
     def uploads(self) -> Literal["gradients", "coded"]:
@@ -132,9 +138,9 @@ class DpFpl(Method):
     @property
     def budget(self) -> Budget:
         """In the modes paper and code the honest epsilon is counted, and nothing is stopped: it is above the nominal one."""
-        kept = self.epsilon if self.mode == "strict" and self.epsilon is not None else math.inf
-        nominal = None if self.mode == "strict" else self.epsilon
-        return Budget(kept, self.delta, self.neighbours, nominal, self.mode != "strict")
+        strict, wished = self.mode == "strict", self.epsilon
+        kept = wished if strict and wished is not None else math.inf
+        return Budget(kept, self.delta, self.neighbours, None if strict else wished, not strict)
 
     @property
     def _nominal(self) -> float:
@@ -144,9 +150,7 @@ class DpFpl(Method):
         """See Method: what everyone but the site sees; in the modes paper and code, everyone but site and server."""
         from fedveil.privacy import accounting
 
-        z = accounting.joint(self.noise_local, self.noise_global)
-        if self.mode != "strict":
-            z = accounting.joint(*[self._nominal] * 3)
+        z = joint(self.noise_local, self.noise_global) if self.mode == "strict" else joint(*[self._nominal] * 3)
         if self.mode == "code":  # absent to present is 2 C too; the accountant takes it for half of a replacement
             z /= plan.batch if self.sampling == "disjoint" else 2 * plan.batch
         return accounting.spent(z, self.sampling, plan, self.exchange == "batch")
@@ -170,7 +174,7 @@ class DpFpl(Method):
         drawn = _INITIAL_STD * torch.randn(received.shape, generator=ctx.rng("local prompt").torch_generator())
         p_global, p_local = received, (drawn if private is None else private.tensors[PROMPT]).to(received.device)
         sent = torch.zeros_like(received)
-        for step, batch in enumerate(self._batches(local, ctx)):
+        for step, batch in enumerate(turn.batches(local, self.sampling, ctx, self.exchange == "batch")):
             step_local, step_global = self._step(p_global, p_local, local, batch, ctx, step)
             p_local = p_local - self.learning_rate_local * step_local
             if self.exchange == "epoch":
@@ -179,16 +183,6 @@ class DpFpl(Method):
         rows = {} if self.mode == "strict" else {_ROWS: torch.tensor(float(local.batch_size))}
         return State({PROMPT: p_local}), Payload({**cast_to({PROMPT: sent}, self.wire_dtype), **rows})
 
-    def _batches(self, local: Local, ctx: RoundContext) -> list[Batch]:
-        """Rows are drawn anew where a turn is repeated: amplification is accounted for draws that are independent."""
-        if self.exchange == "epoch" or self.sampling != "disjoint":
-            steps = local.steps if self.exchange == "epoch" else 1
-            return local.batches(self.sampling, steps, Stream(ctx.noise("rows")(32)))
-        # Rounds walk through one epoch: the same order for all of them, each at its own place.
-        plan.check_batch(local.batch_size, local.num_examples)
-        epoch, place = divmod(ctx.round, local.num_examples // local.batch_size)
-        return local.batches("disjoint", 1, Stream.derive(ctx.secret, epoch, ctx.client, "order of an epoch"), place)
-
     def _step(
         self, p_global: Tensor, p_local: Tensor, local: Local, batch: Batch, ctx: RoundContext, step: int
     ) -> tuple[Tensor, Tensor]:
@@ -196,8 +190,14 @@ class DpFpl(Method):
         start = torch.randn(p_local.shape[1], self.rank, generator=ctx.rng(f"factors {step}").torch_generator())
         u, v = low_rank.factorise(p_local, start.to(p_local))
         seen = {PROMPT: p_global + low_rank.composed(p_local, u, v, self.residual)}
-        g = local.per_sample_gradients(seen, batch).gradients[PROMPT]
         size, c_local, c_global = local.batch_size, self.clip_local, self.clip_global
+        if self.clipped == "texts":
+            found = local.feature_gradients(seen, batch)
+            total = clip.clipped_outer_sum(found.left, found.right, self.clip_texts)
+            std = self.clip_texts * joint(self.noise_local, self.noise_global)
+            whole = found.pull(noise.added(total, std, ctx.noise(f"noise texts {step}")) / size)[PROMPT]
+            return low_rank.full_gradient(u, v, whole @ v.T, u.T @ whole), whole
+        g = local.per_sample_gradients(seen, batch).gradients[PROMPT]
         parts = {"u": g @ v.T, "v": u.T @ g}
         if self.mode == "code":
             sums = {n: clip.clipped_mean(part, size, c_local) * size for n, part in parts.items()}

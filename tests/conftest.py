@@ -10,7 +10,7 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-from fedveil.method import Batch, PerSample, Spec, TensorSpec, Trained, Weights
+from fedveil.method import Batch, FeatureGradients, PerSample, Spec, TensorSpec, Trained, Weights
 from fedveil.tasks import per_sample
 
 install_import_hook(
@@ -54,6 +54,15 @@ class ToyLocal:
         self.started_from.append({n: w.clone() for n, w in weights.items()})
         return PerSample(
             {n: torch.full((rows, *w.shape), -self.step) for n, w in weights.items()}, torch.full((rows,), 0.25)
+        )
+
+    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        """One feature: the sum of all entries, of slope -step in every row."""
+        rows = len(batch.rows)
+        return FeatureGradients(
+            torch.full((rows, 1), -self.step),
+            torch.ones(rows, 1),
+            lambda g: {n: torch.full_like(w, float(g)) for n, w in weights.items()},
         )
 
 

@@ -57,7 +57,28 @@ class PromptTask(Task):
         raise NotImplementedError
 
 
-def local_of(count: int = 12, seed: int = 1, scale: float = 1.0, **config):
+SPACE = 4
+_TOWER = torch.randn(CLASSES * SPACE, LENGTH * WIDTH, generator=torch.Generator().manual_seed(77))
+
+
+class TextTask(PromptTask):
+    """A text a class, all of them made from the prompt alone; a row is a direction of their space."""
+
+    def prepare(self, examples):
+        return [(torch.tensor(e["x"]).flatten()[:SPACE], e["y"]) for e in examples]
+
+    def features(self, weights):
+        texts = torch.tanh(_TOWER @ weights["prompt"].flatten()).reshape(CLASSES, SPACE)
+        return torch.nn.functional.normalize(texts, dim=-1)
+
+    def factors(self, features, x, y):
+        return 3 * ((3 * x @ features.T).softmax(-1) - torch.nn.functional.one_hot(y, CLASSES)), x
+
+    def sample_loss(self, weights, x, y):
+        return torch.nn.functional.cross_entropy((3 * x @ self.features(weights).T)[None], y[None])
+
+
+def local_of(count: int = 12, seed: int = 1, scale: float = 1.0, kind=PromptTask, **config):
     """A client with `count` rows; config as batch_size = 4, epochs = 1."""
-    task = PromptTask(parse({f"train.{k.replace('_', '-')}": v for k, v in {"batch_size": 4, **config}.items()}))
+    task = kind(parse({f"train.{k.replace('_', '-')}": v for k, v in {"batch_size": 4, **config}.items()}))
     return task.local(task.prepare(examples(count, seed, scale)), Stream(bytes(32)))

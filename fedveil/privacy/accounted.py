@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 from fedveil.errors import BudgetError
-from fedveil.method import Batch, Local, Method, PerSample, Spec, Trained, Weights
+from fedveil.method import Batch, FeatureGradients, Local, Method, PerSample, Spec, Trained, Weights
 from fedveil.privacy.ledger import Ledger
 from fedveil.privacy.plan import Budget, Plan, Sampling
 from fedveil.rng import Stream
@@ -60,10 +60,18 @@ class Accounted:
 
     def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
         """See Local. Raises BudgetError for a batch that was not drawn here, or was used already."""
+        self._use(batch)
+        return self._local.per_sample_gradients(weights, batch)
+
+    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        """See Local. Raises as `per_sample_gradients`."""
+        self._use(batch)
+        return self._local.feature_gradients(weights, batch)
+
+    def _use(self, batch: Batch) -> None:
         if not any(batch is paid for paid in self._paid):
             raise BudgetError("batch: expected one that was drawn and not used yet, found another; draw one more")
         self._paid = [paid for paid in self._paid if paid is not batch]
-        return self._local.per_sample_gradients(weights, batch)
 
     def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
         """Refused: nothing accounts for it."""

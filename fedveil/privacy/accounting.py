@@ -37,11 +37,6 @@ Step = tuple[str, int, int, float]  # kind, rows of the site, rows of a batch, z
 Spent = Mapping[Step, int]  # how often
 
 
-def joint(*multipliers: float) -> float:
-    """The multiplier of one Gaussian release that is worth these together: z^-2 = sum z_i^-2. 0 where one has no noise."""
-    return 0.0 if min(multipliers) == 0 else sum(z**-2 for z in multipliers) ** -0.5
-
-
 def spent(multiplier: float, sampling: Sampling, plan: Plan, across_rounds: bool) -> Spent:
     """What the most looked-at record of the site is charged over the plan.
 

@@ -1,6 +1,6 @@
 """Clipping: how much one record can do to a sum.
 
-Formal guarantees, for `clipped_sum` with a finite bound C, over all the tensors given together:
+Formal guarantees, for `clipped_sum` and `clipped_outer_sum` with a finite bound C, over all the tensors given together:
 1. One record's part has a norm of at most C, whatever its gradient. So adding or removing a record moves the sum by at
    most C, and replacing one by at most 2 C (to within fp32 rounding of the sum).
 2. The parts are summed, never averaged over the rows that happen to be there: divide by a number that is no secret.
@@ -48,6 +48,16 @@ def clipped_sum(gradients: PerRow, bound: float) -> dict[str, Tensor]:
             rows = torch.where(finite[:, None], rows, 0.0)
         sums[name] = (factors.to(rows.dtype) @ rows).reshape(gradient.shape[1:])
     return sums
+
+
+def clipped_outer_sum(left: Tensor, right: Tensor, bound: float) -> Tensor:
+    """(n, m): `clipped_sum` of the rows' outer products left_i right_i^T, none of which is made: |l r^T| = |l| |r|."""
+    _check(bound)
+    found = norms({"": left}) * norms({"": right})
+    finite = torch.isfinite(found)
+    factors = torch.where(finite, bound / found.clamp(min=bound), 0.0)
+    rows = [torch.where(finite[:, None], side, 0.0).double() for side in (left, right)]
+    return ((rows[0] * factors[:, None]).T @ rows[1]).to(left.dtype)
 
 
 def clipped_mean(gradient: Tensor, rows: int, bound: float) -> Tensor:

@@ -68,6 +68,11 @@ class Plan:
         check_batch(self.batch, self.examples)
 
 
+def joint(*multipliers: float) -> float:
+    """The multiplier of one Gaussian release that is worth these together: z^-2 = sum z_i^-2. 0 where one has no noise."""
+    return 0.0 if min(multipliers) == 0 else sum(z**-2 for z in multipliers) ** -0.5
+
+
 def check_batch(batch: int, examples: int) -> None:
     """Raises ConfigError for a batch that is larger than the site."""
     if batch > examples:

@@ -198,6 +198,36 @@ class ClipPrompt(AdaptedTask):
             loss = loss + self.adapter.contrast * batch.terms * term
         return loss
 
+    def samples(self, rows: Sequence[Seen]) -> tuple[Tensor, Tensor]:
+        """See per_sample.SampleLoss. Raises TaskError for a prompt whose loss branches on values."""
+        if self.adapter.form == "transport":
+            raise TaskError(
+                'adapter.form: expected "one", "sum" or "factored" for the gradients of single rows, found "transport", whose '
+                "plan is iterated until it converges"
+            )
+        batch = self.collate(rows).to(self.device)
+        return batch.points, batch.labels
+
+    def sample_loss(self, weights: Weights, *sample: Tensor) -> Tensor:
+        """See per_sample.SampleLoss: of one image."""
+        points, label = sample
+        return self.loss_at(weights, Views(points[None], label[None]))
+
+    def features(self, weights: Weights) -> Float[Tensor, "classes D"]:
+        """See per_sample.FeatureLoss: the texts, of norm 1. Raises TaskError for a loss that is not of them alone."""
+        if self.adapter.form == "transport" or self.adapter.contrast:
+            raise TaskError(
+                "adapter: expected one text a class and no contrast for gradients in the texts, found "
+                f'form "{self.adapter.form}" and contrast {self.adapter.contrast:g}'
+            )
+        return self.texts({name: w.to(self.device) for name, w in weights.items()})[0]
+
+    def factors(self, features: Tensor, *samples: Tensor) -> tuple[Tensor, Tensor]:
+        """See per_sample.FeatureLoss: scale (softmax_i - onehot_i), and the image's feature."""
+        points, labels = samples
+        said = self._logits(features[None], points).softmax(-1)
+        return self._scale * (said - torch.nn.functional.one_hot(labels, said.shape[-1])), points[:, 0]
+
     def loss_sum(self, batch: Views) -> Tensor:
         """Summed loss of the images of `batch`, which lies on the device."""
         return self.loss_at(self.trained, batch)
@@ -229,11 +259,14 @@ class ClipPrompt(AdaptedTask):
         return _by_side(*self._all(weights, seen), local)
 
     @torch.no_grad()
+    def zero_shot_logits(self, seen: Sequence[Seen], words: str = ZERO_SHOT) -> Float[Tensor, "rows classes"]:
+        """What the model says as it is, with `words` as context; on the CPU."""
+        texts = self._texts.features(self._texts.written(words)[None])[0].cpu()
+        return self._scale * torch.stack([row.points[0] for row in seen]) @ texts.T
+
     def zero_shot(self, seen: Sequence[Seen], local: Collection[int], words: str = ZERO_SHOT) -> dict[str, float]:
         """The accuracies of the model as it is, with `words` as context: the control that nothing was learned for."""
-        texts = self._texts.features(self._texts.written(words)[None])[0].cpu()
-        points = torch.stack([row.points[0] for row in seen])
-        return _by_side(points @ texts.T, torch.tensor([row.label for row in seen]), local)
+        return _by_side(self.zero_shot_logits(seen, words), torch.tensor([row.label for row in seen]), local)
 
     @torch.no_grad()
     def _all(

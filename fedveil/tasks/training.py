@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedveil.config import RunConfig, TrainConfig
 from fedveil.errors import TaskError
-from fedveil.method import Batch, PerSample, Spec, Trained, Weights
+from fedveil.method import Batch, FeatureGradients, PerSample, Spec, Trained, Weights
 from fedveil.privacy.plan import Sampling
 from fedveil.rng import Stream
 from fedveil.tasks import batches, per_sample
@@ -171,6 +171,18 @@ class LocalTraining:
         """See Local."""
         with _threads(1 if self._task.config.run.deterministic else torch.get_num_threads()):
             return per_sample.gradients(self._task, self.spec, [self._rows[i] for i in batch.rows], weights)
+
+    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        """See Local."""
+        threads = 1 if self._task.config.run.deterministic else torch.get_num_threads()
+        with _threads(threads):
+            found = per_sample.feature_gradients(self._task, self.spec, [self._rows[i] for i in batch.rows], weights)
+
+        def pull(gradient: Tensor) -> Weights:
+            with _threads(threads):
+                return found.pull(gradient)
+
+        return FeatureGradients(found.left, found.right, pull)
 
     def _backward(self, step: list[AnyBatch]) -> Tensor:
         """Adds the gradient of the mean loss over the terms of all batches of a step; that loss, on the device."""

@@ -15,10 +15,14 @@ from fedveil import config as run_config
 from fedveil import prompts, rng
 from fedveil.adapters import Lora, Prompt
 from fedveil.errors import ConfigError, TaskError
+from fedveil.exchange import Exchange
+from fedveil.inprocess import Federation
+from fedveil.method import Batch
 from fedveil.tasks import clip, library, load, tiny, tiny_clip_prompt
 from fedveil.tasks.base import Share
 from fedveil.tasks.clip_prompt import ClipPrompt, Views
 from fedveil.tasks.tiny_vision_language import is_public
+from strategies.dp_fpl import DpFpl
 
 NAMES = ["cat", "sea_horse", "very old dog", "ox"]
 FORMS = {
@@ -185,6 +189,63 @@ def test_per_sample_gradients_by_torch_func(folder, data, form):
     whole = torch.autograd.grad(task.loss_sum(batch), list(task.trained.values()))
     for name, g in zip(weights, whole, strict=True):
         torch.testing.assert_close(found[name].sum(0), g, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["one", "sum", "factored", "contrast"])
+def test_a_client_has_the_gradient_of_each_row(folder, data, form):
+    """One backward a row, and where the texts are all that rows meet, the same through them."""
+    task, seen = ready(folder, data, FORMS[form])
+    weights, batch = {n: 20 * w for n, w in task.initial(stream()).items()}, Batch((9, 2, 5))
+    local = task.local(seen, stream("batches"))
+    found = local.per_sample_gradients(weights, batch)
+    task.put(weights)
+    for place, i in enumerate(batch.rows):
+        loss = task.loss_sum(task.collate(seen[i : i + 1]))
+        assert found.losses[place] == pytest.approx(float(loss.detach()), rel=1e-4)
+        for name, g in zip(weights, torch.autograd.grad(loss, list(task.trained.values())), strict=True):
+            torch.testing.assert_close(found.gradients[name][place], g, rtol=1e-3, atol=1e-4)
+    if form == "contrast":
+        with pytest.raises(TaskError, match="no contrast for gradients in the texts"):
+            local.feature_gradients(weights, batch)
+        return
+    through = local.feature_gradients(weights, batch)
+    for place in range(3):
+        pulled = through.pull(torch.outer(through.left[place], through.right[place]))
+        for name, g in pulled.items():
+            torch.testing.assert_close(g, found.gradients[name][place], rtol=1e-3, atol=1e-4)
+
+
+def test_a_transport_has_no_gradients_of_single_rows(folder, data):
+    task, seen = ready(folder, data, FORMS["transport"])
+    local, weights = task.local(seen, stream()), task.initial(stream())
+    for act in (local.per_sample_gradients, local.feature_gradients):
+        with pytest.raises(TaskError, match="adapter"):
+            act(weights, Batch((0,)))
+
+
+@pytest.mark.parametrize("clipped", ["prompt", "texts"])
+def test_dp_fpl_learns_on_it_in_process(folder, data, clipped):
+    """Two sites with two classes each; without noise and far from the bounds the loss of each site falls."""
+    quiet = {"noise_local": 0.0, "noise_global": 0.0, "clip_local": 1e6, "clip_global": 1e6, "clip_texts": 1e6}
+    method = DpFpl(rank=2, clipped=clipped, adapter=Prompt(3), learning_rate=0.02, learning_rate_local=0.02, **quiet)
+    task, seen = ready(folder, data, run__deterministic=True, run__rounds=15)
+    weights = task.initial(stream())
+    sites = {"a": [r for r in seen if r.label < 2], "b": [r for r in seen if r.label >= 2]}
+    federation = Federation(
+        Exchange(method, "dp_fpl", task.spec),
+        task.config,
+        lambda site, ctx: task.local(sites[site], ctx.rng("batches")),
+        list(sites),
+        method.init(task.spec, weights, stream("method init")),
+    )
+
+    def loss(site: str, chosen) -> float:
+        task.put(chosen)
+        return task.mean_loss(sites[site])
+
+    before = {site: loss(site, weights) for site in sites}
+    federation.run()
+    assert all(loss(site, federation.deployed(site)["client"]) < before[site] - 0.1 for site in sites)
 
 
 def test_a_gradient_is_the_slope_of_the_loss(folder, data):

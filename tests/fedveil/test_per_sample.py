@@ -11,7 +11,7 @@ from fedveil.errors import ConfigError, TaskError
 from fedveil.method import Batch
 from fedveil.rng import Stream
 from fedveil.tasks import per_sample
-from tests.prompt_toy import PromptTask, examples, local_of
+from tests.prompt_toy import CLASSES, SPACE, PromptTask, TextTask, examples, local_of
 
 WEIGHTS = {"prompt": torch.randn(6, 5, generator=torch.Generator().manual_seed(9))}
 
@@ -48,6 +48,36 @@ def test_a_task_without_a_loss_of_one_row_and_other_weights_are_refused():
         per_sample.gradients(object(), PromptTask().spec, [1], WEIGHTS)
     with pytest.raises(TaskError, match="weights"):
         local_of().per_sample_gradients({"prompt": torch.zeros(5, 6)}, Batch((0,)))
+
+
+def test_features_pull_back_to_each_rows_gradient():
+    """The rank-one gradient in the features, through the chain rule, against torch.func on the row's own loss."""
+    local, batch = local_of(7, scale=0.7, kind=TextTask), Batch((4, 0, 6))
+    found, rows = local.feature_gradients(WEIGHTS, batch), local.per_sample_gradients(WEIGHTS, batch)
+    assert (found.left.shape, found.right.shape) == ((3, CLASSES), (3, SPACE))
+    for i in range(3):
+        pulled = found.pull(torch.outer(found.left[i], found.right[i]))["prompt"]
+        assert torch.allclose(pulled, rows.gradients["prompt"][i], atol=1e-5)
+        assert float(pulled.norm()) > 0.01
+    features = TextTask().features(WEIGHTS).requires_grad_()
+    x, y = local._task.samples([local._rows[4]])
+    (slope,) = torch.autograd.grad(torch.nn.functional.cross_entropy(3 * x @ features.T, y), features)
+    assert torch.allclose(torch.outer(found.left[0], found.right[0]), slope, atol=1e-6)
+
+
+def test_features_of_an_empty_batch_still_pull_noise():
+    found = local_of(kind=TextTask).feature_gradients(WEIGHTS, Batch(()))
+    assert (found.left.shape, found.right.shape) == ((0, CLASSES), (0, SPACE))
+    noise = torch.randn(CLASSES, SPACE, generator=torch.Generator().manual_seed(3))
+    other = local_of(kind=TextTask).feature_gradients(WEIGHTS, Batch((1, 2)))
+    assert torch.equal(found.pull(noise)["prompt"], other.pull(noise)["prompt"]), "no row has a part in the way back"
+
+
+def test_a_task_without_features_is_refused():
+    with pytest.raises(TaskError, match="features alone, found PromptTask"):
+        local_of().feature_gradients(WEIGHTS, Batch((0,)))
+    with pytest.raises(TaskError, match="weights"):
+        local_of(kind=TextTask).feature_gradients({"prompt": torch.zeros(5, 6)}, Batch((0,)))
 
 
 def test_poisson_takes_every_row_with_the_same_probability():

@@ -16,7 +16,7 @@ from scipy import optimize, stats
 from fedveil.errors import BudgetError, ConfigError, StateError
 from fedveil.privacy import accounting, clip, noise
 from fedveil.privacy.ledger import Ledger
-from fedveil.privacy.plan import Budget, Neighbours, Plan, check_seeded, stated
+from fedveil.privacy.plan import Budget, Neighbours, Plan, check_seeded, joint, stated
 from fedveil.rng import Stream
 
 ADD, REPLACE = Neighbours.ADD_OR_REMOVE_ONE, Neighbours.REPLACE_ONE
@@ -92,11 +92,37 @@ def test_disjoint_batches_are_charged_once_an_epoch(plan, across, uses):
     assert accounting.spent(2.0, "disjoint", Plan(*plan, REPLACE), across) == {("gaussian", 0, 0, 2.0): uses}
 
 
+@given(
+    rows=st.integers(0, 5), bound=st.floats(0.01, 10), spike=st.sampled_from([0.0, 1.0, 1e6, 1e30, math.inf, math.nan]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_the_clipped_sum_of_outer_products_is_that_of_the_whole_gradients(rows, bound, spike, seed):
+    """Its twin forms every product; replacing a row, whatever its norm, moves the sum by at most 2 C."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(rows + 1, 4, generator=generator), torch.randn(rows + 1, 3, generator=generator)
+    found = clip.clipped_outer_sum(left, right, bound)
+    assert torch.allclose(found, clip.clipped_sum({"": left[:, :, None] * right[:, None]}, bound)[""], atol=1e-4)
+    other = left.clone()
+    other[rows] = -spike * left[rows]
+    moved = float((clip.clipped_outer_sum(other, right, bound) - found).norm())
+    assert moved <= 2 * bound * (1 + 1e-5)
+    if spike == 1e6 and float(left[rows].norm() * right[rows].norm()) > bound:
+        assert moved == pytest.approx(2 * bound, rel=1e-3)
+
+
+def test_outer_products_of_no_rows_and_bad_bounds():
+    assert torch.equal(clip.clipped_outer_sum(torch.zeros(0, 4), torch.zeros(0, 3), 1.0), torch.zeros(4, 3))
+    for bound in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="bound"):
+            clip.clipped_outer_sum(torch.ones(1, 2), torch.ones(1, 2), bound)
+
+
 def test_joint_is_the_composition():
     both = {("gaussian", 0, 0, 3.0): 1, ("gaussian", 0, 0, 5.0): 1}
-    alone = {("gaussian", 0, 0, accounting.joint(3.0, 5.0)): 1}
+    alone = {("gaussian", 0, 0, joint(3.0, 5.0)): 1}
     assert accounting.epsilon(both, DELTA, ADD) == pytest.approx(accounting.epsilon(alone, DELTA, ADD), rel=1e-9)
-    assert accounting.joint(3.0, 0.0) == 0.0
+    assert joint(3.0, 0.0) == 0.0
 
 
 def test_without_noise_epsilon_is_infinite_and_without_charges_zero():

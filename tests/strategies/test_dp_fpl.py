@@ -18,12 +18,13 @@ from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
 from fedveil.method import Payload, RoundContext, State, TensorSpec, Upload
 from fedveil.privacy import accounting, noise
+from fedveil.privacy import turn as rows_of_turn
 from fedveil.privacy.accounted import Accounted
 from fedveil.privacy.ledger import Ledger
 from fedveil.privacy.plan import Neighbours, Plan
 from fedveil.wire.tap import Tap
 from strategies.dp_fpl import DpFpl
-from tests.prompt_toy import LENGTH, WIDTH, local_of
+from tests.prompt_toy import CLASSES, LENGTH, SPACE, WIDTH, TextTask, local_of
 
 SPEC = {"prompt": TensorSpec((LENGTH, WIDTH))}
 CTX = RoundContext(0, "x", True, bytes(32))
@@ -42,6 +43,10 @@ def prompt(seed: int) -> torch.Tensor:
 def turn(method, local, private=None, ctx=CTX, p_global=None):
     down = Payload({"prompt": prompt(1) if p_global is None else p_global})
     return method.client(private, down, local, ctx)
+
+
+def turn_of(method, local, ctx):
+    return rows_of_turn.batches(local, method.sampling, ctx, method.exchange == "batch")
 
 
 # --- factors and Eq. 4
@@ -201,6 +206,76 @@ def test_an_empty_poisson_batch_is_a_step_of_noise_alone(monkeypatch):
     assert 10 / 4 * 0.5 < noisy.fields["prompt"].std() < 10 / 4 * 1.6
 
 
+# --- clipped in the texts
+
+TEXTS = {"clipped": "texts", "sampling": "fixed"}
+
+
+def test_texts_without_noise_and_clipping_are_the_step_of_the_prompt():
+    local, own = local_of(8, batch_size=8, kind=TextTask), State({"prompt": prompt(2)})
+    quiet = QUIET | {"clip_texts": 1e9, "sampling": "fixed"}
+    found = [turn(make(clipped=where, **quiet), local, own) for where in ("prompt", "texts")]
+    for mine, other in ((f[0].tensors["prompt"], f[1].fields["prompt"]) for f in found[1:]):
+        assert torch.allclose(other, found[0][1].fields["prompt"], atol=1e-5)
+        assert torch.allclose(mine, found[0][0].tensors["prompt"], atol=1e-5)
+        assert not torch.allclose(mine, prompt(2), atol=1e-3)
+
+
+def test_texts_get_one_noise_worth_both_on_the_sum_and_only_then_are_pulled_back(monkeypatch):
+    asked = []
+
+    def added(value, std, source):
+        asked.append((value.clone(), std))
+        return value + 1.0
+
+    monkeypatch.setattr(noise, "added", added)
+    local, own = local_of(8, batch_size=8, kind=TextTask), State({"prompt": prompt(2)})
+    method = make(noise_local=3.0, noise_global=4.0, clip_texts=0.5, **TEXTS)
+    _, up = turn(method, local, own)
+    ((total, std),) = asked
+    assert std == pytest.approx(0.5 * 2.4)
+    assert total.shape == (CLASSES, SPACE)
+    assert float(total.norm()) <= 8 * 0.5
+    batch = local.batches("fixed", 1, rng.Stream(bytes(32)))[0]
+    pulled = local.feature_gradients({"prompt": prompt(1) + prompt(2)}, batch).pull((total + 1.0) / 8)
+    assert torch.allclose(up.fields["prompt"], pulled["prompt"], atol=1e-5)
+
+
+def test_one_row_of_norm_a_million_moves_the_sum_in_the_texts_by_two_bounds(monkeypatch):
+    sums = []
+    monkeypatch.setattr(noise, "added", lambda value, std, source: sums.append(value.clone()) or value)
+    local, other = (local_of(8, batch_size=8, kind=TextTask) for _ in range(2))
+    x, y = other._rows[5]
+    other._rows[5] = (-1e6 * x, (y + 1) % CLASSES)
+    for found in (local, other):
+        turn(make(clip_texts=0.1, **TEXTS), found, State({"prompt": prompt(2)}))
+    moved = float((sums[0] - sums[1]).norm())
+    assert 0.05 < moved <= 0.2 * (1 + 1e-5)
+
+
+def test_noise_in_the_texts_is_the_operating_systems(monkeypatch):
+    asked = []
+    real = os.urandom
+    monkeypatch.setattr(os, "urandom", lambda n: asked.append(n) or real(n))
+    turn(make(**TEXTS), local_of(8, kind=TextTask), State({"prompt": prompt(2)}))
+    assert asked == [32, 16 * (4 * CLASSES * SPACE // 2)]  # the rows; four normal draws an entry, two from 16 bytes
+
+
+def test_texts_cost_what_the_prompt_costs_and_a_batch_is_used_once(tmp_path):
+    plan = Plan(10, 1, 4, 12, REPLACE)
+    assert make(clipped="texts").privacy_spent(plan) == make().privacy_spent(plan)
+    method = make(clipped="texts")
+    ledger = Ledger(tmp_path / "s.json")
+    names = [f"r{i}" for i in range(12)]
+    local = Accounted(local_of(12, kind=TextTask), method, ledger, method.budget, names)
+    turn(method, local)
+    assert ledger.epsilon("r0", method.budget) > 0
+    (batch,) = local.batches("poisson", 1, rng.Stream(bytes(32)))
+    local.feature_gradients({"prompt": prompt(1)}, batch)
+    with pytest.raises(BudgetError):
+        local.feature_gradients({"prompt": prompt(1)}, batch)
+
+
 # --- what is private
 
 
@@ -248,11 +323,11 @@ def test_a_real_run_takes_noise_and_rows_from_the_operating_system(monkeypatch):
 
 def test_rounds_walk_through_one_epoch():
     method, local = make(sampling="disjoint"), local_of(13)
-    drawn = [method._batches(local, replace(CTX, round=r))[0].rows for r in range(6)]
+    drawn = [turn_of(method, local, replace(CTX, round=r))[0].rows for r in range(6)]
     assert len({i for rows in drawn[:3] for i in rows}) == 12
     assert len({i for rows in drawn[3:] for i in rows}) == 12
     assert drawn[:3] != drawn[3:]
-    assert method._batches(local, replace(CTX, round=1))[0].rows == drawn[1]
+    assert turn_of(method, local, replace(CTX, round=1))[0].rows == drawn[1]
 
 
 def test_deployed_prompts():
@@ -355,7 +430,7 @@ def test_the_ledger_ends_a_run_before_its_budget_is_passed(tmp_path, exchange, s
 def test_disjoint_batches_charge_their_own_records_only(tmp_path):
     method = make(sampling="disjoint")
     local, ledger = accounted(method, tmp_path / "s.json", 13)
-    rows = method._batches(local_of(13), CTX)[0].rows
+    rows = turn_of(method, local_of(13), CTX)[0].rows
     turn(method, local)
     charged = [i for i in range(13) if ledger.epsilon(f"r{i}", method.budget) > 0]
     assert charged == sorted(rows)
@@ -398,6 +473,8 @@ def test_under_the_ledger_nothing_is_looked_at_for_free(tmp_path):
         ({"rounds": 0}, "rounds"),
         ({"mode": "paper"}, "mode"),
         ({"mode": "code", "epsilon": 0.1, "exchange": "epoch"}, "mode"),
+        ({"mode": "paper", "epsilon": 0.1, "clipped": "texts"}, "mode"),
+        ({"clip_texts": 0.0}, "clip_texts"),
         ({"sampling": "disjoint", "neighbours": ADD}, "sampling"),
         ({"sampling": "fixed", "neighbours": ADD}, "sampling"),
     ],
