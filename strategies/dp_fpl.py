@@ -71,9 +71,7 @@ from fedveil.rng import Stream
 from fedveil.wire.dense import Dense
 
 PROMPT = "prompt"
-_INITIAL_STD = 0.02
 _ROWS = "rows_a_step"  # B, which the server's noise is divided by in the modes paper and code
-_CODE_STEP = 0.1  # the published code divides both gradients by 10
 
 
 @final
@@ -126,9 +124,8 @@ class DpFpl(Method):
             found = f"{self.noise_local} and {self.noise_global}; `fedveil privacy plan` says how much it takes"
             raise ConfigError(f"epsilon: expected noise_local and noise_global above 0 with it, found {found}")
         if self.mode != "strict" and (self.epsilon is None or (self.exchange, self.clipped) != ("batch", "prompt")):
-            wanted = 'an epsilon, exchange = "batch" and clipped = "prompt"'
-            found = f'{self.epsilon}, "{self.exchange}" and "{self.clipped}"; set them, or use mode = "strict"'
-            raise ConfigError(f'mode: expected {wanted} with "{self.mode}", found {found}')
+            found = f'"{self.mode}" with {self.epsilon}, "{self.exchange}", "{self.clipped}"; set them, or use "strict"'
+            raise ConfigError(f'mode: expected an epsilon, exchange = "batch" and clipped = "prompt", found {found}')
 
     @property
     def uploads(self) -> Literal["gradients", "coded"]:
@@ -138,9 +135,8 @@ class DpFpl(Method):
     @property
     def budget(self) -> Budget:
         """In the modes paper and code the honest epsilon is counted, and nothing is stopped: it is above the nominal one."""
-        strict, wished = self.mode == "strict", self.epsilon
-        kept = wished if strict and wished is not None else math.inf
-        return Budget(kept, self.delta, self.neighbours, None if strict else wished, not strict)
+        strict, kept = self.mode == "strict", math.inf if self.epsilon is None else self.epsilon
+        return Budget(kept if strict else math.inf, self.delta, self.neighbours, None if strict else kept, not strict)
 
     @property
     def _nominal(self) -> float:
@@ -171,9 +167,9 @@ class DpFpl(Method):
         """One step, or the local epochs; p_L stays, what is known of p_G's gradient goes."""
         plan.check_seeded(self.budget, ctx.seeded)
         received = as_spec(tensors_of(down), local.spec)[PROMPT]
-        drawn = _INITIAL_STD * torch.randn(received.shape, generator=ctx.rng("local prompt").torch_generator())
-        p_global, p_local = received, (drawn if private is None else private.tensors[PROMPT]).to(received.device)
-        sent = torch.zeros_like(received)
+        drawn = 0.02 * torch.randn(received.shape, generator=ctx.rng("local prompt").torch_generator())
+        p_local = (drawn if private is None else private.tensors[PROMPT]).to(received.device)
+        p_global, sent = received, torch.zeros_like(received)
         for step, batch in enumerate(turn.batches(local, self.sampling, ctx, self.exchange == "batch")):
             step_local, step_global = self._step(p_global, p_local, local, batch, ctx, step)
             p_local = p_local - self.learning_rate_local * step_local
@@ -210,7 +206,7 @@ class DpFpl(Method):
         d_u, d_v = (noise.added(sums[n], std, ctx.noise(f"noise {n} {step}")) / size for n in ("u", "v"))
         if self.mode == "strict":
             whole = noise.added(whole, c_global * self.noise_global, ctx.noise(f"noise {PROMPT} {step}"))
-        plus = _CODE_STEP * (d_u @ v + u @ d_v)
+        plus = 0.1 * (d_u @ v + u @ d_v)  # as the published code has it
         return plus if self.mode == "code" else low_rank.full_gradient(u, v, d_u, d_v), whole / size
 
     def check(self, payload: Payload, spec: Spec) -> None:
@@ -243,9 +239,8 @@ class DpFpl(Method):
         shared = server.tensors[PROMPT]
         if private is None:
             return {"server": {PROMPT: shared}}
-        p_local = private.tensors[PROMPT]
-        public = torch.randn(p_local.shape[1], self.rank, generator=rng.initial(0, "evaluation").torch_generator())
-        own = low_rank.composed(p_local, *low_rank.factorise(p_local, public), self.residual)
+        public = torch.randn(shared.shape[1], self.rank, generator=rng.initial(0, "evaluation").torch_generator())
+        own = low_rank.composed(p_local := private.tensors[PROMPT], *low_rank.factorise(p_local, public), self.residual)
         return {"server": {PROMPT: shared}, "client": {PROMPT: (shared + own).to(shared.dtype)}}
 
     def layout(self, spec: Spec) -> Layout:

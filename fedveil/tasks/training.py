@@ -18,11 +18,11 @@ from fedveil.method import Batch, FeatureGradients, PerSample, Spec, Trained, We
 from fedveil.privacy.plan import Sampling
 from fedveil.rng import Stream
 from fedveil.tasks import batches, per_sample
-from fedveil.tasks.base import Rows, Step, Watch, unwatched
+from fedveil.tasks.base import Rows, Watch, unwatched
 from fedveil.tasks.batches import AnyBatch
+from fedveil.tasks.progress import Progress
 
 RECEIVED_ROWS = 64  # rows of the site behind "loss_received"
-_READ_SECONDS = 0.5  # between two looks at the losses: each one waits for the GPU
 
 
 class Trainable(Protocol):
@@ -138,7 +138,7 @@ class LocalTraining:
         parameters = list(task.trained.values())
         order = batches.order(self._rows, train.batch_size, self._rng.torch_generator(), train.bucketing)
         rows = [self._rows[i] for i in order[: train.batch_size]]
-        progress = _Progress(1, train.learning_rate, self._watch)
+        progress = Progress(1, train.learning_rate, self._watch)
         with _threads(1 if task.config.run.deterministic else torch.get_num_threads()), task.training():
             _forget(parameters)  # a training that an error ended may have left a part of a step's gradient
             ((batch,),) = batches.load([rows], self._collated, parameters[0].device)
@@ -201,7 +201,7 @@ class LocalTraining:
         parameters = list(task.trained.values())
         optimiser = _adamw(parameters, train)
         optimiser.zero_grad()  # a training that an error ended may have left a part of a step's gradient
-        progress = _Progress(self._planned, train.learning_rate, self._watch)
+        progress = Progress(self._planned, train.learning_rate, self._watch)
         with contextlib.closing(batches.load(self._batches(), self._collated, parameters[0].device)) as steps:
             for step in steps:
                 loss = self._backward(step)
@@ -237,47 +237,6 @@ class LocalTraining:
                     return
                 left -= 1
                 yield [self._rows[j] for j in order[i : i + size]]
-
-
-@final
-class _Progress:
-    """The steps' losses. They stay on the device until they are read, some at a time: reading waits for the device."""
-
-    def __init__(self, planned: int, learning_rate: float, watch: Watch) -> None:
-        self.losses: list[float] = []
-        self.tokens = 0
-        self._planned = planned
-        self._learning_rate = learning_rate
-        self._watch = watch
-        self._unread: list[Tensor] = []
-        self._started = self._last_read = time.perf_counter()
-
-    def add(self, loss: Tensor, tokens: int) -> None:
-        """One more step; now and then all that are not read yet are read."""
-        self._unread.append(loss)
-        self.tokens += tokens
-        if time.perf_counter() - self._last_read >= _READ_SECONDS:
-            self.read()
-
-    def read(self) -> None:
-        """Reads the losses that are not read yet, if there are any, and tells the watch of the last one.
-
-        Raises:
-            TaskError: one of them is not finite; the first such step is named.
-        """
-        if not self._unread:
-            return
-        for loss in torch.stack(self._unread).tolist():
-            self.losses.append(loss)
-            if not math.isfinite(loss):
-                raise TaskError(
-                    f"train.learning-rate: expected a finite loss, found {loss} at step {len(self.losses)} with "
-                    f"{self._learning_rate:g}; lower it"
-                )
-        self._unread.clear()
-        self._last_read = time.perf_counter()
-        seconds = self._last_read - self._started
-        self._watch(Step(len(self.losses), self._planned, self.losses[-1], self.tokens, seconds))
 
 
 @final

@@ -16,7 +16,7 @@ from fedveil import config as run_config
 from fedveil.adapters import AllWeights, Lora
 from fedveil.errors import ConfigError, TaskError
 from fedveil.rng import Stream
-from fedveil.tasks import adapting, batches, load, speed, training
+from fedveil.tasks import adapting, batches, load, progress, speed, training
 from fedveil.tasks.batches import Row
 from fedveil.tasks.text_generation import TextGeneration
 
@@ -278,7 +278,7 @@ def poisoned(task: TextGeneration, monkeypatch: pytest.MonkeyPatch, at: int) -> 
 @pytest.mark.parametrize("every", [0.0, 3600.0])
 def test_the_first_loss_that_is_not_finite_is_named(configured, rows, start, monkeypatch, every):
     """However late it is read, and although every loss after it is no number either."""
-    monkeypatch.setattr(training, "_READ_SECONDS", every)
+    monkeypatch.setattr(progress, "_READ_SECONDS", every)
     task = configured(train__batch_size=2, train__accumulate=2, train__epochs=1, train__learning_rate=0.05)
     poisoned(task, monkeypatch, at=5)
     seen = []
@@ -291,7 +291,7 @@ def test_the_first_loss_that_is_not_finite_is_named(configured, rows, start, mon
 
 @pytest.mark.parametrize(("every", "steps"), [(0.0, [1, 2, 3, 4, 5]), (3600.0, [5])])
 def test_the_watch_sees_the_last_step_once(configured, rows, start, monkeypatch, every, steps):
-    monkeypatch.setattr(training, "_READ_SECONDS", every)
+    monkeypatch.setattr(progress, "_READ_SECONDS", every)
     seen = []
     task = configured(train__batch_size=3, train__accumulate=2)
     result = task.local(rows, Stream(KEY), seen.append).train(start)
@@ -305,7 +305,7 @@ def test_the_watch_sees_the_last_step_once(configured, rows, start, monkeypatch,
 
 
 def test_what_the_watch_raises_ends_the_training(configured, rows, start, monkeypatch):
-    monkeypatch.setattr(training, "_READ_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_READ_SECONDS", 0.0)
     task = configured(train__batch_size=2, train__checkpointing=True)
     seen = []
 
