@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-from fedveil.adapters import Adapter
+from fedveil.adapters import Adapter, Prefix
 from fedveil.config import RunConfig
 from fedveil.errors import TaskError
 from fedveil.method import Weights
-from fedveil.tasks import adapted, causal, models, rows
+from fedveil.tasks import adapted, causal, models, prefix, rows
 from fedveil.tasks.base import Examples, Share, Task
 from fedveil.tasks.batches import Row
 
@@ -40,7 +40,8 @@ class TextGeneration(causal.CausalTask):
     """A language model that continues a source."""
 
     def _load(self) -> models.Base:
-        return models.load_causal(self.config, self.adapter, self.device)
+        base = models.load_causal(self.config, self.adapter, self.device)
+        return prefix.fitted(base, self.config, self.adapter) if isinstance(self.adapter, Prefix) else base
 
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
         """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
