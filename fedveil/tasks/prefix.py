@@ -87,7 +87,7 @@ def _before(model: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> tupl
     """Puts the prefix into an empty cache, ones before the mask, and tokens behind it."""
     from transformers import DynamicCache
 
-    cache, mask, prefix = given.get("past_key_values"), given.get("attention_mask"), model.get_parameter(NAME)
+    cache, mask, prefix = given.get("past_key_values"), given.get("attention_mask"), getattr(model, NAME)
     ids = args[0] if args else given["input_ids"]
     length = prefix.shape[3]
     mask = torch.ones_like(ids) if mask is None else mask

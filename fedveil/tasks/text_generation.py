@@ -11,6 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 from fedveil.adapters import Adapter, Prefix
 from fedveil.config import RunConfig
 from fedveil.errors import TaskError
@@ -68,6 +72,24 @@ class TextGeneration(causal.CausalTask):
 
             scores |= text_metrics.score(self._generate(list(references)), list(references.values()))
         return scores
+
+    def samples(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, the tokens that each position predicts, and 1 where such a token is a target; see `SampleLoss`."""
+        batch = self.collate(rows)
+        wanted, counted = torch.zeros_like(batch.ids).flatten(), torch.zeros(batch.ids.numel())
+        wanted[batch.positions], counted[batch.positions] = batch.wanted, 1.0
+        shape = batch.ids.shape
+        return tuple(t.to(self.device) for t in (batch.ids, wanted.view(shape), counted.view(shape)))  # type: ignore[return-value]
+
+    def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
+        """Mean loss a target token of one row. Padding needs no mask: it comes after all that the targets see."""
+        ids, wanted, counted = sample
+        everything = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)  # transformers would look for padding
+        given = {"input_ids": ids[None], "attention_mask": everything, "use_cache": False}
+        with self._computing(), sdpa_kernel(SDPBackend.MATH):  # the others have no rule for many samples at once
+            logits = torch.func.functional_call(self.base.model, dict(weights), (), given).logits[0]
+        losses = torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none")
+        return (losses * counted).sum() / counted.sum()
 
     def generate(self, weights: Weights, sources: Sequence[str]) -> list[str]:
         """The text that the model with `weights` writes for each source: greedy, or evaluate.beams beams."""

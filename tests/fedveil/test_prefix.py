@@ -90,7 +90,8 @@ def test_layers_share_their_cell(kind):
     layers = next(m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList))
     for one, other in ((0, 2), (1, 3)):
         pairs = list(zip(layers[one].parameters(), layers[other].parameters(), strict=True))
-        assert pairs and all(a is b for a, b in pairs)
+        assert pairs
+        assert all(a is b for a, b in pairs)
     assert [
         m.layer_idx for m in model.modules() if "layer_idx" in vars(m) and type(m).__name__.endswith("Attention")
     ] == [0, 1, 2, 3]
