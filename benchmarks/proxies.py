@@ -177,8 +177,8 @@ def of_seed(name: str, settings: Mapping[str, Any], seed: int) -> Texts:
     count = settings["clients"]
     return Texts(
         {f"client-{i:02d}": rest[i::count] for i in range(count)},
-        texts.chosen(texts.rows(name, "validation"), settings["validation_sources"], seed),
-        texts.chosen(texts.rows(name, "test"), settings["test_sources"], seed),
+        texts.chosen(texts.rows(name, "validation"), settings["validation_sources"], settings["references"], seed),
+        texts.chosen(texts.rows(name, "test"), settings["test_sources"], settings["references"], seed),
         server,
     )
 

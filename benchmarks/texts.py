@@ -57,11 +57,13 @@ def _digest(text: str) -> int:
     return int(hashlib.sha256(text.encode()).hexdigest(), 16)
 
 
-def chosen(found: Sequence[Row], sources: int, seed: int) -> list[Row]:
-    """The rows of so many sources, drawn; all where there are fewer."""
-    names = list(dict.fromkeys(row["mr"] for row in found))
-    kept = set(random.Random(seed).sample(names, min(sources, len(names))))
-    return [row for row in found if row["mr"] in kept]
+def chosen(found: Sequence[Row], sources: int, references: int, seed: int) -> list[Row]:
+    """The rows of so many sources, drawn, and at most so many rows of each; all where there are fewer."""
+    grouped: dict[str, list[Row]] = {}
+    for row in found:
+        grouped.setdefault(row["mr"], []).append(row)
+    kept = set(random.Random(seed).sample(list(grouped), min(sources, len(grouped))))
+    return [row for mr, rows in grouped.items() if mr in kept for row in rows[:references]]
 
 
 def scores(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: int) -> dict[str, Figure]:

@@ -119,7 +119,7 @@ def spec_of_gpt2(model: Mapping[str, Any]) -> Spec:
 def counted(method: FedQSN, spec: Spec, visible: Weights) -> float:
     """Bytes by hand: w-bit codes and a scale a block of visible columns, bitmaps, and 4 bytes for every other weight."""
     digits, bits = word_of(2**method.bits + 1)
-    total = sum(math.ceil(len(mask) / 8) for mask in visible.values())
+    total = float(sum(math.ceil(len(mask) / 8) for mask in visible.values()))
     for t in spec.values():
         entries = math.prod(t.shape)
         if t.place is not None and t.place.columns in visible:
