@@ -40,14 +40,18 @@ from fedveil.config import RunConfig, parse
 from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
 from fedveil.method import Batch, Local, Method, PerSample, RoundContext, Spec, Trained, Weights
-from fedveil.privacy.plan import Sampling
+from fedveil.privacy import accounting
+from fedveil.privacy.plan import Neighbours, Plan, Sampling
 from fedveil.privacy.steps import NoisySteps
 from fedveil.rng import Stream
+from fedveil.tasks import per_sample
 from fedveil.tasks.base import Rows
 from fedveil.tasks.distillation import Distillation
 from fedveil.tasks.text_generation import TextGeneration
 
 _SITES = 9  # the name of the draws over proxies
+_DELTA = 1e-5
+_EPSILON = f"epsilon at delta {_DELTA:g} (add-or-remove-one)"
 _FORMS = ("whole", "visible", "mean")
 
 
@@ -289,6 +293,8 @@ def _method(
     rows[f"{label} global"] |= {
         "upload_bytes": federation.upload_bytes, "download_bytes": federation.download_bytes, "seconds": seconds
     }  # fmt: skip
+    if chosen.get("noise"):
+        rows[f"{label} global"]["figures"][_EPSILON] = resampling.fixed(_epsilon(chosen["noise"], config, clients))
     for kind, title in (("proxy", "gap"), ("tuned", "tuned gap")):
         if f"{label} {kind}" in rows:
             rows[f"{label} {title}"] = {"figures": _gap(*(rows[f"{label} {k}"]["figures"] for k in ("global", kind)))}
@@ -302,8 +308,16 @@ def _method(
     return rows
 
 
+def _epsilon(noise: float, config: RunConfig, clients: Mapping[str, Rows]) -> float:
+    """Of a row of the client with the fewest rows, which are looked at most often, in a client that is in every round."""
+    fewest, train = min(map(len, clients.values())), config.train
+    steps = per_sample.steps(fewest, train.batch_size, train.epochs, train.max_steps)
+    plan = Plan(config.run.rounds, steps, train.batch_size, fewest, Neighbours.ADD_OR_REMOVE_ONE)
+    return accounting.epsilon(accounting.spent(noise, "poisson", plan, across_rounds=False), _DELTA, plan.neighbours)
+
+
 def _gap(mine: Mapping[str, Figure], other: Mapping[str, Figure]) -> dict[str, Figure]:
-    signs = {m: -1.0 if m == "loss" else 1.0 for m in mine}
+    signs = {m: -1.0 if m == "loss" else 1.0 for m in other}
     return {
         m: Figure(s * (mine[m].value - other[m].value), s * (mine[m].replicates - other[m].replicates), mine[m].count)
         for m, s in signs.items()

@@ -80,7 +80,7 @@ def _share(model: Any, cells: int) -> None:
         layers[at] = copy.deepcopy(cell, {id(t): t for t in (*cell.parameters(), *cell.buffers())})
         for module in layers[at].modules():
             if "layer_idx" in vars(module):
-                setattr(module, "layer_idx", at)
+                vars(module)["layer_idx"] = at
 
 
 def _before(model: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
