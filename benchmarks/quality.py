@@ -44,7 +44,7 @@ def scores(
                     *(_TEST, seed),
                 )
             case "bleu_4":
-                found[metric] = resampling.reduced(_bleu_statistics(written, targets), _bleu, _TEST, seed)
+                found[metric] = resampling.reduced(bleu_statistics(written, targets), bleu, _TEST, seed)
             case _:
                 raise ValueError(f"metrics: expected test loss, accuracy, cider, rouge_l or bleu_4, found {metric}")
     return found
@@ -64,16 +64,16 @@ def _targets(task: VisionLanguage, example: Mapping[str, Any]) -> list[str]:
     return list(target) if isinstance(target, list) else [target]
 
 
-def _bleu_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) -> Numbers:
+def bleu_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) -> Numbers:
     """(rows, 10): matching and all n-grams for n = 1 to 4, length, and length of the closest reference."""
     from sacrebleu.metrics import BLEU
 
-    bleu = BLEU(effective_order=True, force=True)
-    found = [bleu.sentence_score(c, list(refs)) for c, refs in zip(written, targets, strict=True)]
+    scorer = BLEU(effective_order=True, force=True)
+    found = [scorer.sentence_score(c, list(refs)) for c, refs in zip(written, targets, strict=True)]
     return np.array([[*f.counts, *f.totals, f.sys_len, f.ref_len] for f in found], dtype=float)
 
 
-def _bleu(total: Numbers) -> float:
+def bleu(total: Numbers) -> float:
     """Corpus BLEU of summed statistics."""
     from sacrebleu.metrics import BLEU
 

@@ -45,6 +45,9 @@ class TaskConfig(_Section):
     model: str = "tiny"
     data: str = ""
     evaluation: str = ""
+    server_data: str = Field(
+        "", description="rows that the server trains on before round 0, for methods that do (fedsp)"
+    )
     source_column: str = "mr"
     target_column: str = "ref"
     image_column: str = "image"

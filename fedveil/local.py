@@ -82,6 +82,14 @@ class FeatureGradients:
     pull: Callable[[Tensor], Weights]
 
 
+class Preparing(Protocol):
+    """What the server can do by itself before round 0, on its own model and rows."""
+
+    def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:
+        """Trains a proxy with `weights` (every tensor of the spec) to have the hidden states of the server's model."""
+        ...
+
+
 class Local(Protocol):
     """A client's own data and model, as a method sees them.
 

@@ -24,6 +24,7 @@ from fedveil.local import Batch as Batch
 from fedveil.local import FeatureGradients as FeatureGradients
 from fedveil.local import Local as Local
 from fedveil.local import PerSample as PerSample
+from fedveil.local import Preparing as Preparing
 from fedveil.local import Spec as Spec
 from fedveil.local import TensorSpec as TensorSpec
 from fedveil.local import Trained as Trained
@@ -171,6 +172,20 @@ class Method(ABC):
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}  # an unknown field in the run config is refused
     version: ClassVar[int] = 1
     adapter: Adapter
+
+    @property
+    def server_adapter(self) -> Adapter:
+        """What the view "server" of `deployed` is scored with; its tensors are some of the adapter's."""
+        return self.adapter
+
+    @property
+    def prepares(self) -> bool:
+        """Whether the server has work of its own before round 0, on rows of its own (task.server-data)."""
+        return False
+
+    def prepare(self, weights: Weights, server: Preparing) -> Weights:
+        """That work: from the adapter's initial weights to those that `init` gets. Called only where `prepares` says so."""
+        return weights
 
     @abstractmethod
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:

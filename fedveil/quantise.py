@@ -28,6 +28,9 @@ everything else is torch. Both give the same codes but for values halfway betwee
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
@@ -45,7 +48,8 @@ Table = Literal["nf_sym", "nf", "absmax"]
 
 _OFFSET = 0.9677083  # the outermost quantile of the normal-float tables
 _BITS = {"nf_sym": (1, 4), "nf": (1, 4), "absmax": (2, 8)}
-_CHUNK = 1 << 14  # entries: they stay in cache, and torch works on so few of them without starting threads
+_CHUNK = 1 << 17  # entries: half a megabyte stays in cache, and a call of torch is worth its overhead
+_ALONE = threading.Lock()  # the number of torch's threads is the process's own
 _KERNEL_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # what bitsandbytes has kernels for
 
 
@@ -83,8 +87,7 @@ class Quantiser:
         else:
             codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
             scales = torch.empty(-(-len(flat) // self.block), device=flat.device)
-            for part, rows in _chunks(len(flat), self.block):
-                _quantise(flat[part], self, codes[part], scales[rows])
+            _each(flat, self.block, lambda part, rows: _quantise(flat[part], self, codes[part], scales[rows]))
         if not torch.isfinite(scales).all():
             raise TaskError(
                 "weights: expected finite values to quantise, found NaN or infinity; lower the learning rate"
@@ -96,9 +99,12 @@ class Quantiser:
         codes, scales = coded.codes.reshape(-1), coded.scales
         out = torch.empty(codes.shape, device=codes.device)
         table = torch.tensor(self.levels, device=codes.device)
-        for part, rows in _chunks(len(codes), self.block):
+
+        def restore(part: slice, rows: slice) -> None:
             torch.index_select(table, 0, codes[part].to(torch.int32), out=out[part])
             _by_block(out[part], scales[rows], self.block, torch.mul)
+
+        _each(codes, self.block, restore)
         return out.reshape(coded.codes.shape)
 
 
@@ -115,6 +121,31 @@ def _quantiles(count: int) -> list[float]:
     """Normal quantiles at `count` even steps from _OFFSET towards, not to, 1/2, over the first of them; descending."""
     found = [NormalDist().inv_cdf(_OFFSET + (0.5 - _OFFSET) * i / count) for i in range(count)]
     return [q / found[0] for q in found]
+
+
+def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> None:
+    """`work` on every chunk, by as many threads as torch has on the CPU, each of them alone.
+
+    Torch's own threads would meet at the end of every operation on a chunk, a dozen a chunk; where another process has one of
+    the cores, each of these meetings lasts until the scheduler comes round: 0.01 GB/s.
+    """
+    chunks = _chunks(len(flat), block)
+    if flat.is_cuda:
+        for chunk in chunks:
+            work(*chunk)
+        return
+    with _ALONE:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # also for threads that start from now on
+        try:
+            if min(threads, len(chunks)) < 2:
+                for chunk in chunks:
+                    work(*chunk)
+                return
+            with ThreadPoolExecutor(threads, "codes") as pool:
+                list(pool.map(lambda chunk: work(*chunk), chunks))
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _chunks(count: int, block: int) -> list[tuple[slice, slice]]:

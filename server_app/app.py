@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from flwr.app import ArrayRecord
 
     from fedveil.config import RunConfig
+    from fedveil.method import Method, Weights
+    from fedveil.tasks.base import Task
     from server_app.record import RunFolder
     from server_app.strategy import MethodStrategy
 
@@ -63,11 +65,11 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStra
 
     from flwr.app import ArrayRecord
 
-    from fedveil import rng
     from server_app.evaluate import Evaluator
     from server_app.strategy import MethodStrategy
 
-    evaluator = Evaluator.of(task, config)
+    own = method.server_adapter
+    evaluator = Evaluator.of(task if own == method.adapter else tasks.load(config, own), config)
     folder.config(config, method)
     strategy = MethodStrategy(
         method,
@@ -78,5 +80,30 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStra
         folder=folder,
         tap=config.run.tap,
         scores=None if evaluator is None else lambda server, round_: evaluator.scores(method, server, round_),
+        spec=task.spec,
     )
-    return strategy, ArrayRecord(dict(task.initial(rng.initial(config.run.seed, "weights"))))
+    return strategy, ArrayRecord(dict(initial(method, task, config)))
+
+
+def initial(method: Method, task: Task, config: RunConfig) -> Weights:
+    """The weights before round 0, after the server's own work where the method has some.
+
+    Raises:
+        ConfigError: such a method without task.server-data, or for another task than text generation.
+    """
+    from fedveil import rng, tasks
+    from fedveil.errors import ConfigError
+    from fedveil.tasks.distillation import Distillation
+    from fedveil.tasks.text_generation import TextGeneration
+
+    weights = task.initial(rng.initial(config.run.seed, "weights"))
+    if not method.prepares:
+        return weights
+    model = tasks.load(config, method.server_adapter)
+    if not (config.task.server_data and isinstance(task, TextGeneration) and isinstance(model, TextGeneration)):
+        raise ConfigError(
+            f"task.server-data: expected a folder of the server's own rows, which {config.method.name} trains on before "
+            f'round 0, found "{config.task.server_data}"; name one, or set distil_steps = 0'
+        )
+    rows = task.prepare(task.examples(Path(config.task.server_data), "train"))
+    return method.prepare(weights, Distillation(task, model, rows, rng.initial(config.run.seed, "preparation")))

@@ -12,7 +12,7 @@ from fedveil.tasks.base import Examples, Task
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Scores by view, when the config asks for them."""
+    """Scores by view, when the config asks for them. The task is of the method's `server_adapter`."""
 
     task: Task
     examples: Examples
@@ -35,6 +35,6 @@ class Evaluator:
         at_ends = last or round_ == -1
         generate = self.config.generate == "always" or (self.config.generate == "last" and at_ends)
         return {
-            view: self.task.evaluate(weights, self.examples, generate)
+            view: self.task.evaluate({n: weights[n] for n in self.task.spec}, self.examples, generate)
             for view, weights in method.deployed(server).items()
         }

@@ -21,7 +21,7 @@ from fedveil import rng
 from fedveil.config import CohortConfig
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.exchange import Exchange
-from fedveil.method import Method, RoundContext, State, Upload, Weights, spec_of
+from fedveil.method import Method, RoundContext, Spec, State, Upload, Weights, spec_of
 from fedveil.state import digest
 from server_app import intake, sites
 from server_app.attempt import Attempt
@@ -48,6 +48,7 @@ class Rounds:
         folder: RunFolder | None,
         tap: bool,
         scores: Callable[[State, int], Scores] | None,
+        spec: Spec | None = None,
     ) -> None:
         self.method, self.cohort, self.seed, self.deterministic = method, cohort, seed, deterministic
         # Sites keep private state under this name: never that of another run.
@@ -55,6 +56,7 @@ class Rounds:
         self.limits, self.folder, self.scores = limits, folder, scores
         self.tap = folder.tap() if folder and tap else None
         self.history: list[RoundRecord] = []
+        self._spec = spec
         self._server: State | None = None
         self._exchange: Exchange | None = None
         self._participated: set[str] = set()
@@ -62,7 +64,7 @@ class Rounds:
 
     def initialise(self, weights: Mapping[str, Tensor]) -> None:
         """The state before round 0."""
-        spec = spec_of(weights)
+        spec = self._spec or spec_of(weights)
         self._server = self.method.init(spec, weights, rng.initial(self.seed, "method init"))
         self._exchange = Exchange(self.method, type(self.method).__module__.rpartition(".")[2], spec)
 

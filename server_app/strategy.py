@@ -19,7 +19,7 @@ from flwr.supercore import log
 
 from fedveil.config import CohortConfig
 from fedveil.errors import ConfigError
-from fedveil.method import Method, RoundContext, State, Upload
+from fedveil.method import Method, RoundContext, Spec, State, Upload
 from server_app import intake, sites
 from server_app.attempt import Attempt
 from server_app.record import RoundRecord, RunFolder
@@ -39,6 +39,7 @@ class MethodStrategy(Strategy):
         folder: where to record; None records nothing.
         tap: store every message in the folder.
         scores: scores of a server state after a round (round -1: before any).
+        spec: what the task trains, with the tensors' places in the model; without it, as the initial weights are.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class MethodStrategy(Strategy):
         folder: RunFolder | None = None,
         tap: bool = False,
         scores: Callable[[State, int], Scores] | None = None,
+        spec: Spec | None = None,
     ) -> None:
         self.cohort = cohort or CohortConfig()
         limits = limits or intake.Limits()
-        self.rounds = Rounds(method, self.cohort, seed, deterministic, run, limits, folder, tap, scores)
+        self.rounds = Rounds(method, self.cohort, seed, deterministic, run, limits, folder, tap, scores, spec)
         self._initialised = False
         self._open: tuple[Attempt, dict[int, RoundContext]] | None = None  # for a caller with a loop of its own
 

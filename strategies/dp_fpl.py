@@ -88,8 +88,7 @@ class DpFpl(Method):
         clip_local, clip_global, clip_texts: C of (u, v), of p_G and of the texts.
         noise_local, noise_global: z_L and z_G of mode strict; for the texts, only what they are worth together counts.
         epsilon: strict: no record is charged more. paper, code: the nominal one, which sets the noise; needed there.
-        delta, neighbours: of every epsilon. rounds: T of the nominal noise.
-        learning_rate_local, learning_rate: eta on p_L and on p_G; wire_dtype: both ways.
+        delta, neighbours: of every epsilon. rounds: T of the nominal noise. learning_rate: eta on p_G, _local: on p_L.
     """
 
     rank: int = 8
@@ -239,8 +238,9 @@ class DpFpl(Method):
         shared = server.tensors[PROMPT]
         if private is None:
             return {"server": {PROMPT: shared}}
-        public = torch.randn(shared.shape[1], self.rank, generator=rng.initial(0, "evaluation").torch_generator())
-        own = low_rank.composed(p_local := private.tensors[PROMPT], *low_rank.factorise(p_local, public), self.residual)
+        v_0 = torch.randn(shared.shape[1], self.rank, generator=rng.initial(0, "evaluation").torch_generator())
+        p_local = private.tensors[PROMPT]
+        own = low_rank.composed(p_local, *low_rank.factorise(p_local, v_0), self.residual)
         return {"server": {PROMPT: shared}, "client": {PROMPT: (shared + own).to(shared.dtype)}}
 
     def layout(self, spec: Spec) -> Layout:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fedveil.tasks.base import Task
 
 _NOT_TASKS = {
-    "adapted", "adapting", "base", "batches", "causal", "clip", "hadamard", "images", "library", "models", "partition", "rows", "speed",
+    "adapted", "adapting", "base", "batches", "causal", "clip", "hadamard", "images", "library", "models", "partition", "per_sample", "prefix", "distillation", "rows", "speed",
     "text_metrics", "tiny", "tiny_clip_prompt", "tiny_vision_language", "training",
 }  # fmt: skip
 

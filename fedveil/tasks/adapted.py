@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fedveil import lora, prompts
-from fedveil.adapters import Adapter, AllWeights, Prompt
+from fedveil.adapters import Adapter, AllWeights, Prefix, Prompt, trains_base
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 from fedveil.method import Spec, TensorSpec, Weights
 from fedveil.rng import Stream
-from fedveil.tasks import adapting, library, models, speed
+from fedveil.tasks import adapting, library, models, prefix, speed
 from fedveil.tasks.base import Rows, Task, Watch, unwatched
 from fedveil.tasks.batches import AnyBatch
 from fedveil.tasks.training import LocalTraining
@@ -40,7 +40,19 @@ def check(config: RunConfig, adapter: Adapter) -> None:
             f'adapter.kind: expected {wanted} for the task "{config.task.name}", found "{adapter.kind}"; set the adapter '
             "in method.fields, or take a method that has such a one"
         )
-    if config.train.quantized_base != "none" and isinstance(adapter, AllWeights):
+    if isinstance(adapter, Prefix):
+        if config.task.name != "text-generation":
+            raise ConfigError(
+                f'adapter.kind: expected "lora" or "all" for the task "{config.task.name}", found "prefix"; a prefix goes with '
+                'task.name = "text-generation"'
+            )
+        if (
+            config.train.checkpointing or config.train.compile
+        ):  # recomputed layers ignore the cache that a prefix lies in
+            raise ConfigError(
+                'train.checkpointing, train.compile: expected false with an adapter of kind "prefix", found true; set false'
+            )
+    if config.train.quantized_base != "none" and trains_base(adapter):
         raise ConfigError(
             f'train.quantized-base: expected "none" with an adapter of kind "{adapter.kind}", which trains the base, '
             f'found "{config.train.quantized_base}"; use an adapter of kind "lora"'
@@ -72,7 +84,7 @@ class AdaptedTask(Task):
 
     @cached_property
     def _base_weights(self) -> Weights:
-        if not isinstance(self.adapter, AllWeights):
+        if not trains_base(self.adapter):
             return {}
         return {name: p.detach().to("cpu", copy=True) for name, p in self.base.trained.items()}
 
@@ -94,6 +106,8 @@ class AdaptedTask(Task):
                 return self.base.draw(rng)
             return {name: w.clone() for name, w in self._base_weights.items()}
         shapes = {name: spec.shape for name, spec in self.spec.items()}
+        if isinstance(self.adapter, Prefix):
+            return {**self._base_weights, prefix.NAME: prefix.draw(shapes[prefix.NAME], rng)}
         if isinstance(self.adapter, Prompt):
             return prompts.draw(self.adapter, shapes, rng)
         return lora.draw(self.adapter, shapes, rng)
@@ -116,7 +130,7 @@ class AdaptedTask(Task):
 
     def put(self, weights: Weights) -> None:
         """Puts weights into the model. Raises TaskError where they are not the spec's."""
-        if isinstance(self.adapter, AllWeights):
+        if trains_base(self.adapter):
             self._base_weights  # noqa: B018  # kept before they are overwritten
         adapting.put(weights, self.base.trained)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedveil.adapters import Adapter, AllWeights, HadamardLora, Prompt
+from fedveil.adapters import Adapter, AllWeights, HadamardLora, Prefix, Prompt
 from fedveil.errors import ConfigError, TaskError
 from fedveil.method import Weights
 from fedveil.tasks import hadamard
@@ -19,7 +19,7 @@ def attach(model: Any, adapter: Adapter) -> dict[str, nn.Parameter]:
     """Attaches `adapter` to `model` in place; its parameters by canonical name, fp32, the only ones that train.
 
     Raises:
-        ConfigError: `adapter.targets` matches no linear layer, or a prompt, which no layer carries.
+        ConfigError: `adapter.targets` matches no linear layer, a prompt, which no layer carries, or as `prefix.attach`.
     """
     if isinstance(adapter, AllWeights):
         return dict(model.named_parameters())  # a tied parameter comes once
@@ -27,6 +27,10 @@ def attach(model: Any, adapter: Adapter) -> dict[str, nn.Parameter]:
         raise ConfigError(
             'adapter.kind: expected "lora", "hadamard-lora" or "all", found "prompt"; a prompt goes with a CLIP'
         )
+    if isinstance(adapter, Prefix):
+        from fedveil.tasks import prefix  # which needs models, which need this
+
+        return prefix.attach(model, adapter)
     if isinstance(adapter, HadamardLora):
         with quiet():
             return hadamard.attach(model, adapter)

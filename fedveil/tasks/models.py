@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedveil import rng
-from fedveil.adapters import Adapter, AllWeights
+from fedveil.adapters import Adapter, trains_base
 from fedveil.columns import Place
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, TaskError
@@ -270,7 +270,7 @@ def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
 
 
 def _precision(config: RunConfig, adapter: Adapter, device: torch.device) -> dict[str, Any]:
-    is_frozen = not isinstance(adapter, AllWeights)
+    is_frozen = not trains_base(adapter)
     dtype = torch.bfloat16 if is_frozen and config.train.precision == "bf16" else torch.float32
     if config.train.quantized_base == "none":
         return {"dtype": dtype}

@@ -11,11 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-from fedveil.adapters import Adapter
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fedveil.adapters import Adapter, Prefix
 from fedveil.config import RunConfig
 from fedveil.errors import TaskError
 from fedveil.method import Weights
-from fedveil.tasks import adapted, causal, models, rows
+from fedveil.tasks import adapted, causal, models, prefix, rows
 from fedveil.tasks.base import Examples, Share, Task
 from fedveil.tasks.batches import Row
 
@@ -40,7 +44,8 @@ class TextGeneration(causal.CausalTask):
     """A language model that continues a source."""
 
     def _load(self) -> models.Base:
-        return models.load_causal(self.config, self.adapter, self.device)
+        base = models.load_causal(self.config, self.adapter, self.device)
+        return prefix.fitted(base, self.config, self.adapter) if isinstance(self.adapter, Prefix) else base
 
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
         """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
@@ -67,6 +72,24 @@ class TextGeneration(causal.CausalTask):
 
             scores |= text_metrics.score(self._generate(list(references)), list(references.values()))
         return scores
+
+    def samples(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, the tokens that each position predicts, and 1 where such a token is a target; see `SampleLoss`."""
+        batch = self.collate(rows)
+        wanted, counted = torch.zeros_like(batch.ids).flatten(), torch.zeros(batch.ids.numel())
+        wanted[batch.positions], counted[batch.positions] = batch.wanted, 1.0
+        shape = batch.ids.shape
+        return tuple(t.to(self.device) for t in (batch.ids, wanted.view(shape), counted.view(shape)))  # type: ignore[return-value]
+
+    def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
+        """Mean loss a target token of one row. Padding needs no mask: it comes after all that the targets see."""
+        ids, wanted, counted = sample
+        everything = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)  # transformers would look for padding
+        given = {"input_ids": ids[None], "attention_mask": everything, "use_cache": False}
+        with self._computing(), sdpa_kernel(SDPBackend.MATH):  # the others have no rule for many samples at once
+            logits = torch.func.functional_call(self.base.model, dict(weights), (), given).logits[0]
+        losses = torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none")
+        return (losses * counted).sum() / counted.sum()
 
     def generate(self, weights: Weights, sources: Sequence[str]) -> list[str]:
         """The text that the model with `weights` writes for each source: greedy, or evaluate.beams beams."""

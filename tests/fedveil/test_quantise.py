@@ -64,12 +64,16 @@ def test_as_the_naive_twin(table, bits):
     assert len(coded.scales) == 17
 
 
+TABLES: list[torch.Tensor] = []
+
+
 @pytest.mark.parametrize("table,bits", ALL)
 def test_as_bitsandbytes_with_our_table(table, bits):
     """Up to entries about halfway between two levels: one in ten thousand, and for many levels their CPU code is coarser."""
     how = Quantiser(table, bits)
     x = torch.randn(256 * 400, generator=torch.Generator().manual_seed(7))
     code = torch.tensor([*how.levels, *[1.0] * (256 - len(how.levels))])
+    TABLES.append(code)  # on the CPU bitsandbytes remembers a table by its address: a freed one is taken for the next
     codes, state = reference.quantize_blockwise(x, code=code, blocksize=256)
     mine = how.quantise(x)
     assert torch.equal(mine.scales, state.absmax)
@@ -153,3 +157,21 @@ def test_cuda_as_the_cpu(table, bits):
     mine, theirs = how.quantise(x), how.quantise(x.cuda())
     assert torch.equal(mine.scales, theirs.scales.cpu())
     assert float((mine.codes != theirs.codes.cpu()).float().mean()) < 1e-4
+
+
+@pytest.mark.parametrize("table,bits", [("nf_sym", 2), ("absmax", 4)])
+def test_threads_change_nothing(table, bits):
+    """Three chunks and a short block, by one thread and by three; torch has as many as before."""
+    how, before = Quantiser(table, bits, 250), torch.get_num_threads()
+    x = torch.randn(2 * (1 << 17) + 77, generator=torch.Generator().manual_seed(5))
+    try:
+        found = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            coded = how.quantise(x)
+            found.append((coded.codes, coded.scales, how.dequantise(coded)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    torch.testing.assert_close(found[0][2], naive(x, how).float(), rtol=1e-6, atol=1e-7)

@@ -303,8 +303,7 @@ def test_tiny_gpt2_trains_a_proxy_and_its_masked_columns_stay_zero(tmp_path):
             missing = ~veil.seen(name, visible).expand(old.shape)
             assert torch.equal(new[name][missing], old[missing])
     scored = method.deployed(state, down=unpack(down, exchange.layout, Stamp.of(method, "fedqsn", 0, "down")).payload)
-    eagle = "name[The Eagle], eatType[coffee shop], food[French], area[riverside]"
-    rows = [{"mr": eagle, "ref": "The Eagle is a coffee shop by the riverside that serves French food."}]
+    rows = [{"mr": "name[Blue Spice], food[Thai]", "ref": "Blue Spice is a restaurant that serves Thai food."}]
     assert task.evaluate(scored["proxy"], rows, False)["loss"] > task.evaluate(scored["server"], rows, False)["loss"]
 
 

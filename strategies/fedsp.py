@@ -1,0 +1,156 @@
+"""FedSP.
+
+Dong, Xie, Ding, Shen, Chen, Li: Tunable Soft Prompts are Messengers in Federated Learning. EMNLP Findings 2023. The baseline
+of FedQSN that sends no weight of the server's model beyond a few layers: prefixes carry what is learned both ways.
+
+| symbol | code | shape, unit |
+|---|---|---|
+| M | the server's own model, `server_adapter` | frozen; never in a state, never on the wire |
+| m | tensors of the spec but "prefix" | `cells` layers of M, repeated to its depth, with its embeddings, norms, head |
+| P | "prefix" | layers x 2 x heads x length x width: keys and values before every layer |
+| n_k | `upload.num_examples` | examples of client k |
+
+    m_0 <- argmin mean_l (h_l(m) - h_l(M))^2 on the server's own rows, before round 0           `prepare`
+    m_k <- local training of m_k with P still, then P_k <- local training of P with m_k still   `alternate`
+    P <- sum_k n_k P_k / sum_k n_k;  m likewise with proxy = "shared"
+    deployed: M with P
+
+The client learns: P of every round it takes part in, and once m_0: `cells` layers, embeddings, norms and head, after distillation.
+The server learns: each client's P_k; with proxy = "shared" its m_k too.
+
+Formal guarantees: none (epsilon is infinite). By construction: no tensor of M's other layers is in the server's state, so
+none is on the wire; m_0 has seen them only through distillation.
+
+| case | result |
+|---|---|
+| a newcomer, or a site that lost its state | gets m_0 (with "shared" the mean) and P; later P alone with proxy = "local" |
+| a later message without private state | StateError |
+| no upload | the state stays, bit for bit |
+| distil_steps = 0 | m_0 is the first cells as they are |
+| alternate = false | m_k and P_k are trained together |
+
+Differences from the paper: P starts at random, the server trains P no further; rounds of one mean over the round's clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Literal, final
+
+import torch
+
+from fedveil.adapters import Prefix
+from fedveil.errors import ConfigError, StateError
+from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.mean import WeightedMean
+from fedveil.method import Layout, Local, Method, Payload, Preparing, RoundContext, Spec, State, Upload, Weights
+from fedveil.rng import Stream
+
+PREFIX = "prefix"
+_WHOLE, _PREFIX = "proxy", "prefix"  # variants of a broadcast
+
+
+@final
+@dataclass(frozen=True)
+class FedSP(Method):
+    """Prefixes travel between a model and proxies of it.
+
+    Attributes:
+        proxy: its weights are each client's own ("local"), or averaged like the prefix ("shared").
+        alternate: train the proxy with the prefix still, then the prefix with the proxy still.
+        distil_steps, distil_rate: AdamW steps of the server before round 0, and their learning rate.
+        adapter: a prefix with cells.
+        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+    """
+
+    proxy: Literal["local", "shared"] = "local"
+    alternate: bool = True
+    distil_steps: int = 5000
+    distil_rate: float = 5e-4
+    adapter: Prefix = field(default_factory=lambda: Prefix(cells=1))
+    wire_dtype: WireDtype = "float32"
+
+    def __post_init__(self) -> None:
+        if self.adapter.cells < 1:
+            raise ConfigError("adapter.cells: expected at least 1, the layers that the proxy repeats, found 0")
+        if self.distil_steps < 0:
+            raise ConfigError(f"distil_steps: expected at least 0, found {self.distil_steps}")
+        if not (self.distil_rate > 0 and isfinite(self.distil_rate)):
+            raise ConfigError(f"distil_rate: expected a finite number above 0, found {self.distil_rate}")
+
+    @property
+    def server_adapter(self) -> Prefix:
+        """The server's model has all its layers."""
+        return Prefix(self.adapter.length)
+
+    @property
+    def prepares(self) -> bool:
+        """Distillation needs rows."""
+        return self.distil_steps > 0
+
+    def prepare(self, weights: Weights, server: Preparing) -> Weights:
+        """m_0: distilled from M."""
+        found = server.distil(weights, self.distil_steps, self.distil_rate)
+        return {n: weights[n] if n == PREFIX else w for n, w in found.items()}
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """(P, m_0)."""
+        if PREFIX not in spec or len(spec) < 2:
+            raise ConfigError(f'adapter: expected the tensor "{PREFIX}" and those of a proxy, found {sorted(spec)}')
+        return State(dict(weights))
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """P; m too for a newcomer, or where it is shared."""
+        whole = ctx.is_new or self.proxy == "shared"
+        sent = server.tensors if whole else {PREFIX: server.tensors[PREFIX]}
+        return Payload(cast_to(sent, self.wire_dtype), self._variant(whole))
+
+    def _variant(self, whole: bool) -> str:
+        return "" if self.proxy == "shared" else _WHOLE if whole else _PREFIX
+
+    def client(
+        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """Local training of m_k and P; m_k stays, unless it is shared."""
+        received = as_spec(tensors_of(down), local.spec)
+        if down.variant == _PREFIX:
+            if private is None:
+                raise StateError(
+                    "private state: expected the proxy of an earlier participation (only the prefix was sent), found none; "
+                    "the proxy comes at the next participation"
+                )
+            received = {**private.tensors, **received}
+        trained: Weights = received
+        for still in ([PREFIX], [n for n in received if n != PREFIX]) if self.alternate else ([],):
+            frozen = {n: torch.ones((1,) * received[n].ndim, dtype=torch.bool) for n in still}
+            trained = local.train(trained, frozen).weights
+        if self.proxy == "shared":
+            return None, Payload(cast_to(trained, self.wire_dtype))
+        return State(dict(trained)), Payload(cast_to({PREFIX: trained[PREFIX]}, self.wire_dtype))
+
+    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+        """The weighted mean of what came."""
+        mean = WeightedMean()
+        for upload in uploads:
+            mean.add(tensors_of(upload.payload), upload.num_examples)
+        return State(mean.result(server.tensors), server.scalars)
+
+    def deployed(
+        self, server: State, private: State | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """ "server": P, for the model of `server_adapter`, and the proxy beside it; "client": its own; "proxy": as received."""
+        clients = {"client": private.tensors} if private is not None else {}
+        proxies = {"proxy": {**server.tensors, **tensors_of(down)}} if down is not None else {}
+        return {"server": server.tensors, **clients, **proxies}
+
+    def layout(self, spec: Spec) -> Layout:
+        """The prefix both ways; the proxy to newcomers, or both ways."""
+        prefix = {PREFIX: spec[PREFIX]}
+        others = {n: t for n, t in spec.items() if n != PREFIX}
+        if self.proxy == "shared":
+            return Layout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype))
+        fields = dense_fields(prefix, "down", self.wire_dtype, (_WHOLE, _PREFIX))
+        fields += dense_fields(others, "down", self.wire_dtype, (_WHOLE,), "to a newcomer")
+        return Layout(fields + dense_fields(prefix, "up", self.wire_dtype))
