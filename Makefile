@@ -28,7 +28,7 @@ demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (
 	@$(BIN)/fedveil demo $(ARGS)
 
 test: $(READY) ## Run the fast tests, two at a time (ARGS="-k fedrand", WORKERS=8)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(READY) ## Run ruff, mypy and the import rules
 	@$(BIN)/ruff check .

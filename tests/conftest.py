@@ -66,6 +66,11 @@ class ToyLocal:
         )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Live federations first: they wait more than they compute, and one that begins last is waited for."""
+    items.sort(key=lambda item: "deployment" not in item.path.parts)
+
+
 @pytest.fixture
 def lora_spec() -> Spec:
     """Two modules of different widths, so that a swapped A and B cannot pass."""

@@ -82,5 +82,5 @@ def test_bleu_of_summed_statistics_is_that_of_the_corpus():
     written = ["a red boat on the sea", "two dogs run on grass today", "a cat"]
     targets = [["a red boat on the water", "the boat"], ["two dogs run on the grass"], ["a cat sits", "one cat"]]
     columns = [[refs[i] if i < len(refs) else None for refs in targets] for i in range(2)]
-    mine = quality._bleu(quality._bleu_statistics(written, targets).sum(0))
+    mine = quality.bleu(quality.bleu_statistics(written, targets).sum(0))
     assert mine == pytest.approx(BLEU(force=True).corpus_score(written, columns).score)
