@@ -85,11 +85,11 @@ def pack(value: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, 
     """The entries under the mask's ones, in row-major order."""
     if value.is_cuda:
         return value[mask.to(value.device)]
-    packed = torch.empty(int(torch.count_nonzero(mask)), dtype=value.dtype)
-    source, target = _words(value), _words(packed)
+    source = _words(value)
+    target = np.empty(int(torch.count_nonzero(mask)), source.dtype)  # numpy's memory comes in huge pages, torch's does not
     for at, start, ones in _blocks(mask):
         np.take(source[start : start + _BLOCK], ones, out=target[at : at + len(ones)], mode="clip")
-    return packed
+    return torch.from_numpy(target).view(value.dtype)
 
 
 def check_count(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "..."]) -> None:
@@ -104,11 +104,11 @@ def unpack(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "*s"]) -> 
     if values.is_cuda:
         mask = mask.to(values.device)
         return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter_(mask, values)
-    whole = torch.zeros(mask.shape, dtype=values.dtype)
-    source, target = _words(values), _words(whole)
+    source = _words(values)
+    target = np.zeros(mask.numel(), source.dtype)
     for at, start, ones in _blocks(mask):
         target[start : start + _BLOCK][ones] = source[at : at + len(ones)]
-    return whole
+    return torch.from_numpy(target).view(values.dtype).reshape(mask.shape)
 
 
 def _blocks(mask: Bool[Tensor, "..."]) -> Iterator[tuple[int, int, NDArray[np.intp]]]:
