@@ -46,7 +46,9 @@ def add_parser(sub: Any) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     make = actions.add_parser("make", help="collect wheels and images in a new folder; needs the network, once")
     make.add_argument("--source", type=Path, default=_HERE, metavar="FOLDER", help="the checkout; default: this one")
-    make.add_argument("--image", action="append", metavar="NAME", help=f"default: fedveil:{__version__}; may be repeated")
+    make.add_argument(
+        "--image", action="append", metavar="NAME", help=f"default: fedveil:{__version__}; may be repeated"
+    )
     make.add_argument("--no-images", action="store_true", help="wheels alone")
     make.add_argument("folder", type=Path)
     make.set_defaults(run=_make)
@@ -84,14 +86,28 @@ def _collect(folder: Path, source: Path, images: list[str]) -> None:
     from console.processes import Processes
 
     processes, constraints = Processes(folder), source / "constraints.txt"
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(folder / "wheels"), "-c", str(constraints)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--wheel-dir",
+        str(folder / "wheels"),
+        "-c",
+        str(constraints),
+    ]
     env = {**os.environ, "PIP_CONSTRAINT": str(constraints)}  # for what builds a wheel, too
     processes.call("wheels", [*pip, str(source)], env, _COLLECT_SECONDS)
     for image in images:
         file = folder / "images" / f"{image.replace('/', '_').replace(':', '-')}.tar"
         processes.call("image", ["docker", "save", "-o", str(file), image], os.environ, _COLLECT_SECONDS)
     shutil.copy(constraints, folder)
-    made = {"version": __version__, "python": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()}
+    made = {
+        "version": __version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "machine": platform.machine(),
+    }
     (folder / "INSTALL.md").write_text(_INSTALL.format(**made))
 
 

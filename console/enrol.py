@@ -25,9 +25,7 @@ from console.keys import write_node_key
 from fedveil.errors import ConfigError
 
 
-def make(
-    folder: Path, about: dict[str, str], ca: bytes, renew: bool, secret: Path | None = None
-) -> tuple[Path, str]:
+def make(folder: Path, about: dict[str, str], ca: bytes, renew: bool, secret: Path | None = None) -> tuple[Path, str]:
     """Writes node.key, node.key.pub, superexec-secret and request.json. Returns the request and the fingerprint.
 
     `secret` is where superexec-secret goes, where not beside the key: the process that runs apps must reach the one only.

@@ -53,8 +53,8 @@ def make(folder: Path, federation: Any, final: Path) -> None:
 
     from cryptography.hazmat.primitives import serialization
 
-    from console import federation as federations
     from console import compose, keys, kit
+    from console import federation as federations
     from console.launch import CONNECTION
     from console.machine import toml
 

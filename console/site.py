@@ -40,7 +40,9 @@ def add_parser(sub: Any) -> None:
     init = actions.add_parser("init", help="make this site's key, and the request that the operator registers")
     init.add_argument("--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default .")
     init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go; default: keys, in the kit")
-    init.add_argument("--secret", type=Path, metavar="FILE", help="where the SuperExec's secret goes; default: there too")
+    init.add_argument(
+        "--secret", type=Path, metavar="FILE", help="where the SuperExec's secret goes; default: there too"
+    )
     init.add_argument("--print", action="store_true", help="the request goes to stdout, the words to stderr")
     init.add_argument("--renew", action="store_true", help="another key; the old one stays as node.key.old")
     init.set_defaults(run=_init)

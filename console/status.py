@@ -87,7 +87,8 @@ def _why(entry: dict[str, Any], states: dict[str, str]) -> str:
     state = entry["state"]
     if state != "registered":
         return {"invited": "has not been registered: no request of its key has come"}.get(
-            state, f"its key is {state} (its last day was {entry['until'][:10]}); it needs a new one: fedveil site init --renew"
+            state,
+            f"its key is {state} (its last day was {entry['until'][:10]}); it needs a new one: fedveil site init --renew",
         )
     return {
         "online": "",

@@ -71,9 +71,20 @@ def test_make_leaves_nothing_half_done_and_no_folder_that_was_there(tmp_path, ca
     assert main(["bundle", "make", str(tmp_path / "b"), "--image", "x/y:1"]) == 2
     assert list(tmp_path.iterdir()) == []
     name, command, _ = calls[-1]
-    assert (name, command[:3], Path(command[3]).name, command[4]) == ("image", ["docker", "save", "-o"], "x_y-1.tar", "x/y:1")
+    assert (name, command[:3], Path(command[3]).name, command[4]) == (
+        "image",
+        ["docker", "save", "-o"],
+        "x_y-1.tar",
+        "x/y:1",
+    )
     assert main(["bundle", "make", str(tmp_path / "b"), "--no-images"]) == 0
-    assert {p.name for p in (tmp_path / "b").iterdir()} == {"wheels", "images", "constraints.txt", "INSTALL.md", "MANIFEST.json"}
+    assert {p.name for p in (tmp_path / "b").iterdir()} == {
+        "wheels",
+        "images",
+        "constraints.txt",
+        "INSTALL.md",
+        "MANIFEST.json",
+    }
     assert calls[-1][2] == str(bundle._HERE / "constraints.txt")
     assert main(["bundle", "verify", str(tmp_path / "b")]) == 0
     assert main(["bundle", "make", str(tmp_path / "b")]) == 2

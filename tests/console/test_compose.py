@@ -60,7 +60,9 @@ def test_sites_share_no_network_and_what_runs_apps_has_no_way_out():
 
 def test_a_sites_keys_are_seen_by_its_own_init_and_supernode_alone():
     for site in SITES:
-        seers = [name for name, s in TRIAL["services"].items() if any(f"{site}-keys:" in v for v in s.get("volumes", ()))]
+        seers = [
+            name for name, s in TRIAL["services"].items() if any(f"{site}-keys:" in v for v in s.get("volumes", ()))
+        ]
         assert seers == [f"{site}-init", f"{site}-supernode"]
     seers = [name for name, s in TRIAL["services"].items() if any(v.startswith("ca:") for v in s.get("volumes", ()))]
     assert seers == ["setup"]
@@ -73,8 +75,8 @@ def test_a_name_fits_a_compose_project():
 def test_gpus_are_an_override():
     override = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
     assert set(override) == {f"{site}-clientapp" for site in SITES}
-    (devices,) = yaml.safe_load(compose.gpu("clientapp"))["services"]["clientapp"]["deploy"]["resources"]["reservations"][
-        "devices"
-    ]
+    (devices,) = yaml.safe_load(compose.gpu("clientapp"))["services"]["clientapp"]["deploy"]["resources"][
+        "reservations"
+    ]["devices"]
     assert override["north-clientapp"]["deploy"]["resources"]["reservations"]["devices"] == [devices]
     assert devices == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}

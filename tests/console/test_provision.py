@@ -126,12 +126,16 @@ def test_the_kits_compose_file_is_isolated_and_its_policy_permits_nothing(federa
 
 def test_the_servers_compose_file_publishes_the_fleet_port_alone(federation):
     services = yaml.safe_load((federation / "server" / "compose.yaml").read_text())["services"]
-    assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {"pod": ["9443:9092"]}
+    assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
+        "pod": ["9443:9092"]
+    }
     assert all(services[name]["network_mode"] == "service:pod" for name in services if name != "pod")
     command = services["superlink"]["command"]
     assert "--host=127.0.0.1" in command
     assert "--fleet-api-address=0.0.0.0:9092" in command
-    assert {"--enable-supernode-auth", "--isolation=process", "--disable-runtime-dependency-installation"} <= set(command)
+    assert {"--enable-supernode-auth", "--isolation=process", "--disable-runtime-dependency-installation"} <= set(
+        command
+    )
     assert not any("server.key" in v or v.startswith((".:", "./:")) for v in services["serverapp"]["volumes"])
     assert f"..:{federation}" in services["operator"]["volumes"]
 

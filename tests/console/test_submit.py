@@ -34,13 +34,17 @@ def folder(tmp_path, state, number="77", name="first"):
     made = tmp_path / "runs" / name
     made.mkdir(parents=True)
     (made / "flower-run").write_text(number)
-    (made / "status.json").write_text(json.dumps({"state": state, "round": 0, "rounds": 1, "reason": "round 0: too few"}))
+    (made / "status.json").write_text(
+        json.dumps({"state": state, "round": 0, "rounds": 1, "reason": "round 0: too few"})
+    )
     attempt = {"round": 0, "accepted": ["a"], "cohort": ["a", "b"], "failed": {"b": "PolicyError: no"}, "seconds": 3.14}
     (made / "metrics.jsonl").write_text(json.dumps(attempt | {"upload_bytes": 27182}) + "\n")
 
 
 def submitted(tmp_path, *more):
-    return main(["submit", str(tmp_path), "--federation", str(tmp_path), "--set", f"run.dir={tmp_path / 'runs'}", *more])
+    return main(
+        ["submit", str(tmp_path), "--federation", str(tmp_path), "--set", f"run.dir={tmp_path / 'runs'}", *more]
+    )
 
 
 @pytest.mark.parametrize("state,code", [("completed", 0), ("failed", 1)])

@@ -22,7 +22,9 @@ def require_engine() -> None:
 
 def docker(*arguments: str, check: bool = True, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout)
-    assert not check or done.returncode == 0, f"docker {' '.join(arguments)}: {done.stdout[-1500:]}{done.stderr[-3000:]}"
+    assert not check or done.returncode == 0, (
+        f"docker {' '.join(arguments)}: {done.stdout[-1500:]}{done.stderr[-3000:]}"
+    )
     return done
 
 
@@ -37,7 +39,9 @@ class Compose:
             ["docker", "compose", "-p", self.project, "-f", str(self._file), *arguments],
             capture_output=True, text=True, timeout=timeout, env=self._env, cwd=self._file.parent,
         )  # fmt: skip
-        assert not check or done.returncode == 0, f"compose {' '.join(arguments)}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+        assert not check or done.returncode == 0, (
+            f"compose {' '.join(arguments)}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
         return done
 
     def container(self, service: str) -> str:

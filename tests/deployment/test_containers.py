@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import tarfile
 import time
 
 import pytest
 
-from console.main import main
 from console.machine import free_ports
 from tests.conftest import ROOT
 from tests.deployment.engine import IMAGE, Compose, docker, require_engine
@@ -65,7 +63,9 @@ def test_the_image_is_small_and_holds_no_secret_and_no_installer(trial):
     assert size < 1.5e9
     config = json.loads(docker("image", "inspect", "-f", "{{json .Config}}", IMAGE).stdout)
     assert config["User"] == "10001:10001"
-    found = trial.python("north-clientapp", "import importlib.util, shutil\nprint(shutil.which('uv'), importlib.util.find_spec('pip'))")
+    found = trial.python(
+        "north-clientapp", "import importlib.util, shutil\nprint(shutil.which('uv'), importlib.util.find_spec('pip'))"
+    )
     assert found.split() == ["None", "None"]
 
 
@@ -104,7 +104,9 @@ def test_what_runs_apps_reaches_its_supernode_alone(trial):
     assert trial.python("north-supernode", RESOLVE, "south-supernode").strip() == "unknown"
 
 
-@pytest.mark.parametrize("method", ["RegisterNode", "ActivateNode", "PullMessages", "PushMessages", "GetFab", "PullObject"])
+@pytest.mark.parametrize(
+    "method", ["RegisterNode", "ActivateNode", "PullMessages", "PushMessages", "GetFab", "PullObject"]
+)
 def test_without_a_key_no_message_is_served_and_plain_grpc_is_refused(trial, method):
     assert trial.python("north-supernode", CALL, "superlink:9092", "plain", method).strip() == "UNAVAILABLE"
     refused = trial.python("north-supernode", CALL, "superlink:9092", "tls", method).strip()
@@ -137,5 +139,7 @@ def test_the_root_is_read_only_and_the_user_has_no_power(trial):
     code = "import os\nprint(os.getuid(), os.access('/opt/fedveil', os.W_OK))\ntry: open('/etc/x', 'w')\nexcept OSError as e: print(e.errno)"
     for service in ("superlink", "serverapp", "north-supernode", "north-clientapp"):
         assert trial.python(service, code).split() in (["10001", "False", "30"], ["10001", "False", "13"])
-        assert json.loads(docker("inspect", "-f", "{{json .HostConfig.ReadonlyRootfs}}", trial.container(service)).stdout)
+        assert json.loads(
+            docker("inspect", "-f", "{{json .HostConfig.ReadonlyRootfs}}", trial.container(service)).stdout
+        )
         assert "CapEff:\t0000000000000000" in trial("exec", "-T", service, "cat", "/proc/1/status").stdout

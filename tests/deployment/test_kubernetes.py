@@ -70,7 +70,7 @@ def test_the_message_pod_passes_the_guard_and_sees_no_key():
     (container,) = pod["spec"]["containers"]
     assert container["command"] == ["flwr-clientapp"]  # found on the image's PATH, where the guard's is first
     assert "env" not in container
-    assert 'PATH=/opt/fedveil/guard:' in (ROOT / "docker" / "Dockerfile").read_text()
+    assert "PATH=/opt/fedveil/guard:" in (ROOT / "docker" / "Dockerfile").read_text()
     secrets = [v["secret"]["secretName"] for v in pod["spec"]["volumes"] if "secret" in v]
     assert len(secrets) == 1  # Flower's token for this task
     assert {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"] if m["name"] in ("data", "policy")} == {
