@@ -30,6 +30,8 @@ x-common: &common
     FLWR_DISABLE_UPDATE_CHECK: "1"
     FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION: "1"
     HF_HUB_OFFLINE: "1"
+x-service: &service
+  <<: *common
   healthcheck: &health
     test: [CMD, fedveil, doctor, --health, "127.0.0.1:9097"]
     interval: 10s
@@ -39,7 +41,6 @@ x-common: &common
 x-tool: &tool
   <<: *common
   restart: "no"
-  healthcheck: {{disable: true}}
 """
 
 _SERVER = """\
@@ -48,13 +49,12 @@ _SERVER = """\
 name: fedveil-{project}-server
 {head}services:
   pod:                        # keeps the loopback that the next three share, also while one of them starts anew
-    <<: *tool
-    restart: unless-stopped
+    <<: *common
     command: [sleep, infinity]
     ports: ["{port}:9092"]
     stop_grace_period: 1s
   superlink:
-    <<: *common
+    <<: *service
     command:
       - flower-superlink
       - --host=127.0.0.1
@@ -74,7 +74,7 @@ name: fedveil-{project}-server
     volumes: ["./:/server:ro", "state:/state"]
     stop_grace_period: 5s
   serverapp:                  # runs the app's ServerApp; run.dir "runs" is the volume
-    <<: *common
+    <<: *service
     command:
       - flower-superexec
       - --runtime-api-address=127.0.0.1:8000
@@ -129,7 +129,7 @@ name: fedveil-{project}
       - ${{FEDVEIL_DATA:-./data}}:/data:ro
     networks: [outside]
   supernode:
-    <<: *common
+    <<: *service
     command:
       - flower-supernode
       - --grpc-rere
@@ -146,7 +146,7 @@ name: fedveil-{project}
     networks: [inside, outside]
     stop_grace_period: 5s
   clientapp:                  # runs the permitted app; sees the data; has no way out
-    <<: *common
+    <<: *service
     command:
       - flower-superexec
       - --runtime-api-address=supernode:9094
