@@ -58,6 +58,19 @@ def test_the_exit_code_is_what_the_run_says_of_itself(tmp_path, flower, capsys, 
     assert shown.count("round 0: 1 of 2") == 1
 
 
+def test_a_round_is_shown_once(tmp_path, flower, capsys, monkeypatch):
+    folder(tmp_path, "running")
+    file = tmp_path / "runs" / "first" / "status.json"
+
+    def run_status(self, number):
+        file.write_text(file.read_text().replace("running", "completed"))
+        return "finished:completed"
+
+    monkeypatch.setattr("console.flower.Flower.run_status", run_status)
+    assert submitted(tmp_path, "--set", "run.name=first") == 0
+    assert capsys.readouterr().out.count("round 0: 1 of 2") == 1
+
+
 def test_an_earlier_run_of_that_name_does_not_count(tmp_path, flower):
     folder(tmp_path, "completed", number="76")
     assert submitted(tmp_path, "--set", "run.name=first") == 1

@@ -128,7 +128,8 @@ def test_without_the_secret_no_task_is_handed_out(trial):
     """The SuperNode's own API inside the site."""
     code = """
 import urllib.error, urllib.request
-request = urllib.request.Request("http://supernode:9094/v1/runtime/acquire-task", data=b"", method="POST")
+HEADERS = {"Content-Type": "application/protobuf"}
+request = urllib.request.Request("http://supernode:9094/v1/runtime/acquire-task", data=b"", method="POST", headers=HEADERS)
 try: print(urllib.request.urlopen(request, timeout=8).status)
 except urllib.error.HTTPError as error: print(error.code)
 """
