@@ -85,11 +85,11 @@ def absent(folder: Path) -> dict[str, str]:
 def _why(entry: dict[str, Any], states: dict[str, str]) -> str:
     """Why a member is not online, "" where it is."""
     state = entry["state"]
+    if state == "invited":
+        return "has not been registered: no request of its key has come"
     if state != "registered":
-        return {"invited": "has not been registered: no request of its key has come"}.get(
-            state,
-            f"its key is {state} (its last day was {entry['until'][:10]}); it needs a new one: fedveil site init --renew",
-        )
+        last = entry["until"][:10]
+        return f"its key is {state} (its last day was {last}); it needs a new one: fedveil site init --renew"
     return {
         "online": "",
         "offline": "offline: has been online with its key, and is stopped or cut off",

@@ -123,5 +123,5 @@ def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, t
     ],
 )
 def test_why_a_member_is_not_online(state, flower, words):
-    entry = {"state": state, "node": "7", "until": "2026-05-01T00:00:00+00:00"}
+    entry = {"state": state} | ({} if state == "invited" else {"node": "7", "until": "2026-05-01T00:00:00+00:00"})
     assert re.search(words, status._why(entry, {"7": flower} if flower else {"8": "online"}))
