@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.fedveil-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench methods clean
+.PHONY: help install demo test containers check bench methods clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (
 
 test: $(READY) ## Run the fast tests, two at a time (ARGS="-k fedrand", WORKERS=8)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+containers: $(READY) ## Build the image and run the tests that need a container engine
+	@$(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)
 
 check: $(READY) ## Run ruff, mypy and the import rules
 	@$(BIN)/ruff check .

@@ -1,5 +1,6 @@
-"""`fedveil bundle`: the manifest of a folder that is carried to a site without a network, and the check of it there.
+"""`fedveil bundle`: a folder that is carried to a site without a network, with its manifest, and the check of it there.
 
+    fedveil bundle make FOLDER         wheels of FedVeil and everything that it needs, and images, in a new folder; manifest
     fedveil bundle manifest FOLDER     writes FOLDER/MANIFEST.json: every file with its size and SHA-256, and what made it
     fedveil bundle verify FOLDER       finds a file that is missing, changed, or not in the manifest
 
@@ -13,19 +14,44 @@ import argparse
 import hashlib
 import json
 import platform
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from fedveil import __version__
-from fedveil.errors import StateError
+from fedveil.errors import ConfigError, StateError
 
 NAME = "MANIFEST.json"
+_HERE = Path(__file__).resolve().parents[1]
+_COLLECT_SECONDS = 3600.0
+_INSTALL = """\
+# FedVeil {version} without a network
+
+Read the SHA-256 of MANIFEST.json to whoever made this folder. Nothing below asks the network for anything.
+
+    docker load -i images/NAME.tar                    # each image
+
+Without containers, on Python {python} of the same system ({machine}):
+
+    python3 -m venv venv
+    venv/bin/pip install --no-index --find-links wheels -c constraints.txt fedveil
+    venv/bin/fedveil bundle verify .
+"""
 
 
 def add_parser(sub: Any) -> None:
     """Adds the sub-command."""
     parser = sub.add_parser("bundle", help="write or verify the manifest of an offline bundle")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
+    make = actions.add_parser("make", help="collect wheels and images in a new folder; needs the network, once")
+    make.add_argument("--source", type=Path, default=_HERE, metavar="FOLDER", help="the checkout; default: this one")
+    make.add_argument(
+        "--image", action="append", metavar="NAME", help=f"default: fedveil:{__version__}; may be repeated"
+    )
+    make.add_argument("--no-images", action="store_true", help="wheels alone")
+    make.add_argument("folder", type=Path)
+    make.set_defaults(run=_make)
     for name, run, words in (
         ("manifest", _manifest, "list every file of a folder with its hash"),
         ("verify", _verify, "compare a folder with its manifest"),
@@ -33,6 +59,56 @@ def add_parser(sub: Any) -> None:
         action = actions.add_parser(name, help=words)
         action.add_argument("folder", type=Path)
         action.set_defaults(run=run)
+
+
+def _make(args: argparse.Namespace) -> int:
+    for name in ("pyproject.toml", "constraints.txt"):
+        if not (args.source / name).is_file():
+            raise ConfigError(f"--source: expected a checkout, found no {name} in {args.source}; name one")
+    if args.folder.exists():
+        raise StateError(f"bundle: expected a folder that does not exist yet, found {args.folder}; name another")
+    images = [] if args.no_images else args.image or [f"fedveil:{__version__}"]
+    partial = args.folder.with_name(f".{args.folder.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "images").mkdir(parents=True)
+    try:
+        _collect(partial, args.source.absolute(), images)
+        partial.replace(args.folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return _manifest(args)
+
+
+def _collect(folder: Path, source: Path, images: list[str]) -> None:
+    """Fills wheels/ and images/. Raises LaunchError with pip's or the engine's last lines."""
+    import os
+
+    from console.processes import Processes
+
+    processes, constraints = Processes(folder), source / "constraints.txt"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--wheel-dir",
+        str(folder / "wheels"),
+        "-c",
+        str(constraints),
+    ]
+    env = {**os.environ, "PIP_CONSTRAINT": str(constraints)}  # for what builds a wheel, too
+    processes.call("wheels", [*pip, str(source)], env, _COLLECT_SECONDS)
+    for image in images:
+        file = folder / "images" / f"{image.replace('/', '_').replace(':', '-')}.tar"
+        processes.call("image", ["docker", "save", "-o", str(file), image], os.environ, _COLLECT_SECONDS)
+    shutil.copy(constraints, folder)
+    made = {
+        "version": __version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "machine": platform.machine(),
+    }
+    (folder / "INSTALL.md").write_text(_INSTALL.format(**made))
 
 
 def _manifest(args: argparse.Namespace) -> int:

@@ -25,8 +25,10 @@ from console.keys import write_node_key
 from fedveil.errors import ConfigError
 
 
-def make(folder: Path, about: dict[str, str], ca: bytes, renew: bool) -> tuple[Path, str]:
+def make(folder: Path, about: dict[str, str], ca: bytes, renew: bool, secret: Path | None = None) -> tuple[Path, str]:
     """Writes node.key, node.key.pub, superexec-secret and request.json. Returns the request and the fingerprint.
+
+    `secret` is where superexec-secret goes, where not beside the key: the process that runs apps must reach the one only.
 
     Raises:
         ConfigError: there is a key, and `renew` is not set.
@@ -40,7 +42,7 @@ def make(folder: Path, about: dict[str, str], ca: bytes, renew: bool) -> tuple[P
     if renew and key_file.exists():
         key_file.replace(folder / "node.key.old")  # until the new one is registered, the site still needs it
     write_node_key(key_file)
-    secret = folder / "superexec-secret"
+    secret = secret or folder / "superexec-secret"
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_hex(32))
     key = serialization.load_ssh_private_key(key_file.read_bytes(), None)

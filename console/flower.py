@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from console.launch import CONNECTION, environment
+from console.machine import Value, toml
 from console.processes import LaunchError, Processes
 
 _GONE = "unregistered"
@@ -37,6 +39,13 @@ class Flower:
     def unregister(self, node_id: str) -> None:
         """Shuts a node out, also one that is online."""
         self._call("supernode", "unregister", node_id, self._connection)
+
+    def submit(self, app: Path, settings: Mapping[str, Value]) -> str:
+        """Submits the app in a folder with these of its run config; returns Flower's number of the run."""
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+            file.write(toml(settings))
+            file.flush()
+            return str(self._call("run", str(app), self._connection, "-c", file.name)["run-id"])
 
     def run_status(self, run: str) -> str:
         """Such as "running" or "finished:failed". Raises LaunchError where there is no such run."""

@@ -53,8 +53,8 @@ def make(folder: Path, federation: Any, final: Path) -> None:
 
     from cryptography.hazmat.primitives import serialization
 
+    from console import compose, keys, kit
     from console import federation as federations
-    from console import keys, kit
     from console.launch import CONNECTION
     from console.machine import toml
 
@@ -74,6 +74,9 @@ def make(folder: Path, federation: Any, final: Path) -> None:
     (folder / "server" / "flower" / "config.toml").write_text(
         f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n' + toml(connection)
     )
+    text = compose.server(federation.name, federation.image, federation.fleet_port, str(final))
+    (folder / "server" / "compose.yaml").write_text(text)
+    (folder / "server" / "compose.gpu.yaml").write_text(compose.gpu("serverapp"))
     for site in federation.sites:
         kit.write(folder / "kits" / f"{site}.tar.gz", federation, site, (folder / "ca" / "ca.crt").read_bytes())
     federations.Members.create(folder, federation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +33,28 @@ def add_parser(sub: Any) -> None:
     parser = sub.add_parser("report", help="write an HTML report about run folders")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
     parser.add_argument("--out", type=Path, default=Path("report.html"))
+    parser.add_argument(
+        "--federation", type=Path, metavar="FOLDER", help="on the server: say of members that took no part why not"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the report."""
-    write(args.out, [load(folder) for folder in args.runs])
+    from console.status import absent
+
+    write(args.out, [load(folder) for folder in args.runs], absent(args.federation) if args.federation else {})
     print(args.out)
     return 0
 
 
-def write(file: Path, runs: Sequence[Run]) -> None:
-    """Writes the page about `runs` to `file`."""
+def write(file: Path, runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> None:
+    """Writes the page about `runs` to `file`; `missing` says of members of the federation why they are not online."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(html(runs), encoding="utf-8")
+    file.write_text(html(runs, missing or {}), encoding="utf-8")
 
 
-def html(runs: Sequence[Run]) -> str:
+def html(runs: Sequence[Run], missing: Mapping[str, str]) -> str:
     """The page about `runs`."""
     names = " / ".join(run.name for run in runs)
     parts: list[object] = [tag("h1", f"FedVeil: {names}"), tag("p", _lead(runs), "lead")]
@@ -59,7 +64,7 @@ def html(runs: Sequence[Run]) -> str:
     parts += [tag("h2", "Differential privacy"), tag("p", PRIVACY_NOTE, "note"), *(_privacy(run) for run in runs)]
     parts += _findings(runs)
     parts += [tag("h2", "Disclosure ledger"), tag("p", LEDGER_NOTE, "note"), *(_ledger(run) for run in runs)]
-    parts += [tag("h2", "Sites"), *(_sites(run) for run in runs)]
+    parts += [tag("h2", "Sites"), *(_sites(run) for run in runs), _missing(missing)]
     parts += [tag("h2", "Configuration and environment"), _config(runs), _environment(runs)]
     return page.document(f"FedVeil: {names}", join(parts, "\n"))
 
@@ -195,6 +200,12 @@ def _sites(run: Run) -> Html:
         for s in sites.of(run)
     ]  # fmt: skip
     return join([tag("h3", _heading(run)), table([*head, "down bytes", "failures"], rows)])
+
+
+def _missing(missing: Mapping[str, str]) -> Html:
+    if not missing:
+        return Html("")
+    return join([tag("h3", "Members that are not online"), table(["site", "why"], [[*row] for row in missing.items()])])
 
 
 def _config(runs: Sequence[Run]) -> Html:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,10 @@ def add_parser(sub: Any) -> None:
     init = actions.add_parser("init", help="make this site's key, and the request that the operator registers")
     init.add_argument("--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default .")
     init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go; default: keys, in the kit")
+    init.add_argument(
+        "--secret", type=Path, metavar="FILE", help="where the SuperExec's secret goes; default: there too"
+    )
+    init.add_argument("--print", action="store_true", help="the request goes to stdout, the words to stderr")
     init.add_argument("--renew", action="store_true", help="another key; the old one stays as node.key.old")
     init.set_defaults(run=_init)
     guard = actions.add_parser("guard", help="write the entry point that decides before bundled code: for an image")
@@ -125,9 +130,12 @@ def _init(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--kit: expected site.toml and ca.crt in {args.kit}, found none ({error}); unpack it"
         ) from None
-    request, fingerprint = enrol.make(args.out or args.kit / "keys", about, ca, args.renew)
-    print(f"site {about['site']} of {about['federation']}: key made; it stays here")
-    print(f"send {request} to the operator, and read them this over the telephone: {fingerprint}")
+    request, fingerprint = enrol.make(args.out or args.kit / "keys", about, ca, args.renew, args.secret)
+    words = sys.stderr if args.print else sys.stdout
+    if args.print:
+        print(request.read_text())
+    print(f"site {about['site']} of {about['federation']}: key made; it stays here", file=words)
+    print(f"send {request.name} to the operator, and read them this over the telephone: {fingerprint}", file=words)
     return 0
 
 

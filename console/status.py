@@ -72,14 +72,35 @@ def _last_failures(attempts: list[dict[str, Any]]) -> str:
     return "; ".join(f"{site}: {reason}" for site, reason in failed.items())
 
 
-def _sites(folder: Path) -> tuple[list[str], bool]:
+def absent(folder: Path) -> dict[str, str]:
+    """Members of a federation that are not online, each with what the server knows of why."""
     from console.federation import Members
     from console.flower import Flower
 
     states = Flower(folder.absolute() / "server" / "flower").nodes()
-    lines, all_online = [], True
-    for site, entry in sorted(Members(folder).sites.items()):
-        said = states.get(entry.get("node", ""), "not known to Flower; fedveil members sync")
-        all_online &= entry["state"] != "registered" or said == "online"
-        lines.append(f"{site:<24} {entry['state']:<10} {said if entry['state'] == 'registered' else ''}".rstrip())
-    return lines, all_online
+    said = {site: _why(entry, states) for site, entry in sorted(Members(folder).sites.items())}
+    return {site: why for site, why in said.items() if why}
+
+
+def _why(entry: dict[str, Any], states: dict[str, str]) -> str:
+    """Why a member is not online, "" where it is."""
+    state = entry["state"]
+    if state == "invited":
+        return "has not been registered: no request of its key has come"
+    if state != "registered":
+        last = entry["until"][:10]
+        return f"its key is {state} (its last day was {last}); it needs a new one: fedveil site init --renew"
+    return {
+        "online": "",
+        "offline": "offline: has been online with its key, and is stopped or cut off",
+        "registered": "has never been online with its registered key: it has another key, does not trust the server's "
+        "certificate (an expired ca.crt), or has no way here; fedveil doctor at the site says which",
+    }.get(states.get(entry.get("node", ""), ""), "not known to Flower; fedveil members sync")
+
+
+def _sites(folder: Path) -> tuple[list[str], bool]:
+    from console.federation import Members
+
+    missing, entries = absent(folder), sorted(Members(folder).sites.items())
+    lines = [f"{site:<24} {entry['state']:<10} {missing.get(site, 'online')}" for site, entry in entries]
+    return lines, not any(site in missing for site, entry in entries if entry["state"] == "registered")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +51,42 @@ def test_what_did_not_arrive_as_it_left_is_found(folder, what, capsys):
 def test_an_empty_folder_is_no_bundle(tmp_path, capsys):
     assert main(["bundle", "manifest", str(tmp_path)]) == 2
     assert main(["bundle", "manifest", str(tmp_path / "none")]) == 2
+
+
+def test_make_leaves_nothing_half_done_and_no_folder_that_was_there(tmp_path, capsys, monkeypatch):
+    from console import bundle
+    from console.processes import LaunchError
+
+    calls = []
+
+    def call(self, name, command, env, timeout):
+        calls.append((name, command, env.get("PIP_CONSTRAINT")))
+        if name == "image":
+            raise LaunchError("docker save failed")
+        (self.logs / "wheels").mkdir()
+        (self.logs / "wheels" / "a.whl").write_bytes(b"wheel")
+        return ""
+
+    monkeypatch.setattr("console.processes.Processes.call", call)
+    assert main(["bundle", "make", str(tmp_path / "b"), "--image", "x/y:1"]) == 2
+    assert list(tmp_path.iterdir()) == []
+    name, command, _ = calls[-1]
+    assert (name, command[:3], Path(command[3]).name, command[4]) == (
+        "image",
+        ["docker", "save", "-o"],
+        "x_y-1.tar",
+        "x/y:1",
+    )
+    assert main(["bundle", "make", str(tmp_path / "b"), "--no-images"]) == 0
+    assert {p.name for p in (tmp_path / "b").iterdir()} == {
+        "wheels",
+        "images",
+        "constraints.txt",
+        "INSTALL.md",
+        "MANIFEST.json",
+    }
+    assert calls[-1][2] == str(bundle._HERE / "constraints.txt")
+    assert main(["bundle", "verify", str(tmp_path / "b")]) == 0
+    assert main(["bundle", "make", str(tmp_path / "b")]) == 2
+    assert "does not exist yet" in capsys.readouterr().err
+    assert main(["bundle", "make", str(tmp_path / "c"), "--source", str(tmp_path)]) == 2

@@ -106,7 +106,7 @@ def test_the_kits_compose_file_is_isolated_and_its_policy_permits_nothing(federa
     assert not any("ports" in service for service in services.values())
     assert services["clientapp"]["networks"] == ["inside"]
     assert compose["networks"]["inside"] == {"internal": True}
-    assert services["clientapp"]["environment"]["PATH"].startswith("/opt/fedveil/guard:")
+    assert services["clientapp"]["cap_drop"] == ["ALL"]
     for service in services.values():
         assert service["read_only"]
         assert service["user"] == "10001:10001"
@@ -114,12 +114,41 @@ def test_the_kits_compose_file_is_isolated_and_its_policy_permits_nothing(federa
     assert "--superlink=fl.example.org:9443" in services["supernode"]["command"]
     mounts = {name: [v.rpartition(":ro")[0] or v for v in service["volumes"]] for name, service in services.items()}
     assert not any(v.endswith(":/data") for v in mounts["supernode"])
-    kits = {"./:/kit", "./keys:/keys", "./keys/node.key:/keys/node.key"}
-    assert not kits & set(mounts["clientapp"])  # bundled code must not reach the site's key
+    assert {v.partition(":")[2] for v in mounts["clientapp"]} == {  # bundled code must not reach the site's key
+        "/kit/site-policy.toml", "/secret", "/state", "-./data}:/data", "-./models}:/models"
+    }  # fmt: skip
+    assert services["init"]["network_mode"] == "none"
     import tomllib
 
     policy = Policy.model_validate(tomllib.loads((kit / "site-policy.toml").read_text()))
     assert (policy.methods, policy.tasks, policy.models, policy.app_digests) == ([], [], [], [])
+
+
+def test_the_servers_compose_file_publishes_the_fleet_port_alone(federation):
+    services = yaml.safe_load((federation / "server" / "compose.yaml").read_text())["services"]
+    assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
+        "pod": ["9443:9092"]
+    }
+    assert all(services[name]["network_mode"] == "service:pod" for name in services if name != "pod")
+    command = services["superlink"]["command"]
+    assert "--host=127.0.0.1" in command
+    assert "--fleet-api-address=0.0.0.0:9092" in command
+    assert {"--enable-supernode-auth", "--isolation=process", "--disable-runtime-dependency-installation"} <= set(
+        command
+    )
+    assert not any("server.key" in v or v.startswith((".:", "./:")) for v in services["serverapp"]["volumes"])
+    assert f"..:{federation}" in services["operator"]["volumes"]
+
+
+def test_the_request_on_stdout_and_the_secret_apart(federation, capsys):
+    kit = unpacked(federation)
+    secret = kit.parent / "secret"
+    assert main(["site", "init", "--kit", str(kit), "--secret", str(secret), "--print"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == json.loads((kit / "keys" / "request.json").read_text())
+    assert "SHA256:" in shown.err
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert not (kit / "keys" / "superexec-secret").exists()
 
 
 def test_a_site_is_registered_until_its_last_day_and_the_key_is_p384(federation, capsys):

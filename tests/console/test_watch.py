@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 
 import pytest
@@ -107,3 +108,20 @@ def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, t
     assert "cannot be read" in status.runs(tmp_path)[0][0]
     assert json.loads((folder / "config.json").read_text())
     assert os.listdir(tmp_path) == ["fedavg"]
+
+
+@pytest.mark.parametrize(
+    "state,flower,words",
+    [
+        ("invited", None, "has not been registered"),
+        ("revoked", None, r"its key is revoked \(its last day was 2026-05-01\)"),
+        ("expired", None, "its key is expired"),
+        ("registered", "online", "^$"),
+        ("registered", "offline", "stopped or cut off"),
+        ("registered", "registered", "never been online with its registered key"),
+        ("registered", None, "not known to Flower"),
+    ],
+)
+def test_why_a_member_is_not_online(state, flower, words):
+    entry = {"state": state} | ({} if state == "invited" else {"node": "7", "until": "2026-05-01T00:00:00+00:00"})
+    assert re.search(words, status._why(entry, {"7": flower} if flower else {"8": "online"}))

@@ -1,0 +1,44 @@
+#!/bin/sh
+# What several people do on several machines, done on one host for compose.yaml. Everybody gets their own files alone:
+#
+#   trial.sh server              /federation the operator's, /keys the CA's key, /server the SuperLink's, /secret its SuperExec's
+#   trial.sh site NAME NUMBER    /kit and /keys the SuperNode's, /secret what the process that runs apps may see too
+#
+# /handover is what goes from one to the other: kits, requests, and the digest of the app. Nothing secret.
+set -eu
+case $1 in
+server)
+  if [ -e /federation/trial ]; then exit 0; fi
+  rm -rf /federation/new
+  fedveil provision /trial.toml --out /federation/new
+  cd /federation/new
+  sed -i 's:/federation/new/:/federation/trial/:' server/flower/config.toml server/compose.yaml
+  mv ca/ca.key /keys/ca.key
+  cp server/ca.crt server/server.pem server/server.key server/superexec-secret /server/
+  cp server/ca.crt server/superexec-secret /secret/
+  fedveil app digest /opt/fedveil/app >/handover/app-digest
+  cp -r kits /handover/
+  mv /federation/new /federation/trial
+  ;;
+site)
+  if [ -e "/kit/node-config.toml" ]; then exit 0; fi
+  tar -xzf "/handover/kits/$2.tar.gz" -C /tmp
+  cd "/tmp/trial-$2"
+  sha256sum -c --quiet SHA256SUMS
+  cat >/secret/site-policy.toml <<POLICY
+methods = ["fedavg", "fedrand"]
+tasks = ["text-generation"]
+models = ["tiny"]
+app-digests = ["$(cat /handover/app-digest)"]
+max-rounds = 10
+max-bytes-a-round = 50_000_000
+POLICY
+  # The three share one folder of rows: each takes a third.
+  sed -i 's:/kit/site-policy.toml:/secret/site-policy.toml:' node-config.toml
+  printf 'partition-id = %d\nnum-partitions = 3\n' "$3" >>node-config.toml
+  fedveil site init --kit . --out /keys --secret /secret/superexec-secret --renew
+  mkdir -p /handover/requests
+  cp /keys/request.json "/handover/requests/$2.json"
+  cp ca.crt site.toml node-config.toml /kit/
+  ;;
+esac

@@ -1,0 +1,65 @@
+"""Compose projects for the tests marked `containers`. Every one is taken down with its volumes, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+IMAGE = "fedveil:0.1.0"
+
+
+def require_engine() -> None:
+    """Skips where no container engine answers."""
+    if shutil.which("docker") is None or subprocess.run(["docker", "version"], capture_output=True).returncode:
+        pytest.skip("no container engine answers here")
+
+
+def docker(*arguments: str, check: bool = True, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout)
+    assert not check or done.returncode == 0, (
+        f"docker {' '.join(arguments)}: {done.stdout[-1500:]}{done.stderr[-3000:]}"
+    )
+    return done
+
+
+class Compose:
+    """One project: a compose file with its environment."""
+
+    def __init__(self, project: str, file: Path, env: Mapping[str, str] | None = None) -> None:
+        self.project, self._file, self._env = project, file, {**os.environ, **(env or {})}
+
+    def __call__(self, *arguments: str, check: bool = True, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            ["docker", "compose", "-p", self.project, "-f", str(self._file), *arguments],
+            capture_output=True, text=True, timeout=timeout, env=self._env, cwd=self._file.parent,
+        )  # fmt: skip
+        assert not check or done.returncode == 0, (
+            f"compose {' '.join(arguments)}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
+        return done
+
+    def container(self, service: str) -> str:
+        return self("ps", "-aq", service).stdout.strip()
+
+    def logs(self, service: str) -> str:
+        return self("logs", "--no-color", "--no-log-prefix", service).stdout
+
+    def python(self, service: str, code: str, *arguments: str, timeout: float = 120.0) -> str:
+        """What `code` prints inside a running container."""
+        return self("exec", "-T", service, "python", "-c", code, *arguments, timeout=timeout).stdout
+
+    def down(self) -> None:
+        self("down", "-v", "-t", "2", "--remove-orphans", check=False)
+
+
+def until(ready: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(1.0)
