@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
 def write(file: Path, runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> None:
     """Writes the page about `runs` to `file`; `missing` says of members of the federation why they are not online."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(html(runs, missing or {}), encoding="utf-8")
+    file.write_text(html(runs, missing), encoding="utf-8")
 
 
-def html(runs: Sequence[Run], missing: Mapping[str, str]) -> str:
+def html(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> str:
     """The page about `runs`."""
     names = " / ".join(run.name for run in runs)
     parts: list[object] = [tag("h1", f"FedVeil: {names}"), tag("p", _lead(runs), "lead")]
@@ -64,7 +64,7 @@ def html(runs: Sequence[Run], missing: Mapping[str, str]) -> str:
     parts += [tag("h2", "Differential privacy"), tag("p", PRIVACY_NOTE, "note"), *(_privacy(run) for run in runs)]
     parts += _findings(runs)
     parts += [tag("h2", "Disclosure ledger"), tag("p", LEDGER_NOTE, "note"), *(_ledger(run) for run in runs)]
-    parts += [tag("h2", "Sites"), *(_sites(run) for run in runs), _missing(missing)]
+    parts += [tag("h2", "Sites"), *(_sites(run) for run in runs), _missing(missing or {})]
     parts += [tag("h2", "Configuration and environment"), _config(runs), _environment(runs)]
     return page.document(f"FedVeil: {names}", join(parts, "\n"))
 

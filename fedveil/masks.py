@@ -86,7 +86,9 @@ def pack(value: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, 
     if value.is_cuda:
         return value[mask.to(value.device)]
     source = _words(value)
-    target = np.empty(int(torch.count_nonzero(mask)), source.dtype)  # numpy's memory comes in huge pages, torch's does not
+    target = np.empty(
+        int(torch.count_nonzero(mask)), source.dtype
+    )  # numpy's memory comes in huge pages, torch's does not
     for at, start, ones in _blocks(mask):
         np.take(source[start : start + _BLOCK], ones, out=target[at : at + len(ones)], mode="clip")
     return torch.from_numpy(target).view(value.dtype)
