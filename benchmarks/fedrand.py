@@ -33,15 +33,14 @@ from attacks import controls, factor_pairing, membership
 from attacks.base import View
 from benchmarks import data, pictures, quality, resampling, seeds
 from benchmarks.adversary import Adversary, Figures, NonMembers, Target, Yardstick
+from benchmarks.forwarding import Forwarding
 from benchmarks.resampling import Figure
 from benchmarks.run import Options, Outcome
 from fedveil import rng, tasks
 from fedveil.config import RunConfig, parse
 from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
-from fedveil.method import Batch, FeatureGradients, Local, PerSample, RoundContext, Spec, Trained, Weights
-from fedveil.privacy.plan import Sampling
-from fedveil.rng import Stream
+from fedveil.method import Local, RoundContext, Trained, Weights
 from fedveil.tasks import partition
 from fedveil.tasks.base import Rows, Share, Task
 from fedveil.tasks.vision_language import VisionLanguage
@@ -138,44 +137,17 @@ class _Data:
     labels: Mapping[str, Sequence[str]]  # of each client's rows; of the held-out ones under ""
 
 
-class _Remembering:
-    """A Local that leaves what it trained last where the benchmark finds it: the truth that a rebuilt client is held to."""
+class _Remembering(Forwarding):
+    """Leaves what it trained last where the benchmark finds it: the truth that a rebuilt client is held to."""
 
     def __init__(self, local: Local, site: str, truth: dict[str, Weights]) -> None:
-        self._local, self._site, self._truth = local, site, truth
-
-    @property
-    def num_examples(self) -> int:
-        return self._local.num_examples
-
-    @property
-    def spec(self) -> Spec:
-        return self._local.spec
+        super().__init__(local)
+        self._site, self._truth = site, truth
 
     def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
-        trained = self._local.train(weights, frozen)
+        trained = super().train(weights, frozen)
         self._truth[self._site] = trained.weights
         return trained
-
-    def gradient(self, weights: Weights) -> Trained:
-        return self._local.gradient(weights)
-
-    @property
-    def batch_size(self) -> int:
-        return self._local.batch_size
-
-    @property
-    def steps(self) -> int:
-        return self._local.steps
-
-    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        return self._local.batches(sampling, steps, rng, skip)
-
-    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
-        raise NotImplementedError("what is remembered is a training")
-
-    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        raise NotImplementedError("what is remembered is a training")
 
 
 def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:

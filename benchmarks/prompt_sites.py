@@ -17,6 +17,7 @@ import torch
 
 import strategies
 from benchmarks import data
+from benchmarks.forwarding import Forwarding
 from benchmarks.resampling import Numbers
 from benchmarks.run import Options
 from fedveil import rng, tasks
@@ -24,10 +25,9 @@ from fedveil.config import RunConfig, parse
 from fedveil.errors import ConfigError
 from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
-from fedveil.method import Batch, FeatureGradients, Local, Method, PerSample, RoundContext, Spec, Trained, Weights
+from fedveil.method import Batch, FeatureGradients, Local, Method, PerSample, RoundContext, Trained, Weights
 from fedveil.privacy import accounting
-from fedveil.privacy.plan import Plan, Sampling, stated
-from fedveil.rng import Stream
+from fedveil.privacy.plan import Plan, stated
 from fedveil.tasks import partition, per_sample, tiny_vision_language
 from fedveil.tasks import rows as files
 from fedveil.tasks.base import Share
@@ -228,30 +228,8 @@ def blind(name: str) -> str:
     return f"{name}, noise only"
 
 
-class _Dark:
-    """A Local whose rows have gradients of zero: what is sent is noise alone."""
-
-    def __init__(self, local: Local) -> None:
-        self._local = local
-
-    @property
-    def num_examples(self) -> int:
-        return self._local.num_examples
-
-    @property
-    def spec(self) -> Spec:
-        return self._local.spec
-
-    @property
-    def batch_size(self) -> int:
-        return self._local.batch_size
-
-    @property
-    def steps(self) -> int:
-        return self._local.steps
-
-    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        return self._local.batches(sampling, steps, rng, skip)
+class _Dark(Forwarding):
+    """Rows have gradients of zero: what is sent is noise alone."""
 
     def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
         none = len(batch.rows)
@@ -260,7 +238,7 @@ class _Dark:
         )
 
     def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        return self._local.feature_gradients(weights, Batch(()))
+        return self.inner.feature_gradients(weights, Batch(()))
 
     def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
         raise NotImplementedError("the control is of a method with noise")

@@ -32,6 +32,7 @@ import strategies
 from attacks import proxy as attack
 from attacks.proxy import Proxy
 from benchmarks import data, resampling, seeds, texts
+from benchmarks.forwarding import Forwarding
 from benchmarks.resampling import Figure
 from benchmarks.run import Options, Outcome
 from fedveil import rng, tasks
@@ -39,11 +40,10 @@ from fedveil.adapters import AllWeights, Lora
 from fedveil.config import RunConfig, parse
 from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
-from fedveil.method import Batch, FeatureGradients, Local, Method, PerSample, RoundContext, Spec, Trained, Weights
+from fedveil.method import Local, Method, RoundContext, Trained, Weights
 from fedveil.privacy import accounting
-from fedveil.privacy.plan import Neighbours, Plan, Sampling
+from fedveil.privacy.plan import Neighbours, Plan
 from fedveil.privacy.steps import NoisySteps
-from fedveil.rng import Stream
 from fedveil.tasks import per_sample
 from fedveil.tasks.base import Rows
 from fedveil.tasks.distillation import Distillation
@@ -122,47 +122,19 @@ class Best:
             self.found[kind] = loss, mine
 
 
-class _Watched:
-    """A Local that shows what it is asked to train, and what came out."""
+class _Watched(Forwarding):
+    """Shows what it is asked to train, and what came out."""
 
     def __init__(self, local: Local) -> None:
-        self._local = local
+        super().__init__(local)
         self.received: Proxy | None = None
         self.trained: Weights = {}
 
-    @property
-    def num_examples(self) -> int:
-        return self._local.num_examples
-
-    @property
-    def spec(self) -> Spec:
-        return self._local.spec
-
     def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
         self.received = self.received or Proxy(weights, frozen or {})
-        trained = self._local.train(weights, frozen)
+        trained = super().train(weights, frozen)
         self.trained = trained.weights
         return trained
-
-    def gradient(self, weights: Weights) -> Trained:
-        return self._local.gradient(weights)
-
-    @property
-    def batch_size(self) -> int:
-        return self._local.batch_size
-
-    @property
-    def steps(self) -> int:
-        return self._local.steps
-
-    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        return self._local.batches(sampling, steps, rng, skip)
-
-    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
-        return self._local.per_sample_gradients(weights, batch)
-
-    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        return self._local.feature_gradients(weights, batch)
 
 
 @dataclass(frozen=True)

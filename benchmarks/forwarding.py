@@ -1,0 +1,57 @@
+"""A Local in front of another one, for benchmarks that watch or change a part of a client's work.
+
+Not for what protects people: there every operation is refused unless it is accounted for (`fedveil.privacy.accounted`).
+"""
+
+from __future__ import annotations
+
+from fedveil.method import Batch, FeatureGradients, Local, PerSample, Spec, Trained, Weights
+from fedveil.privacy.plan import Sampling
+from fedveil.rng import Stream
+
+
+class Forwarding:
+    """Asks `inner` everything. See Local."""
+
+    def __init__(self, inner: Local) -> None:
+        self.inner = inner
+
+    @property
+    def num_examples(self) -> int:
+        """See Local."""
+        return self.inner.num_examples
+
+    @property
+    def spec(self) -> Spec:
+        """See Local."""
+        return self.inner.spec
+
+    @property
+    def batch_size(self) -> int:
+        """See Local."""
+        return self.inner.batch_size
+
+    @property
+    def steps(self) -> int:
+        """See Local."""
+        return self.inner.steps
+
+    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+        """See Local."""
+        return self.inner.train(weights, frozen)
+
+    def gradient(self, weights: Weights) -> Trained:
+        """See Local."""
+        return self.inner.gradient(weights)
+
+    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
+        """See Local."""
+        return self.inner.batches(sampling, steps, rng, skip)
+
+    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
+        """See Local."""
+        return self.inner.per_sample_gradients(weights, batch)
+
+    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        """See Local."""
+        return self.inner.feature_gradients(weights, batch)
