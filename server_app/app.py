@@ -91,14 +91,17 @@ def initial(method: Method, task: Task, config: RunConfig) -> Weights:
     Raises:
         ConfigError: such a method without task.server-data, or for another task than text generation.
     """
-    from fedveil import rng, tasks
-    from fedveil.errors import ConfigError
-    from fedveil.tasks.distillation import Distillation
-    from fedveil.tasks.text_generation import TextGeneration
+    from fedveil import rng
 
     weights = task.initial(rng.initial(config.run.seed, "weights"))
     if not method.prepares:
         return weights
+
+    from fedveil import tasks
+    from fedveil.errors import ConfigError
+    from fedveil.tasks.distillation import Distillation
+    from fedveil.tasks.text_generation import TextGeneration
+
     model = tasks.load(config, method.server_adapter)
     if not (config.task.server_data and isinstance(task, TextGeneration) and isinstance(model, TextGeneration)):
         raise ConfigError(
