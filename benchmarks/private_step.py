@@ -6,6 +6,7 @@
 | texts | DP-FPL's turn with clipped = "texts": one backward, noise included |
 | loop | a backward a row, one after the other |
 | prompt | DP-FPL's turn with clipped = "prompt": a backward a row, by torch.func all at once |
+| opacus | opacus on the same learner (p_G, u, v; r constant): its GradSampleModule and DPOptimizer, one joint clip, noise |
 
 `times plain` compares processor time with the plain step of the same batch. `megabytes` is how far the process's peak has grown
 since a plain step of one row; ways and batches come in the order of what they need, so that the peak is their own.
@@ -25,13 +26,16 @@ import strategies
 from benchmarks import prompt_sites, seeds
 from benchmarks.prompt_sites import Sites
 from benchmarks.run import Options, Outcome, interval
-from fedveil import rng
-from fedveil.method import Batch, Payload, RoundContext
+from fedveil import low_rank, rng
+from fedveil.errors import ConfigError
+from fedveil.method import Batch, Payload, RoundContext, Weights
 from fedveil.privacy.plan import Sampling
 from fedveil.tasks.clip import Seen
+from fedveil.tasks.clip_prompt import ClipPrompt
 from fedveil.tasks.training import LocalTraining
+from strategies.dp_fpl import PROMPT
 
-WAYS = ("plain", "texts", "loop", "prompt")
+WAYS = ("plain", "texts", "loop", "prompt", "opacus")
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
@@ -54,7 +58,52 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
             f'clipped = "{way}" costs {ratio:.2f} times the plain step at batch {largest} (asked: at most 2): '
             f"{'held' if ratio <= 2 else 'NOT HELD'}; it grows by {grown}."
         )
+    for way in ("texts", "prompt"):
+        ratio = statistics.median(found[way][largest]["seconds"]) / statistics.median(
+            found["opacus"][largest]["seconds"]
+        )
+        said.append(f'clipped = "{way}" takes {ratio:.2f} of the time of opacus at batch {largest}.')
     return Outcome(rows, said)
+
+
+class _Learner(torch.nn.Module):
+    """The prompt p_G + u v + r as a module for opacus; the frozen CLIP is no part of it."""
+
+    def __init__(self, task: ClipPrompt, weights: Weights, rank: int) -> None:
+        super().__init__()
+        p_local = torch.randn_like(weights[PROMPT])
+        u, v = low_rank.factorise(p_local, torch.randn(p_local.shape[1], rank))
+        self.task, self.residual = task, p_local - u @ v
+        self.p_global, self.u, self.v = (torch.nn.Parameter(w.clone()) for w in (weights[PROMPT], u, v))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        seen = {PROMPT: self.p_global + self.u @ self.v + self.residual}
+        return self.task.logits(self.task.features(seen)[None], points)
+
+
+def _opacus(task: ClipPrompt, rows: Sequence[Seen], weights: Weights, batch: int) -> Callable[[], object]:
+    """One step of opacus. Raises ConfigError where it is not installed."""
+    try:
+        from opacus import GradSampleModule
+        from opacus.optimizers import DPOptimizer
+    except ImportError as error:
+        raise ConfigError(f"opacus: expected the package, found {error}; pip install 'fedveil[test]'") from None
+
+    learner = GradSampleModule(_Learner(task, weights, rank=8), force_functorch=True)
+    optimiser = DPOptimizer(
+        torch.optim.SGD(learner.parameters(), lr=1e-4),
+        noise_multiplier=1.0,
+        max_grad_norm=10.0,
+        expected_batch_size=batch,
+    )
+    points, labels = task.samples(rows[:batch])
+
+    def step() -> None:
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(learner(points), labels).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+
+    return step
 
 
 class _First:
@@ -96,6 +145,8 @@ def _step(sites: Sites, rows: Sequence[Seen], way: str, batch: int) -> Callable[
     weights = task.initial(rng.initial(sites.seed, "weights"))
     if way == "plain":
         return lambda: local.gradient(weights)
+    if way == "opacus":
+        return _opacus(task, rows, weights, batch)
     if way == "loop":
         return lambda: [local.per_sample_gradients(weights, Batch((i,))) for i in range(batch)]
     method = strategies.create("dp_fpl", fields)

@@ -8,7 +8,8 @@ softmax vector of the model of the site that has the row's class.
 |---|---|
 | zero-shot | the CLIP as it is: attacks must lose |
 | <row>, noise only | gradients of zero, noise alone: attacks must lose |
-| <row> with `control = "win"` | undefended, known by heart: attacks must win |
+| <row> with `control = "win"` | undefended, known by heart: attacks must win. With `together` all rows are one site's: three \
+classes, as a site has here, are told apart without learning a row by heart |
 
 | metric | what |
 |---|---|
@@ -27,6 +28,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,7 @@ from fedveil.tasks.clip import Seen
 
 LOSS = "AUROC, loss"
 _MEMBERS, _OTHERS = 20, 21  # names of draws
+_ALL = "all"  # the site of a row with `together`
 _PARTS = ("members", "others", "pool")
 
 
@@ -94,10 +97,22 @@ def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     parts = parted(sites.rows, np.random.default_rng(seed))
     said: dict[str, Any] = {ZERO: _attacked(settings, sites, parts, None, False, options)}
     for name, chosen in settings["rows"].items():
-        said[name] = _attacked(settings, sites, parts, chosen, False, options)
+        if chosen.get("together", False):
+            joined = {
+                part: {_ALL: [row for rows in of_site.values() for row in rows]} for part, of_site in parts.items()
+            }
+            said[name] = _attacked(settings, _together(sites), joined, chosen, False, options)
+        else:
+            said[name] = _attacked(settings, sites, parts, chosen, False, options)
         if chosen.get("control") is True:
             said[prompt_sites.blind(name)] = _attacked(settings, sites, parts, chosen, True, options)
     return said
+
+
+def _together(sites: Sites) -> Sites:
+    """One site of everything."""
+    rows = {_ALL: [row for of_site in sites.rows.values() for row in of_site]}
+    return replace(sites, rows=rows, classes={_ALL: frozenset[int]().union(*sites.classes.values())})
 
 
 def parted(rows: Mapping[str, Sequence[Seen]], generator: np.random.Generator) -> dict[str, dict[str, list[Seen]]]:
@@ -153,7 +168,7 @@ def _attacked(
     members, others, pool = ([row for of_site in parts[part].values() for row in of_site] for part in _PARTS)
     weights = trained(parts["members"])
     at = shadow.target(says, weights, members, _labelled(members), _labelled(others), pool)
-    how = shadow.Settings(shadows=settings["shadows"])
+    how = shadow.Settings(shadows=(chosen or {}).get("shadows", settings["shadows"]))
     found = shadow.records(like_target, says, pool, _labelled(pool)[1], how, generator)
     outcome = shadow.attack(found, at, how, generator)
     mine, theirs = (_confidence(v, ls) for v, ls in ((at.members, at.member_labels), (at.others, at.other_labels)))

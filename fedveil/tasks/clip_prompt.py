@@ -183,7 +183,8 @@ class ClipPrompt(AdaptedTask):
         with self._computing():
             return self._texts.features(prompts.contexts(self.adapter, weights))
 
-    def _logits(self, texts: Tensor, points: Tensor) -> Float[Tensor, "rows classes"]:
+    def logits(self, texts: Tensor, points: Tensor) -> Float[Tensor, "rows classes"]:
+        """Of images by their points, (rows, points, D), under the texts, (prompts, classes, D); differentiable."""
         return self._scale * prompts.similarities(self.adapter, points, texts)
 
     def loss_at(self, weights: Weights, batch: Views) -> Tensor:
@@ -192,7 +193,7 @@ class ClipPrompt(AdaptedTask):
         One row's loss under vmap over rows is a batch of one row; the texts do not depend on the rows and are computed once.
         """
         texts = self.texts(weights)
-        loss = torch.nn.functional.cross_entropy(self._logits(texts, batch.points), batch.labels, reduction="sum")
+        loss = torch.nn.functional.cross_entropy(self.logits(texts, batch.points), batch.labels, reduction="sum")
         if self.adapter.contrast:
             term = prompts.contrast(self._placeholder, texts[1], texts[0], self.adapter.temperature)
             loss = loss + self.adapter.contrast * batch.terms * term
@@ -225,7 +226,7 @@ class ClipPrompt(AdaptedTask):
     def factors(self, features: Tensor, *samples: Tensor) -> tuple[Tensor, Tensor]:
         """See per_sample.FeatureLoss: scale (softmax_i - onehot_i), and the image's feature."""
         points, labels = samples
-        said = self._logits(features[None], points).softmax(-1)
+        said = self.logits(features[None], points).softmax(-1)
         return self._scale * (said - torch.nn.functional.one_hot(labels, said.shape[-1])), points[:, 0]
 
     def loss_sum(self, batch: Views) -> Tensor:
@@ -276,7 +277,7 @@ class ClipPrompt(AdaptedTask):
         self.put(weights)
         texts = self.texts(self.trained)
         parts = (self.collate([seen[i] for i in part]) for part in self._parts(len(seen)))
-        logits = [self._logits(texts, batch.points.to(self.device)).cpu() for batch in parts]
+        logits = [self.logits(texts, batch.points.to(self.device)).cpu() for batch in parts]
         return torch.cat(logits), torch.tensor([row.label for row in seen])
 
     def predict(self, weights: Weights, rows: Sequence[Seen], generate: bool = False) -> Iterator[Prediction]:

@@ -9,6 +9,7 @@ from fedveil.errors import ConfigError
 from server_app.app import prepare
 from server_app.record import RunFolder
 from server_app.strategy import MethodStrategy
+from tests.conftest import ROOT
 
 
 def weights_of(arrays):
@@ -28,3 +29,24 @@ def test_fedqsn_starts_on_the_server_with_the_tasks_places(tmp_path):
     bare = MethodStrategy(strategy.rounds.method)
     with pytest.raises(ConfigError, match="linear"):
         bare.rounds.initialise(weights)
+
+
+FEDSP = {"method.name": "fedsp", "run.name": "r", "train.batch-size": 2}
+
+
+def test_fedsp_distils_its_proxy_on_the_servers_rows_before_round_0(tmp_path):
+    """The prefix stays what it was; the cells become those that `distil` makes of the server's own rows."""
+    fields = FEDSP | {"task.server-data": str(ROOT / "data" / "e2e"), "task.max-examples": 4}
+    (_, before), (_, after), (_, again) = (
+        prepare(parse(fields | {"method.fields": f"distil_steps = {steps}"}), RunFolder(tmp_path / f"{i}"), "r")
+        for i, steps in enumerate((0, 2, 2))
+    )
+    changed = {name for name in before if not (before[name].numpy() == after[name].numpy()).all()}
+    assert "prefix" not in changed
+    assert len(changed) > 0.9 * (len(before) - 1)
+    assert all((after[name].numpy() == again[name].numpy()).all() for name in after)
+
+
+def test_fedsp_without_rows_of_the_servers_own_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(ConfigError, match=r"task.server-data: expected a folder .* distil_steps = 0"):
+        prepare(parse(FEDSP), RunFolder(tmp_path / "run"), "r")

@@ -135,7 +135,7 @@ def test_images_and_logits_are_those_of_transformers(folder, data):
         logits = task.base.model(input_ids=inputs["input_ids"], pixel_values=pixels).logits_per_image
     points = torch.stack([row.points for row in seen])
     texts = task._texts.features(task._texts.written("a photo of a")[None])
-    torch.testing.assert_close(task._logits(texts, points), logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(task.logits(texts, points), logits, rtol=1e-4, atol=1e-4)
 
 
 def test_patches_are_projected_as_the_whole_is(folder, data):

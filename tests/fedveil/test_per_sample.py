@@ -6,9 +6,11 @@ import pytest
 import torch
 from scipy import stats
 
+from fedveil import low_rank
 from fedveil.config import parse
 from fedveil.errors import ConfigError, TaskError
 from fedveil.method import Batch
+from fedveil.privacy import clip
 from fedveil.rng import Stream
 from fedveil.tasks import per_sample
 from tests.prompt_toy import CLASSES, SPACE, PromptTask, TextTask, examples, local_of
@@ -120,3 +122,36 @@ def test_steps_are_whole_batches_up_to_the_configured_number():
     with pytest.raises(ConfigError, match="batch-size"):
         _ = local_of(3).steps
     assert PromptTask(parse({"train.batch-size": 3})).local([1, 2, 3], Stream(bytes(32))).batch_size == 3
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # opacus on inputs without gradients
+@pytest.mark.parametrize("bound", [0.5, 3.0, 100.0])
+def test_the_clipped_sum_over_p_u_and_v_is_that_of_opacus(bound):
+    """P = p + u v + r: gradients of single rows, the chain rule to u and v, one joint clip; opacus has hooks and no chain rule."""
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    task, generator = PromptTask(), torch.Generator().manual_seed(4)
+    u, v = low_rank.factorise(torch.randn(6, 5, generator=generator), torch.randn(5, 2, generator=generator))
+
+    class Learner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.p, self.u, self.v = (torch.nn.Parameter(w.clone()) for w in (WEIGHTS["prompt"], u, v))
+
+        def forward(self, x):
+            return x @ (self.p + self.u @ self.v).flatten()
+
+    x, y = task.samples(task.prepare(examples(9, scale=2.0)))
+    learner = GradSampleModule(Learner(), force_functorch=True)
+    optimiser = DPOptimizer(
+        torch.optim.SGD(learner.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=bound, expected_batch_size=9
+    )
+    torch.nn.functional.cross_entropy(learner(x), y).backward()
+    optimiser.step()
+
+    found = local_of(9, scale=2.0).per_sample_gradients({"prompt": WEIGHTS["prompt"] + u @ v}, Batch(tuple(range(9))))
+    g = found.gradients["prompt"]
+    sums = clip.clipped_sum({"p": g, "u": g @ v.T, "v": u.T @ g}, bound)
+    for name, parameter in learner._module.named_parameters():
+        assert torch.allclose(sums[name], parameter.summed_grad, rtol=1e-4, atol=1e-5), name

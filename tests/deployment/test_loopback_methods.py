@@ -1,0 +1,134 @@
+"""Every other method over gRPC: what deterministic ones end with is what they end with in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from console.launch import Federation, Site
+from fedveil.privacy import accounting
+from fedveil.privacy.plan import Neighbours
+from tests.conftest import ROOT
+from tests.deployment.loopback import check_same, in_process, lines, over_grpc
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TEXT = ROOT / "data" / "e2e"
+SITES = 2
+CLASSES = ("cat", "sea horse", "dog", "ox")
+CONFIG = {
+    "run.deterministic": True,
+    "run.seed": 4,
+    "run.rounds": 2,
+    "train.max-steps": 2,
+    "train.batch-size": 4,
+    "evaluate.max-examples": 4,
+    "evaluate.generate": "never",
+    "cohort.sites": SITES,
+}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """Twelve pictures of every class for either split, whose colour says the class."""
+    from PIL import Image
+
+    at = tmp_path_factory.mktemp("pictures")
+    generator = torch.Generator().manual_seed(3)
+    for split in ("train", "test"):
+        for number, name in enumerate(CLASSES):
+            (at / split / name).mkdir(parents=True)
+            for i in range(12):
+                pixels = torch.randint(0, 90, (40, 40, 3), generator=generator)
+                pixels[..., number % 3] += 40 * number
+                Image.fromarray(pixels.to(torch.uint8).numpy()).save(at / split / name / f"{i}.png")
+    return at
+
+
+def federation_of(data: Path, at: Path) -> Federation:
+    """Every site has a share of the same data."""
+    shares = [(("partition-id", i), ("num-partitions", SITES)) for i in range(SITES)]
+    return Federation([Site(f"site-{i}", data, share) for i, share in enumerate(shares)], at)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    with federation_of(TEXT, tmp_path_factory.mktemp("text")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def seeing(pictures, tmp_path_factory):
+    with federation_of(pictures, tmp_path_factory.mktemp("seeing")) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "method,fields",
+    [
+        ("fedper", ""),
+        ("fedpara", ""),
+        ("fedlpp", ""),
+        ("fedqsn", "server_rate = 0.1\nclient_rate = 0.1\nbits = 2"),
+        ("fedqsn", "server_rate = 0.1\nclient_rate = 0.1\nbits = 4\nquantiser = 'absmax'\nupdate = 'replace'"),
+        ("fedsp", "distil_steps = 3"),
+    ],
+    ids=["fedper", "fedpara", "fedlpp", "fedqsn", "fedqsn absmax", "fedsp"],
+)
+def test_text(method, fields, text, tmp_path):
+    flat = CONFIG | {"method.name": method, "method.fields": fields, "task.evaluation": str(TEXT)}
+    flat |= {"task.server-data": str(TEXT)} if method == "fedsp" else {}
+    ended = over_grpc(text, tmp_path, flat)
+    assert ended.completed, ended.reason
+    check_same(tmp_path / method, in_process(flat, TEXT, SITES), rounds=2)
+
+
+def prompts(pictures: Path, method: str, fields: str = "") -> dict:
+    return CONFIG | {
+        "method.name": method, "method.fields": fields, "task.name": "clip-prompt", "task.target-column": "label",
+        "task.class-names": ",".join(sorted(CLASSES)), "task.evaluation": str(pictures), "task.partition": "iid",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["promptfl", "fedotp", "fedpgp"])
+def test_prompts(method, seeing, pictures, tmp_path):
+    flat = prompts(pictures, method)
+    ended = over_grpc(seeing, tmp_path, flat)
+    assert ended.completed, ended.reason
+    check_same(tmp_path / method, in_process(flat, pictures, SITES), rounds=2)
+
+
+@pytest.mark.parametrize("method", ["random_binary", "fixed_position"])
+def test_masked_gradients(method, seeing, pictures, tmp_path):
+    flat = prompts(pictures, method) | {"task.name": "image-classification", "task.classes": len(CLASSES)}
+    ended = over_grpc(seeing, tmp_path, flat)
+    assert ended.completed, ended.reason
+    check_same(tmp_path / method, in_process(flat, pictures, SITES), rounds=2)
+
+
+def test_dp_fpl_spends_its_budget_once_at_every_site_and_ends_where_it_is_spent(seeing, pictures, tmp_path):
+    """Two rounds of two Poisson batches of 4 of 24 rows: u, v and p_G share z = 4 sqrt(1/2)."""
+    spent = {("poisson", 24, 4, 8**0.5): 4}
+    allowed = accounting.epsilon(spent, 1e-5, Neighbours.REPLACE_ONE) * 1.001
+    fields = f'exchange = "epoch"\nclipped = "texts"\nepsilon = {allowed}\nnoise_local = 4.0\nnoise_global = 4.0'
+    flat = prompts(pictures, "dp_fpl", fields) | {"run.deterministic": False, "cohort.repeats": 0}
+    ended = over_grpc(seeing, tmp_path / "first", flat)
+    assert ended.completed, ended.reason
+    for line in lines(tmp_path / "first" / "dp_fpl" / "disclosure.jsonl"):
+        assert [name for name, *_ in line["fields"]] == ["prompt"]
+        assert line["payload_bytes"] == 4 * 16 * 96
+    ledgers = sorted(seeing.folder.rglob(".ledger/*.json"))
+    assert [path.stem for path in ledgers] == ["site-0", "site-1"]
+    for path in ledgers:
+        ((history, records),) = json.loads(path.read_text())["spent"]
+        assert {tuple(step): count for step, count in history} == pytest.approx(spent)
+        assert len(set(records)) == 24
+    before = [path.read_bytes() for path in ledgers]
+    again = over_grpc(seeing, tmp_path / "again", flat)
+    assert not again.completed
+    assert "spent" in again.reason
+    assert "replace-one" in again.reason
+    assert [path.read_bytes() for path in ledgers] == before
