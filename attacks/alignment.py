@@ -67,7 +67,8 @@ def _left(exchange: Exchange, up: Payload, got: Weights) -> Weights:
 
 def _keeps_past(method: Method) -> bool:
     """Whether a site starts what it does not send from its own past: the adversary knows the method and its fields."""
-    return method.past if isinstance(method, FedRand) else True
+    plain = method.plain
+    return plain.past if isinstance(plain, FedRand) else True
 
 
 def _cosine(task: Any, start: Weights, delta: Mapping[str, Tensor], length: float, row: Any) -> float:

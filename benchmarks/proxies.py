@@ -42,16 +42,14 @@ from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
 from fedveil.method import Local, Method, RoundContext, Trained, Weights
 from fedveil.privacy import accounting
-from fedveil.privacy.plan import Neighbours, Plan
-from fedveil.privacy.steps import NoisySteps
+from fedveil.privacy.dp_sgd import Noisy
+from fedveil.privacy.plan import Plan
 from fedveil.tasks import per_sample
 from fedveil.tasks.base import Rows
 from fedveil.tasks.distillation import Distillation
 from fedveil.tasks.text_generation import TextGeneration
 
 _SITES = 9  # the name of the draws over proxies
-_DELTA = 1e-5
-_EPSILON = f"epsilon at delta {_DELTA:g} (add-or-remove-one)"
 _FORMS = ("whole", "visible", "mean")
 
 
@@ -236,16 +234,14 @@ def _method(
 
     def local_for(site: str, ctx: RoundContext) -> Local:
         local: Local = task.local(clients[site], ctx.rng("batches"))
-        if "noise" in chosen:
-            local = NoisySteps(local, chosen["clip"], chosen["noise"], config.train.learning_rate, ctx)
-        watched[site] = _Watched(local)
+        watched[site] = _Watched(method.training(local, ctx) if isinstance(method, Noisy) else local)
         return watched[site]
 
     weights = task.initial(rng.initial(seed, "weights"))
     if method.prepares:
         distilling = Distillation(task, model, task.prepare(found.server), rng.initial(seed, "preparation"))
         weights = method.prepare(weights, distilling)
-    exchange = Exchange(method, config.method.name, task.spec)
+    exchange = Exchange(method.plain, config.method.name, task.spec)
     state = method.init(task.spec, weights, rng.initial(seed, "method init"))
     federation = Federation(exchange, config, local_for, list(clients), state)
     alike: list[attack.Similarity] = []
@@ -268,8 +264,9 @@ def _method(
     rows[f"{label} global"] |= {
         "upload_bytes": federation.upload_bytes, "download_bytes": federation.download_bytes, "seconds": seconds
     }  # fmt: skip
-    if chosen.get("noise"):
-        rows[f"{label} global"]["figures"][_EPSILON] = resampling.fixed(_epsilon(chosen["noise"], config, clients))
+    if isinstance(method, Noisy) and method.dp_sgd.noise:
+        title = f"epsilon at delta {method.budget.delta:g} ({method.budget.neighbours})"
+        rows[f"{label} global"]["figures"][title] = resampling.fixed(_epsilon(method, config, clients))
     for kind, title in (("proxy", "gap"), ("tuned", "tuned gap")):
         if f"{label} {kind}" in rows:
             rows[f"{label} {title}"] = {"figures": _gap(*(rows[f"{label} {k}"]["figures"] for k in ("global", kind)))}
@@ -283,12 +280,12 @@ def _method(
     return rows
 
 
-def _epsilon(noise: float, config: RunConfig, clients: Mapping[str, Rows]) -> float:
+def _epsilon(method: Noisy, config: RunConfig, clients: Mapping[str, Rows]) -> float:
     """Of a row of the client with the fewest rows, which are looked at most often, in a client that is in every round."""
-    fewest, train = min(map(len, clients.values())), config.train
+    fewest, train, budget = min(map(len, clients.values())), config.train, method.budget
     steps = per_sample.steps(fewest, train.batch_size, train.epochs, train.max_steps)
-    plan = Plan(config.run.rounds, steps, train.batch_size, fewest, Neighbours.ADD_OR_REMOVE_ONE)
-    return accounting.epsilon(accounting.spent(noise, "poisson", plan, across_rounds=False), _DELTA, plan.neighbours)
+    plan = Plan(config.run.rounds, steps, train.batch_size, fewest, budget.neighbours)
+    return accounting.epsilon(method.privacy_spent(plan), budget.delta, budget.neighbours)
 
 
 def _gap(mine: Mapping[str, Figure], other: Mapping[str, Figure]) -> dict[str, Figure]:
@@ -304,7 +301,7 @@ def similarities(
 ) -> list[attack.Similarity]:
     """For every client two: to the server's weights, and of the differences to the base."""
     found = []
-    scale = getattr(method, "scale", 1.0) if isinstance(method.adapter, AllWeights) else 1.0
+    scale = getattr(method.plain, "scale", 1.0) if isinstance(method.adapter, AllWeights) else 1.0
     true = merged(task, server)
     for at in seen:
         assert at.received is not None

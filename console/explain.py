@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +175,7 @@ def _permit(policy: Path, app: Path, exchange: Exchange, config: RunConfig) -> N
 
         digest = hashlib.sha256(built(app)).hexdigest()
         bundle = policies.Bundle(digest, signature.signer(config.run.signature, digest))
-    fields = json.dumps(asdict(exchange.method))  # type: ignore[call-overload]
+    fields = json.dumps(exchange.method.fields)
     order = Order(0, True, "", "explain", exchange.name, fields)
     down, up = largest(exchange, "down"), largest(exchange, "up")
     policies.check(Assignment(order, config, site), bundle, down)

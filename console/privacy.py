@@ -24,8 +24,9 @@ def add_parser(sub: Any) -> None:
         "plan", help="from a wished epsilon to noise multipliers, and back"
     )
     plan.add_argument(
-        "--epsilon", type=float, help="wished; without it, what --noise-local and --noise-global are worth"
+        "--epsilon", type=float, help="wished; without it, what --noise, or --noise-local and --noise-global are worth"
     )
+    plan.add_argument("--noise", type=float, help="z of dp_sgd, which has one release a step")
     plan.add_argument("--noise-local", type=float, help="z of the private part: noise over its clipping bound")
     plan.add_argument("--noise-global", type=float, help="z of the shared part")
     plan.add_argument("--delta", type=float, default=1e-5)
@@ -52,11 +53,13 @@ def run(args: argparse.Namespace) -> int:
     plans = [Plan(args.rounds, args.steps, args.batch, rows, args.neighbours) for rows in args.sites]
     costs = [_cost(args, plan) for plan in plans]
     local, shared = args.noise_local, args.noise_global
-    given = [noise is not None for noise in (args.epsilon, local, shared)]
-    if given not in ([True, False, False], [False, True, True]):
+    given = [noise is not None for noise in (args.epsilon, args.noise, local, shared)]
+    if given not in ([True, False, False, False], [False, True, False, False], [False, False, True, True]):
         raise ConfigError(
-            "--epsilon: expected it, or both --noise-local and --noise-global, found another choice of them"
+            "--epsilon: expected it, or --noise, or both --noise-local and --noise-global, found another choice of them"
         )
+    if args.noise is not None:
+        local = shared = args.noise * math.sqrt(2)
     needed = [0.0] * len(plans)
     if args.epsilon is not None:
         needed = [accounting.multiplier_for(c, args.epsilon, args.delta, args.neighbours) for c in costs]
@@ -72,8 +75,11 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(str(plan.examples), str(plan.batch), needs, stated(found, args.delta, args.neighbours))
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"noise_local = {local:.6g}, noise_global = {shared:.6g}, for all sites: {args.rounds} rounds of "
-                  f"{args.steps} steps, {args.sampling} batches")  # fmt: skip
+    alone = f"; dp_sgd, with one release a step: noise = {_rounded_up(joint(local, shared)):.6g}"
+    console.print(
+        f"noise_local = {local:.6g}, noise_global = {shared:.6g}, for all sites: {args.rounds} rounds of {args.steps} steps, "
+        f"{args.sampling} batches{alone if (args.sampling, args.exchange) == ('poisson', 'epoch') else ''}"
+    )
     return 0
 
 

@@ -72,7 +72,7 @@ class Exchange:
 
 
 class _Reporting:
-    """A Local that remembers what the last training reported; of steps on rows apart, only how many there were."""
+    """A Local that remembers what the last training reported; of steps on rows apart, how many there were in all."""
 
     def __init__(self, local: Local) -> None:
         self._local = local
@@ -106,7 +106,7 @@ class _Reporting:
 
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
         drawn = self._local.batches(sampling, steps, rng, skip)
-        self.report = {"steps": float(len(drawn))}
+        self.report = {"steps": self.report.get("steps", 0.0) + len(drawn)}
         return drawn
 
     def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from fedveil.adapters import Adapter
@@ -172,6 +172,16 @@ class Method(ABC):
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}  # an unknown field in the run config is refused
     version: ClassVar[int] = 1
     adapter: Adapter
+
+    @property
+    def plain(self) -> Method:
+        """The method of the file; another one where this one only changes how its clients train."""
+        return self
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Every hyper-parameter, as method.fields has them."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
 
     @property
     def server_adapter(self) -> Adapter:

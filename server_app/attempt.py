@@ -70,7 +70,7 @@ class Attempt:
         return messages
 
     def _order(self, ctx: RoundContext, anchor: str) -> ConfigRecord:
-        fields = json.dumps(dataclasses.asdict(self.exchange.method))  # type: ignore[call-overload]
+        fields = json.dumps(self.exchange.method.fields)
         order = ConfigRecord({"round": ctx.round, "is-new": ctx.is_new, "site": ctx.client, "run": self.run})
         order["method"], order["fields"], order["log"] = self.exchange.name, fields, anchor
         return order

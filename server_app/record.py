@@ -83,11 +83,10 @@ class RunFolder:
 
     def config(self, config: RunConfig, method: Method) -> None:
         """What is about to run, in which environment."""
-        fields = dataclasses.asdict(method)  # type: ignore[call-overload]
         packages = ("flwr", "torch", "transformers", "peft")
         content = {
             "config": config.flat(),
-            "method": {"name": config.method.name, "version": method.version, "fields": fields},
+            "method": {"name": config.method.name, "version": method.version, "fields": method.fields},
             "fedveil": __version__,
             **{name: importlib.metadata.version(name) for name in packages},
             "python": platform.python_version(),

@@ -66,7 +66,7 @@ class Rounds:
         """The state before round 0."""
         spec = self._spec or spec_of(weights)
         self._server = self.method.init(spec, weights, rng.initial(self.seed, "method init"))
-        self._exchange = Exchange(self.method, type(self.method).__module__.rpartition(".")[2], spec)
+        self._exchange = Exchange(self.method, type(self.method.plain).__module__.rpartition(".")[2], spec)
 
     def resume(self) -> int:
         """Takes up the folder's checkpoint; returns the next round, 0 where this run does not resume one."""

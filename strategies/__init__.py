@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedveil.config import parse_toml
 from fedveil.errors import ConfigError
 from fedveil.method import Method
+from fedveil.privacy.dp_sgd import DpSgd, Noisy
 
 
 def names() -> list[str]:
@@ -49,13 +50,18 @@ def create_from_json(name: str, fields: str) -> Method:
 
 
 def _validated(name: str, fields: dict[str, Any]) -> Method:
-    cls = load(name)
+    noisy = fields.pop("dp_sgd", None)
+    method: Method = _parsed(load(name), name, fields)
+    return method if noisy is None else Noisy(method, _parsed(DpSgd, "dp_sgd", noisy, "dp_sgd"))
+
+
+def _parsed(cls: Any, name: str, fields: Any, *within: str) -> Any:
     try:
         return TypeAdapter(cls).validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"])
+        path = ".".join(map(str, (*within, *first["loc"])))
         if first["type"] == "unexpected_keyword_argument":
-            known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+            known = [f.name for f in dataclasses.fields(cls)]
             raise ConfigError(f"method.fields: {path}: unknown field of {name}; expected one of {known}") from None
         raise ConfigError(f"method.fields: {path}: {first['msg']}, found {first['input']!r}") from None

@@ -80,7 +80,8 @@ def test_models_proxies_and_gaps(folder):
 
 
 def test_noise_goes_with_a_method_as_it_is(folder):
-    methods = {"it": {"name": "fedqsn", "fields": "bits = 4", "clip": 1.0, "noise": 1.0}}
+    noisy = "dp_sgd = {clip = 1.0, noise = 1.0, learning_rate = 0.001, neighbours = 'add-or-remove-one'}"
+    methods = {"it": {"name": "fedqsn", "fields": f"bits = 4\n{noisy}"}}
     rows = proxies._of_seed(settings(methods), 0, Options(device="cpu"))
     assert rows["it tuned"]["figures"]["e2e_nlg loss"][0] > 0
     assert rows["it global"]["figures"]["e2e_nlg epsilon at delta 1e-05 (add-or-remove-one)"][0] == pytest.approx(

@@ -30,6 +30,18 @@ def test_a_plan_there_and_back(capsys, monkeypatch):
     assert epsilons(capsys.readouterr().out) == pytest.approx([worst, better])
 
 
+def test_a_plan_of_dp_sgd_there_and_back(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    steps = ["--exchange", "epoch", "--steps", "3"]
+    assert main([*PLAN, *steps, "--epsilon", "2"]) == 0
+    there = capsys.readouterr().out
+    z = re.search(r"dp_sgd, .*: noise = ([\d.]+)", there)[1]
+    assert main([*PLAN, *steps, "--noise", z]) == 0
+    back = capsys.readouterr().out
+    assert epsilons(back) == pytest.approx(epsilons(there), rel=1e-3)
+    assert max(epsilons(back)) <= 2
+
+
 @pytest.mark.parametrize(
     "extra, named",
     [
@@ -38,6 +50,8 @@ def test_a_plan_there_and_back(capsys, monkeypatch):
         (["--epsilon", "1", "--delta", "0"], "delta"),
         (["--epsilon", "1", "--noise-local", "2"], "--epsilon"),
         (["--noise-local", "2"], "--epsilon"),
+        (["--noise", "2", "--epsilon", "1"], "--epsilon"),
+        (["--noise", "-2"], "--noise-local"),
         (["--noise-local", "-2", "--noise-global", "2"], "--noise-local"),
         (["--epsilon", "1", "--steps", "3"], "--steps"),
         (["--epsilon", "1", "--batch", "41"], "batch-size"),
