@@ -5,6 +5,8 @@ Not for what protects people: there every operation is refused unless it is acco
 
 from __future__ import annotations
 
+import torch
+
 from fedveil.method import Batch, FeatureGradients, Local, PerSample, Spec, Trained, Weights
 from fedveil.privacy.plan import Sampling
 from fedveil.rng import Stream
@@ -55,3 +57,26 @@ class Forwarding:
     def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
         """See Local."""
         return self.inner.feature_gradients(weights, batch)
+
+
+class Dark(Forwarding):
+    """Rows have gradients of zero: what is sent is noise alone."""
+
+    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
+        """Zeros, a row each."""
+        none = len(batch.rows)
+        return PerSample(
+            {n: torch.zeros(none, *w.shape, device=w.device) for n, w in weights.items()}, torch.zeros(none)
+        )
+
+    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        """Of no rows."""
+        return self.inner.feature_gradients(weights, Batch(()))
+
+    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+        """Refused: there is nothing but noise to see."""
+        raise NotImplementedError("the control is of a method with noise")
+
+    def gradient(self, weights: Weights) -> Trained:
+        """Refused: there is nothing but noise to see."""
+        raise NotImplementedError("the control is of a method with noise")

@@ -17,7 +17,7 @@ import torch
 
 import strategies
 from benchmarks import data
-from benchmarks.forwarding import Forwarding
+from benchmarks.forwarding import Dark
 from benchmarks.resampling import Numbers
 from benchmarks.run import Options
 from fedveil import rng, tasks
@@ -25,7 +25,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.errors import ConfigError
 from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
-from fedveil.method import Batch, FeatureGradients, Local, Method, PerSample, RoundContext, Trained, Weights
+from fedveil.method import Local, Method, RoundContext, Weights
 from fedveil.privacy import accounting
 from fedveil.privacy.plan import Plan, stated
 from fedveil.tasks import partition, per_sample, tiny_vision_language
@@ -161,7 +161,7 @@ def federate(sites: Sites, chosen: Mapping[str, Any], rows: Mapping[str, Sequenc
 
     def local_for(site: str, ctx: RoundContext) -> Local:
         local = task.local(rows[site], ctx.rng("batches"))
-        return _Dark(local) if dark else local
+        return Dark(local) if dark else local
 
     state = method.init(exchange.spec, initial, rng.initial(sites.seed, "method init"))
     federation = Federation(exchange, config, local_for, list(rows), state)
@@ -226,22 +226,3 @@ def right(task: ClipPrompt, weights: Weights, rows: Sequence[Seen]) -> Numbers:
 def blind(name: str) -> str:
     """The name of a row's control that sees no row."""
     return f"{name}, noise only"
-
-
-class _Dark(Forwarding):
-    """Rows have gradients of zero: what is sent is noise alone."""
-
-    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
-        none = len(batch.rows)
-        return PerSample(
-            {n: torch.zeros(none, *w.shape, device=w.device) for n, w in weights.items()}, torch.zeros(none)
-        )
-
-    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        return self.inner.feature_gradients(weights, Batch(()))
-
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
-        raise NotImplementedError("the control is of a method with noise")
-
-    def gradient(self, weights: Weights) -> Trained:
-        raise NotImplementedError("the control is of a method with noise")

@@ -11,6 +11,7 @@ all rounds and scored clients, and scored on test rows. Rows of a result:
 | <method> proxy | the best received by a client, before it trains |
 | <method> tuned | the best that a client holds after its local training: the proxy's score that counts |
 | <method> gap, <method> tuned gap | global less proxy, paired; for the loss proxy less global, so that above 0 always means hidden |
+| <method> with `dark` | a control: gradients of zero, so that noise alone is left |
 | <method> similarity | cosine of last-round proxies to the server's weights of attention and MLP layers, LoRA merged into the base |
 
 Intervals are of 95 %, bootstrapped over test sources and averaged over seeds, see `resampling`.
@@ -32,7 +33,7 @@ import strategies
 from attacks import proxy as attack
 from attacks.proxy import Proxy
 from benchmarks import data, resampling, seeds, texts
-from benchmarks.forwarding import Forwarding
+from benchmarks.forwarding import Dark, Forwarding
 from benchmarks.resampling import Figure
 from benchmarks.run import Options, Outcome
 from fedveil import rng, tasks
@@ -234,6 +235,8 @@ def _method(
 
     def local_for(site: str, ctx: RoundContext) -> Local:
         local: Local = task.local(clients[site], ctx.rng("batches"))
+        if chosen.get("dark", False):
+            local = Dark(local)
         watched[site] = _Watched(method.training(local, ctx) if isinstance(method, Noisy) else local)
         return watched[site]
 

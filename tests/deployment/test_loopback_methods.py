@@ -86,6 +86,41 @@ def test_text(method, fields, text, tmp_path):
     check_same(tmp_path / method, in_process(flat, TEXT, SITES), rounds=2)
 
 
+def test_noisy_steps_under_fedrand_are_charged_at_every_site(text, tmp_path):
+    """Two rounds of two Poisson batches of 4; one factor leaves, and with a budget of two rounds a third is refused."""
+    flat = CONFIG | {
+        "method.name": "fedrand",
+        "task.evaluation": str(TEXT),
+        "run.deterministic": False,
+        "cohort.repeats": 0,
+    }
+    counted = "dp_sgd = {clip = 1.0, noise = 2.0, learning_rate = 0.1}"
+    ended = over_grpc(text, tmp_path / "first", flat | {"method.fields": counted})
+    assert ended.completed, ended.reason
+    reports = lines(tmp_path / "first" / "fedrand" / "metrics.jsonl")[-1]["reports"]
+    assert all(set(report) == {"num_examples", "steps"} for report in reports.values())
+    ledgers = sorted(text.folder.rglob(".ledger/*.json"))
+    for site, path in zip(("site-0", "site-1"), ledgers, strict=True):
+        rows = int(reports[site]["num_examples"])
+        assert {tuple(step): n for history, _ in read(path) for step, n in history} == {("poisson", rows, 4, 2.0): 4}
+        assert sum(len(records) for _, records in read(path)) == rows
+    for line in lines(tmp_path / "first" / "fedrand" / "disclosure.jsonl"):
+        if line["direction"] == "up":
+            assert {name[-1] for name, *_ in line["fields"]} == {line["variant"]}
+    allowed = accounting.epsilon({("poisson", rows, 4, 2.0): 6}, 1e-5, Neighbours.REPLACE_ONE) * 1.001
+    bounded = counted.replace("}", f", epsilon = {allowed}}}")
+    again = over_grpc(text, tmp_path / "again", flat | {"method.fields": bounded})
+    assert not again.completed
+    assert "spent" in again.reason
+    assert lines(tmp_path / "again" / "fedrand" / "metrics.jsonl")[-1]["failed"].keys() == {"site-0", "site-1"}
+    assert [n for history, _ in read(ledgers[0]) for _, n in history] == [6]
+
+
+def read(path: Path) -> list:
+    """[[[step, count], ...], records] for every history of a ledger."""
+    return json.loads(path.read_text())["spent"]
+
+
 def prompts(pictures: Path, method: str, fields: str = "") -> dict:
     return CONFIG | {
         "method.name": method, "method.fields": fields, "task.name": "clip-prompt", "task.target-column": "label",
@@ -123,7 +158,7 @@ def test_dp_fpl_spends_its_budget_once_at_every_site_and_ends_where_it_is_spent(
     ledgers = sorted(seeing.folder.rglob(".ledger/*.json"))
     assert [path.stem for path in ledgers] == ["site-0", "site-1"]
     for path in ledgers:
-        ((history, records),) = json.loads(path.read_text())["spent"]
+        ((history, records),) = read(path)
         assert {tuple(step): count for step, count in history} == pytest.approx(spent)
         assert len(set(records)) == 24
     before = [path.read_bytes() for path in ledgers]
