@@ -14,7 +14,7 @@ import torch
 
 import benchmarks
 import strategies
-from benchmarks import prompt_membership, prompt_sites, prompts, resampling
+from benchmarks import forwarding, prompt_membership, prompt_sites, prompts, resampling
 from benchmarks.resampling import Figure
 from benchmarks.run import Options
 from fedveil.config import parse
@@ -86,13 +86,13 @@ def test_noise_only_sees_no_row(clipped):
 
     def sent(seed: int, dark: bool) -> torch.Tensor:
         local = local_of(12, seed, kind=TextTask)
-        return method.client(None, down, prompt_sites._Dark(local) if dark else local, ctx)[1].fields["prompt"]
+        return method.client(None, down, forwarding.Dark(local) if dark else local, ctx)[1].fields["prompt"]
 
     assert torch.equal(sent(1, True), sent(2, True))
     assert not torch.equal(sent(1, False), sent(2, False))
     assert float(sent(1, True).abs().max()) > 0
     with pytest.raises(NotImplementedError):
-        prompt_sites._Dark(local_of(12)).train({})
+        forwarding.Dark(local_of(12)).train({})
 
 
 def test_noise_is_what_the_wished_epsilon_takes_at_the_worst_site():
