@@ -16,6 +16,7 @@ import json
 import platform
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from fedveil.errors import ConfigError, StateError
 NAME = "MANIFEST.json"
 _HERE = Path(__file__).resolve().parents[1]
 _COLLECT_SECONDS = 3600.0
+_NO_SOURCE = ("build", "dist", "*.egg-info", ".*", "runs", "__pycache__")
 _INSTALL = """\
 # FedVeil {version} without a network
 
@@ -98,7 +100,10 @@ def _collect(folder: Path, source: Path, images: list[str]) -> None:
         str(constraints),
     ]
     env = {**os.environ, "PIP_CONSTRAINT": str(constraints)}  # for what builds a wheel, too
-    processes.call("wheels", [*pip, str(source)], env, _COLLECT_SECONDS)
+    with tempfile.TemporaryDirectory(prefix="fedveil-bundle-") as clean:
+        # A checkout's build/ keeps modules that were deleted since, and the wheel would have them.
+        copy = shutil.copytree(source, Path(clean) / "source", ignore=shutil.ignore_patterns(*_NO_SOURCE))
+        processes.call("wheels", [*pip, str(copy)], env, _COLLECT_SECONDS)
     for image in images:
         file = folder / "images" / f"{image.replace('/', '_').replace(':', '-')}.tar"
         processes.call("image", ["docker", "save", "-o", str(file), image], os.environ, _COLLECT_SECONDS)

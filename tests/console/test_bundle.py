@@ -90,3 +90,35 @@ def test_make_leaves_nothing_half_done_and_no_folder_that_was_there(tmp_path, ca
     assert main(["bundle", "make", str(tmp_path / "b")]) == 2
     assert "does not exist yet" in capsys.readouterr().err
     assert main(["bundle", "make", str(tmp_path / "c"), "--source", str(tmp_path)]) == 2
+
+
+def test_the_wheel_is_made_of_the_source_alone(tmp_path, monkeypatch):
+    """A module that was deleted is still in a checkout's build/."""
+    source, seen = tmp_path / "source", []
+    for name in (
+        "pyproject.toml",
+        "constraints.txt",
+        "fedveil/a.py",
+        "build/lib/fedveil/deleted.py",
+        ".venv/x",
+        "runs/y",
+    ):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
+
+    def call(self, name, command, env, timeout):
+        seen.extend(sorted(p.relative_to(command[-1]).as_posix() for p in Path(command[-1]).rglob("*") if p.is_file()))
+        (self.logs / "wheels").mkdir()
+        (self.logs / "wheels" / "a.whl").touch()
+
+    monkeypatch.setattr("console.processes.Processes.call", call)
+    assert main(["bundle", "make", str(tmp_path / "b"), "--no-images", "--source", str(source)]) == 0
+    assert seen == ["constraints.txt", "fedveil/a.py", "pyproject.toml"]
+    assert sorted(p.name for p in source.iterdir()) == [
+        ".venv",
+        "build",
+        "constraints.txt",
+        "fedveil",
+        "pyproject.toml",
+        "runs",
+    ]
