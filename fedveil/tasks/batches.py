@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 WINDOW = 32  # batches inside which bucketing sorts: wide enough for rows of like length, far from a sorted epoch
@@ -37,6 +37,32 @@ class AnyBatch(Protocol):
     def to(self, device: torch.device) -> Self:
         """The batch on `device`."""
         ...
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A batch of images, or of points of their features, with their classes."""
+
+    inputs: Float[Tensor, "rows ..."]
+    labels: Int[Tensor, " rows"]
+
+    @property
+    def terms(self) -> int:
+        """Images, the terms of the loss."""
+        return len(self.labels)
+
+    @property
+    def tokens(self) -> int:
+        """None."""
+        return 0
+
+    def pinned(self) -> Labelled:
+        """The batch in page-locked memory, from which a copy to a GPU need not be waited for."""
+        return Labelled(self.inputs.pin_memory(), self.labels.pin_memory())
+
+    def to(self, device: torch.device) -> Labelled:
+        """The batch on `device`; pinned memory is copied without waiting."""
+        return Labelled(self.inputs.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
 
 
 class AnyRow(Protocol):

@@ -77,32 +77,6 @@ class Seen:
         return 1
 
 
-@dataclass(frozen=True)
-class Views:
-    """A batch of images with their classes."""
-
-    points: Float[Tensor, "rows points D"]
-    labels: Int[Tensor, " rows"]
-
-    @property
-    def terms(self) -> int:
-        """Images, the terms of the loss."""
-        return len(self.labels)
-
-    @property
-    def tokens(self) -> int:
-        """None."""
-        return 0
-
-    def pinned(self) -> Views:
-        """The batch in page-locked memory, from which a copy to a GPU need not be waited for."""
-        return Views(self.points.pin_memory(), self.labels.pin_memory())
-
-    def to(self, device: torch.device) -> Views:
-        """The batch on `device`; pinned memory is copied without waiting."""
-        return Views(self.points.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
-
-
 @final
 class Texts:
     """The texts of a fixed list of classes, under any context.

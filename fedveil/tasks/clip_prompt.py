@@ -41,7 +41,8 @@ from fedveil.method import Weights
 from fedveil.tasks import clip, images, models, rows
 from fedveil.tasks.adapted import AdaptedTask, check
 from fedveil.tasks.base import Examples, Prediction, Share, Task
-from fedveil.tasks.clip import Seen, Views
+from fedveil.tasks.batches import Labelled
+from fedveil.tasks.clip import Seen
 
 _NAMES = "fedveil classes"  # of an example: the names of all classes
 _AT_ONCE = 64  # images that the tower sees together
@@ -174,9 +175,9 @@ class ClipPrompt(AdaptedTask):
             )
         return value
 
-    def collate(self, rows: Sequence[Seen]) -> Views:
+    def collate(self, rows: Sequence[Seen]) -> Labelled:
         """One batch, on the CPU."""
-        return Views(torch.stack([row.points for row in rows]), torch.tensor([row.label for row in rows]))
+        return Labelled(torch.stack([row.points for row in rows]), torch.tensor([row.label for row in rows]))
 
     def texts(self, weights: Weights) -> Float[Tensor, "prompts classes D"]:
         """The texts that `weights` make, see `prompts.contexts`; differentiable."""
@@ -187,13 +188,13 @@ class ClipPrompt(AdaptedTask):
         """Of images by their points, (rows, points, D), under the texts, (prompts, classes, D); differentiable."""
         return self._scale * prompts.similarities(self.adapter, points, texts)
 
-    def loss_at(self, weights: Weights, batch: Views) -> Tensor:
+    def loss_at(self, weights: Weights, batch: Labelled) -> Tensor:
         """Summed loss of a batch on the device, as a pure function of the weights: what torch.func differentiates.
 
         One row's loss under vmap over rows is a batch of one row; the texts do not depend on the rows and are computed once.
         """
         texts = self.texts(weights)
-        loss = torch.nn.functional.cross_entropy(self.logits(texts, batch.points), batch.labels, reduction="sum")
+        loss = torch.nn.functional.cross_entropy(self.logits(texts, batch.inputs), batch.labels, reduction="sum")
         if self.adapter.contrast:
             term = prompts.contrast(self._placeholder, texts[1], texts[0], self.adapter.temperature)
             loss = loss + self.adapter.contrast * batch.terms * term
@@ -207,12 +208,12 @@ class ClipPrompt(AdaptedTask):
                 "plan is iterated until it converges"
             )
         batch = self.collate(rows).to(self.device)
-        return batch.points, batch.labels
+        return batch.inputs, batch.labels
 
     def sample_loss(self, weights: Weights, *sample: Tensor) -> Tensor:
         """See per_sample.SampleLoss: of one image."""
         points, label = sample
-        return self.loss_at(weights, Views(points[None], label[None]))
+        return self.loss_at(weights, Labelled(points[None], label[None]))
 
     def features(self, weights: Weights) -> Float[Tensor, "classes D"]:
         """See per_sample.FeatureLoss: the texts, of norm 1. Raises TaskError for a loss that is not of them alone."""
@@ -229,7 +230,7 @@ class ClipPrompt(AdaptedTask):
         said = self.logits(features[None], points).softmax(-1)
         return self._scale * (said - torch.nn.functional.one_hot(labels, said.shape[-1])), points[:, 0]
 
-    def loss_sum(self, batch: Views) -> Tensor:
+    def loss_sum(self, batch: Labelled) -> Tensor:
         """Summed loss of the images of `batch`, which lies on the device."""
         return self.loss_at(self.trained, batch)
 
@@ -277,7 +278,7 @@ class ClipPrompt(AdaptedTask):
         self.put(weights)
         texts = self.texts(self.trained)
         parts = (self.collate([seen[i] for i in part]) for part in self._parts(len(seen)))
-        logits = [self.logits(texts, batch.points.to(self.device)).cpu() for batch in parts]
+        logits = [self.logits(texts, batch.inputs.to(self.device)).cpu() for batch in parts]
         return torch.cat(logits), torch.tensor([row.label for row in seen])
 
     def predict(self, weights: Weights, rows: Sequence[Seen], generate: bool = False) -> Iterator[Prediction]:

@@ -28,7 +28,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from fedveil.adapters import Adapter
@@ -38,6 +38,7 @@ from fedveil.method import Weights
 from fedveil.tasks import images, library, models, rows
 from fedveil.tasks.adapted import AdaptedTask, check
 from fedveil.tasks.base import Examples, Prediction, Share, Task
+from fedveil.tasks.batches import Labelled
 
 MEAN = STD = 0.5
 _KEPT_BYTES = images.KEPT_BYTES
@@ -64,32 +65,6 @@ class Picture:
     def length(self) -> int:
         """1: all images are of one size."""
         return 1
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """A batch of images with their classes."""
-
-    pixels: Float[Tensor, "rows channels height width"]
-    labels: Int[Tensor, " rows"]
-
-    @property
-    def terms(self) -> int:
-        """Images, the terms of the loss."""
-        return len(self.labels)
-
-    @property
-    def tokens(self) -> int:
-        """None."""
-        return 0
-
-    def pinned(self) -> Pictures:
-        """The batch in page-locked memory, from which a copy to a GPU need not be waited for."""
-        return Pictures(self.pixels.pin_memory(), self.labels.pin_memory())
-
-    def to(self, device: torch.device) -> Pictures:
-        """The batch on `device`; pinned memory is copied without waiting."""
-        return Pictures(self.pixels.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
 
 
 @final
@@ -127,14 +102,14 @@ class ImageClassification(AdaptedTask):
         room = images.Room(_KEPT_BYTES)
         return [self._picture(example, room) for example in examples]
 
-    def collate(self, rows: Sequence[Picture]) -> Pictures:
+    def collate(self, rows: Sequence[Picture]) -> Labelled:
         """One batch, on the CPU."""
-        return Pictures(torch.stack([row.pixels() for row in rows]), torch.tensor([row.label for row in rows]))
+        return Labelled(torch.stack([row.pixels() for row in rows]), torch.tensor([row.label for row in rows]))
 
-    def _logits(self, batch: Pictures) -> Float[Tensor, "rows classes"]:
-        return self._forward({"pixel_values": batch.pixels}).float()
+    def _logits(self, batch: Labelled) -> Float[Tensor, "rows classes"]:
+        return self._forward({"pixel_values": batch.inputs}).float()
 
-    def loss_sum(self, batch: Pictures) -> Tensor:
+    def loss_sum(self, batch: Labelled) -> Tensor:
         """Summed loss of the images of `batch`, which lies on the device.
 
         Raises:

@@ -20,7 +20,8 @@ from fedveil.inprocess import Federation
 from fedveil.method import Batch
 from fedveil.tasks import clip, library, load, tiny, tiny_clip_prompt
 from fedveil.tasks.base import Share
-from fedveil.tasks.clip_prompt import ClipPrompt, Views
+from fedveil.tasks.batches import Labelled
+from fedveil.tasks.clip_prompt import ClipPrompt
 from fedveil.tasks.tiny_vision_language import is_public
 from strategies.dp_fpl import DpFpl
 
@@ -157,7 +158,7 @@ def test_the_loss_is_cross_entropy_and_the_contrast(folder, data, form):
     weights = {n: 50 * w for n, w in task.initial(stream()).items()}
     batch = task.collate(seen[:5])
     texts = task.texts(weights)
-    logits = float(torch.tensor(1.7).exp()) * prompts.similarities(task.adapter, batch.points, texts)
+    logits = float(torch.tensor(1.7).exp()) * prompts.similarities(task.adapter, batch.inputs, texts)
     expected = -logits.log_softmax(-1)[torch.arange(5), batch.labels].sum()
     if form == "contrast":
         placeholder = task._texts.features(task._texts.written("X X X")[None])[0]
@@ -177,9 +178,9 @@ def test_per_sample_gradients_by_torch_func(folder, data, form):
     weights, batch = task.initial(stream()), task.collate(seen[:6])
 
     def one(w, points, label):
-        return task.loss_at(w, Views(points[None], label[None]))
+        return task.loss_at(w, Labelled(points[None], label[None]))
 
-    found = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(weights, batch.points, batch.labels)
+    found = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(weights, batch.inputs, batch.labels)
     task.put(weights)
     for i in range(6):
         row = task.collate(seen[i : i + 1])

@@ -114,14 +114,14 @@ def test_loss_equals_that_of_the_original_model(tmp_path, preprocessor):
     labels = torch.tensor([0, 1, 2, 0, 1])
     prepared = task.prepare([{"image": i, "label": int(c)} for i, c in zip(encoded, labels, strict=True)])
     ours = task.collate(prepared)
-    assert ours.pixels.dtype == torch.float32
+    assert ours.inputs.dtype == torch.float32
     atol = 1e-6 if preprocessor else 1.01 / 127.5  # Pillow rounds to 256 values, twice
-    assert torch.allclose(ours.pixels, pixels, atol=atol)
-    theirs = float(plain(pixel_values=ours.pixels, labels=labels).loss.detach())
+    assert torch.allclose(ours.inputs, pixels, atol=atol)
+    theirs = float(plain(pixel_values=ours.inputs, labels=labels).loss.detach())
     task.put(task.initial(stream()))
     mine = task.mean_loss(prepared)
     assert mine == pytest.approx(theirs, rel=1e-5)
-    other = float(plain(pixel_values=ours.pixels.flip(0), labels=labels).loss.detach())
+    other = float(plain(pixel_values=ours.inputs.flip(0), labels=labels).loss.detach())
     assert mine != pytest.approx(other, rel=1e-2)
 
 
@@ -148,7 +148,7 @@ def test_the_company_in_a_batch_changes_nothing(task, rows):
     together = task.mean_loss(rows[:5])
     assert together == pytest.approx(sum(task.mean_loss([row]) for row in rows[:5]) / 5, rel=1e-5)
     batch = task.collate(rows[:5])
-    assert (batch.terms, batch.tokens, batch.pixels.shape) == (5, 0, (5, 3, 32, 32))
+    assert (batch.terms, batch.tokens, batch.inputs.shape) == (5, 0, (5, 3, 32, 32))
     assert float(task.loss_sum(batch).detach()) == pytest.approx(5 * together, rel=1e-5)
 
 
