@@ -139,6 +139,7 @@ def _task(
     flat = {
         "task.name": "image-classification",
         "task.model": str(home),
+        "task.from-scratch": True,
         "task.target-column": "label",
         "task.classes": settings["classes"],
         "task.label-column": "label",

@@ -156,6 +156,7 @@ class _Target:
         flat = {
             "task.name": "image-classification",
             "task.model": str(home),
+            "task.from-scratch": True,
             "task.target-column": "label",
             "task.classes": settings["classes"],
             "method.name": case["method"]["name"],

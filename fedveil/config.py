@@ -57,6 +57,7 @@ class TaskConfig(_Section):
     partition: Literal["iid", "dirichlet", "pathological", "natural"] = "iid"
     alpha: float = Field(0.5, gt=0)
     classes: int = Field(10, ge=2, description="image-classification: classes of a model that starts without weights")
+    from_scratch: bool = Field(False, description="image-classification: a model folder may be without weights")
     class_names: str = Field("", description="clip-prompt: all names, split by commas; empty = those of the data")
     classes_per_site: int = Field(2, ge=0, description="pathological: labels a site; 0 = each label has one site")
     max_examples: int = Field(0, ge=0, description="training rows a site; 0 = all")

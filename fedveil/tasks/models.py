@@ -151,8 +151,8 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device) -> Ba
 def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -> Base:
     """The image classification model of `config.task.model` with `adapter` attached, on `device`.
 
-    "tiny", and a folder with config.json but no weights, start from scratch with task.classes classes: under an adapter
-    the frozen weights are drawn from a public stream of run.seed, so that every site has the same.
+    "tiny", and under task.from-scratch a folder with config.json but no weights, start from scratch with task.classes
+    classes: under an adapter the frozen weights are drawn from a public stream of run.seed, so that every site has the same.
 
     Raises:
         TaskError: a model of another kind or not whole, or one that cannot start from scratch.
@@ -164,7 +164,7 @@ def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -
 
         where, is_local = find(name, config.task.name)
         try:
-            bare = _without_weights(where, is_local, config.task.classes)
+            bare = _without_weights(where, is_local, config)
             processor = None
             if not is_local or (where != "tiny" and (Path(where) / PREPROCESSOR).is_file()):
                 processor = AutoImageProcessor.from_pretrained(where, local_files_only=is_local)
@@ -199,14 +199,20 @@ def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -
     return Base(_ready(model, config, device), None, trained, None, processor, draw=draw)
 
 
-def _without_weights(where: str, is_local: bool, classes: int) -> Any:
-    """The config of a model that has no weights, for `classes` classes; None where it has some."""
+def _without_weights(where: str, is_local: bool, config: RunConfig) -> Any:
+    """The config of a model that has no weights; None where it has some. Raises TaskError where it should have some."""
     from transformers import AutoConfig, ViTConfig
 
+    classes = config.task.classes
     if where == "tiny":
         return ViTConfig(**TINY_VIT, num_labels=classes)
     if not is_local or any(True for pattern in WEIGHTS for _ in Path(where).glob(pattern)):
         return None
+    if not config.task.from_scratch:
+        raise TaskError(
+            f'task.model: expected weights beside config.json in "{where}", found none; copy them there, or set '
+            "task.from-scratch = true to train from scratch"
+        )
     return AutoConfig.from_pretrained(where, local_files_only=True, num_labels=classes)
 
 

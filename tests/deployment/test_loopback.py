@@ -15,7 +15,6 @@ SITES = 3
 CONFIG = {
     "run.deterministic": True,
     "run.seed": 4,
-    "run.rounds": 2,
     "task.evaluation": str(DATA),
     "train.max-steps": 3,
     "train.batch-size": 4,
@@ -36,12 +35,12 @@ def federation(tmp_path_factory):
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("method,worker", [("fedavg", False), ("fedrand", True)])
-def test_grpc_and_in_process_end_bit_identical(method, worker, federation, tmp_path):
-    overrides = CONFIG | {"method.name": method, "client.worker": worker}
+@pytest.mark.parametrize("method,worker,rounds", [("fedavg", False, 1), ("fedrand", True, 2)])
+def test_grpc_and_in_process_end_bit_identical(method, worker, rounds, federation, tmp_path):
+    overrides = CONFIG | {"method.name": method, "client.worker": worker, "run.rounds": rounds}
     ended = over_grpc(federation, tmp_path, overrides)
     assert ended.completed, ended.reason
-    check_same(tmp_path / method, in_process(overrides, DATA, SITES), rounds=2)
+    check_same(tmp_path / method, in_process(overrides, DATA, SITES), rounds)
     for line in lines(tmp_path / method / "disclosure.jsonl"):
         if method == "fedrand" and line["direction"] == "up":
             assert {name[-1] for name, *_ in line["fields"]} == {line["variant"]}

@@ -35,7 +35,11 @@ def picture(seed: int, size: tuple[int, int] = (32, 32)) -> bytes:
 def make(adapter=AllWeights(), **keys: object) -> ImageClassification:
     flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
     base = {"task.name": "image-classification", "task.target-column": "label", "task.label-column": "label"}
-    task = load(run_config.parse(base | {"task.classes": 3, "train.batch-size": 4} | flat), adapter, "cpu")
+    task = load(
+        run_config.parse(base | {"task.classes": 3, "task.from-scratch": True, "train.batch-size": 4} | flat),
+        adapter,
+        "cpu",
+    )
     assert isinstance(task, ImageClassification)
     return task
 
@@ -217,7 +221,10 @@ def test_a_folder_without_weights_starts_from_scratch(tmp_path):
     task = make(task__model=str(folder), task__classes=5)
     assert task.classes == 5
     assert task.spec["classifier.weight"].shape == (5, 16)
-    one, two = task.initial(stream()), make(task__model=str(folder), task__classes=5).initial(stream())
+    one, two = (
+        task.initial(stream()),
+        make(task__model=str(folder), task__classes=5).initial(stream()),
+    )
     assert all(torch.equal(one[n], two[n]) for n in one)
     assert not torch.equal(one["classifier.weight"], task.initial(stream(seed=1))["classifier.weight"])
 
@@ -227,6 +234,8 @@ def test_a_folder_with_weights_starts_from_those(tmp_path):
     one, two = task.initial(stream()), task.initial(stream(seed=1))
     assert all(torch.equal(one[n], two[n]) for n in one)
     (tmp_path / "vit" / "model.safetensors").rename(tmp_path / "vit" / "gone")
+    with pytest.raises(TaskError, match=r"task\.model: expected weights .* task\.from-scratch"):
+        make(task__model=str(tmp_path / "vit"), task__from_scratch=False).initial(stream())
     other = make(task__model=str(tmp_path / "vit")).initial(stream())
     assert not torch.equal(one["classifier.weight"], other["classifier.weight"])
 
