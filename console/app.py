@@ -6,6 +6,8 @@ import argparse
 import hashlib
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +54,31 @@ def _sign(args: argparse.Namespace) -> int:
     return 0
 
 
-def _left_out(top: bool) -> set[str]:
+def _left_out(names: list[str], top: bool) -> set[str]:
     """What no bundle holds, and may be large."""
-    return {"__pycache__", *((".git", ".venv", "runs", "build") if top else ())}
+    hidden = {name for name in names if name.startswith(".") and name != ".gitignore"}
+    return {"__pycache__"} | ({"venv", "runs", "build", "dist"} | hidden if top else set())
 
 
 def digest(app: Path) -> str:
     """SHA-256 of the bundle, 64 hex digits. Raises ConfigError where there is no app."""
     return hashlib.sha256(built(app)).hexdigest()
+
+
+@contextmanager
+def copied(app: Path) -> Iterator[Path]:
+    """A copy of the app in a folder, without what no bundle holds; a .fab file, or what is no app, as it is.
+
+    Flower walks the whole folder, several times, .venv among it: twenty seconds before a run is submitted. It refuses a
+    folder whose name is not that of an app, and writes a bundle where it is called.
+    """
+    if not (app / "pyproject.toml").is_file():
+        yield app
+        return
+    with tempfile.TemporaryDirectory(prefix="fedveil-app-") as folder:
+        copy = Path(folder) / "app"
+        shutil.copytree(app, copy, symlinks=True, ignore=lambda at, names: _left_out(names, Path(at) == app))
+        yield copy
 
 
 def built(app: Path) -> bytes:
@@ -73,11 +92,9 @@ def built(app: Path) -> bytes:
         raise ConfigError(
             f"app: expected a folder with pyproject.toml or a .fab file, found none at {app}; name another"
         )
-    with tempfile.TemporaryDirectory(prefix="fedveil-app-") as folder:
-        # Flower refuses a folder whose name is not that of an app, and writes the bundle where it is called.
-        copy = Path(folder) / "app"
-        shutil.copytree(app, copy, symlinks=True, ignore=lambda at, names: set(names) & _left_out(Path(at) == app))
-        processes, env = Processes(Path(folder)), environment(Path(folder) / "flower")
-        processes.call("build", ["flwr", "build", "--app", str(copy)], env, cwd=Path(folder))
-        (bundle,) = Path(folder).glob("*.fab")
+    with copied(app) as copy:
+        folder = copy.parent
+        processes, env = Processes(folder), environment(folder / "flower")
+        processes.call("build", ["flwr", "build", "--app", str(copy)], env, cwd=folder)
+        (bundle,) = folder.glob("*.fab")
         return bundle.read_bytes()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from console.app import copied
 from console.launch import CONNECTION, environment
 from console.machine import Value, toml
 from console.processes import LaunchError, Processes
@@ -45,7 +46,8 @@ class Flower:
         with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
             file.write(toml(settings))
             file.flush()
-            return str(self._call("run", str(app), self._connection, "-c", file.name)["run-id"])
+            with copied(app) as copy:
+                return str(self._call("run", str(copy), self._connection, "-c", file.name)["run-id"])
 
     def run_status(self, run: str) -> str:
         """Such as "running" or "finished:failed". Raises LaunchError where there is no such run."""

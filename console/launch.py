@@ -31,6 +31,7 @@ from client_app.owner import Owner
 from client_app.registry import Card, Folder
 from client_app.site import Site as ClientSite
 from client_app.site import parse_site
+from console.app import copied
 from console.keys import write_node_key, write_tls
 from console.machine import Value, cores, free_ports, listens, toml
 from console.processes import LaunchError, Processes
@@ -120,7 +121,8 @@ class Federation:
         file = self.folder / "overrides.toml"
         file.write_text(toml(overrides))
         submitted = time.time()
-        answer = self._flwr("run", str(app), CONNECTION, "--format", "json", "-c", str(file))
+        with copied(app) as copy:
+            answer = self._flwr("run", str(copy), CONNECTION, "--format", "json", "-c", str(file))
         run = int(answer["run-id"])
         if overrides.get("run.dir") and overrides.get("run.name"):
             folder = Path(str(overrides["run.dir"])) / str(overrides["run.name"])
