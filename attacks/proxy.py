@@ -105,7 +105,7 @@ def read(method: Method, spec: Spec, down: Payload, scale: float = 1.0) -> Proxy
     reader = _Reader(spec)
     ctx = RoundContext(0, "adversary", True, bytes(32))
     try:
-        method.client(None, down, cast("Local", reader), ctx)  # a method with proxies asks for nothing but training
+        method.plain.client(None, down, cast("Local", reader), ctx)  # it asks for nothing but training
     except _Started:
         assert reader.weights is not None
         return Proxy(reader.weights, reader.frozen or {}, scale)

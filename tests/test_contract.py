@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import weakref
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,23 @@ def test_no_upload_leaves_the_server_as_it_is(exchange):
     server = start(exchange)
     after = exchange.method.aggregate(server, iter([]))
     assert equal(server.tensors, after.tensors)
+
+
+def test_aggregate_holds_one_upload_at_a_time(exchange):
+    """Beside the one that it asks for next: memory does not grow with the number of clients."""
+    server, seen = start(exchange), []
+
+    def uploads():
+        for site in "abcdef":
+            _, _, up = one_turn(exchange, server, site)
+            upload = as_upload(exchange, up, RoundContext(0, site, True, SECRET))
+            seen.append([weakref.ref(value) for value in (upload.payload, *upload.payload.fields.values())])
+            assert sum(any(ref() is not None for ref in refs) for refs in seen) <= 2
+            yield upload
+            del upload
+
+    exchange.method.aggregate(server, uploads())
+    assert len(seen) == 6
 
 
 @settings(max_examples=15, deadline=None)
