@@ -33,7 +33,7 @@ from torch import Tensor
 
 from attacks.base import View
 from fedveil.masks import MaskedMean
-from fedveil.method import Local, Method, Payload, RoundContext, Spec, Trained, Weights
+from fedveil.method import Local, Method, Payload, RoundContext, Spec, State, Trained, Weights
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,18 @@ class _Reader:
         return self.train(weights)
 
 
-def read(method: Method, spec: Spec, down: Payload, scale: float = 1.0) -> Proxy:
-    """The proxy in a broadcast. `scale` is the method's own, 1 for one that does not scale."""
+def read(method: Method, spec: Spec, down: Payload, scale: float = 1.0, known: Weights | None = None) -> Proxy:
+    """The proxy in a broadcast.
+
+    Args:
+        scale: the method's own, 1 for one that does not scale.
+        known: what the site had before, for a method that sends the rest of its proxy once (fedsp).
+    """
     reader = _Reader(spec)
     ctx = RoundContext(0, "adversary", True, bytes(32))
     try:
-        method.plain.client(None, down, cast("Local", reader), ctx)  # it asks for nothing but training
+        private = None if known is None else State(dict(known))
+        method.plain.client(private, down, cast("Local", reader), ctx)  # it asks for nothing but training
     except _Started:
         assert reader.weights is not None
         return Proxy(reader.weights, reader.frozen or {}, scale)
@@ -113,10 +119,17 @@ def read(method: Method, spec: Spec, down: Payload, scale: float = 1.0) -> Proxy
 
 
 def proxies(view: View, sites: Sequence[str] | None = None, scale: float = 1.0) -> Iterator[Proxy]:
-    """Every proxy in the view, in the order of its messages; of `sites` that collude only, where they are given."""
+    """Every proxy in the view, in the order of its messages; of `sites` that collude only, where they are given.
+
+    What is sent once stays as it was sent: how a site's training changed it, the view does not show.
+    """
+    known: dict[str, Weights] = {}
     for sighting in view.broadcasts():
         if sites is None or sighting.site in sites:
-            yield read(view.exchange.method, view.exchange.spec, sighting.payload, scale)
+            at = sighting.site
+            proxy = read(view.exchange.method, view.exchange.spec, sighting.payload, scale, known.get(at))
+            known[at] = proxy.weights
+            yield proxy
 
 
 def average(seen: Iterable[Proxy]) -> Proxy:

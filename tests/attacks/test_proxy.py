@@ -11,11 +11,12 @@ from fedveil.columns import Place
 from fedveil.config import parse
 from fedveil.exchange import Exchange
 from fedveil.inprocess import Federation
-from fedveil.method import RoundContext, TensorSpec
+from fedveil.method import RoundContext, TensorSpec, example_spec
 from fedveil.wire.tap import Tap
 from strategies.fedavg import FedAvg
 from strategies.fedlpp import FedLPP
 from strategies.fedqsn import FedQSN
+from strategies.fedsp import FedSP
 from tests.conftest import ToyLocal
 
 ROWS = torch.tensor([[True], [False]])
@@ -129,3 +130,26 @@ def test_fine_tuning_trains_the_proxy_without_holding_anything():
     tuned = attack.fine_tuned(found, local)
     assert all(bool((w == 0.5).all()) for w in tuned.weights.values())
     assert tuned.missing == {}
+
+
+def test_later_messages_of_fedsp_are_read_with_what_came_before(tmp_path):
+    """The proxy is sent to a newcomer, then its prefix alone; the rest stays as it was sent."""
+    method = FedSP(distil_steps=0)
+    exchange = Exchange(method, "fedsp", dict(example_spec(method.adapter)))
+    generator = torch.Generator().manual_seed(1)
+    start = {n: torch.randn(t.shape, generator=generator) for n, t in exchange.spec.items()}
+    config = parse({"run.deterministic": True, "run.rounds": 3})
+    state = method.init(exchange.spec, start, rng.initial(0, "x"))
+    step = lambda site, ctx: ToyLocal(exchange.spec, step=0.5)  # noqa: E731
+    federation = Federation(exchange, config, step, ["a", "b"], state, tap=Tap(tmp_path))
+    federation.run()
+    seen = list(proxies(View.client(federation.tap, exchange, "a")))
+    assert [len(s.payload.fields) > 1 for s in View.client(federation.tap, exchange, "a").broadcasts()] == [
+        True,
+        False,
+        False,
+    ]
+    for proxy in seen:
+        assert proxy.weights.keys() == start.keys()
+        assert all(torch.equal(proxy.weights[n], start[n]) for n in start if n != "prefix")
+    assert not torch.equal(seen[0].weights["prefix"], seen[2].weights["prefix"])
