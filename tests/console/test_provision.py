@@ -21,6 +21,7 @@ from console import enrol
 from console.federation import Members, parse
 from console.main import main
 from fedveil.errors import ConfigError
+from tests.conftest import extract
 
 TEXT = 'name = "pilot"\nserver = ["fl.example.org", "10.1.0.5"]\nsites = ["north", "south"]\nfleet-port = 9443\nkey-days = 10\n'
 
@@ -34,8 +35,7 @@ def federation(tmp_path, capsys) -> Path:
 
 
 def unpacked(federation: Path, site: str = "north") -> Path:
-    with tarfile.open(federation / "kits" / f"{site}.tar.gz") as archive:
-        archive.extractall(federation.parent / "sites", filter="data")
+    extract(federation / "kits" / f"{site}.tar.gz", federation.parent / "sites")
     return federation.parent / "sites" / f"pilot-{site}"
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import secrets
 import subprocess
-import tarfile
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -19,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from console import app
 from console.machine import free_ports
 from console.main import main
-from tests.conftest import ROOT
+from tests.conftest import ROOT, extract
 from tests.deployment.engine import IMAGE, Compose, docker, require_engine, until
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
@@ -71,8 +70,7 @@ class Hosts:
         return done.stdout + done.stderr
 
     def unpack(self, site: str) -> Compose:
-        with tarfile.open(self.made / "kits" / f"{site}.tar.gz") as archive:
-            archive.extractall(self.folder / "hosts", filter="data")
+        extract(self.made / "kits" / f"{site}.tar.gz", self.folder / "hosts")
         kit = self.folder / "hosts" / f"p{self.token}-{site}"
         self.sites[site] = Compose(f"t{self.token}-{site}", kit / "compose.yaml", self.env)
         return self.sites[site]

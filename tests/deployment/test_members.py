@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import tarfile
 import time
 
 import pytest
@@ -14,7 +13,7 @@ from console.launch import Federation, Site, supernode
 from console.machine import free_ports
 from console.main import main
 from console.processes import LaunchError
-from tests.conftest import ROOT
+from tests.conftest import ROOT, extract
 
 
 @pytest.mark.slow
@@ -23,8 +22,7 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
     (tmp_path / "federation.toml").write_text('name = "pilot"\nserver = ["127.0.0.1"]\nsites = ["guest"]\n')
     assert main(["provision", str(tmp_path / "federation.toml")]) == 0
     pilot, home = tmp_path / "pilot", tmp_path / "pilot" / "server" / "flower"
-    with tarfile.open(pilot / "kits" / "guest.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    extract(pilot / "kits" / "guest.tar.gz", tmp_path)
     kit = tmp_path / "pilot-guest"
     assert main(["site", "init", "--kit", str(kit)]) == 0
     fingerprint = re.findall(r"SHA256:\S+", capsys.readouterr().out)[-1]
