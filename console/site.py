@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 _STATE = Path("~/.local/state/fedveil")
 _POLL_SECONDS = 0.5
+_EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
+_MEANINGS = {
+    "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
+    "305": "the server does not know the key, or has it online already, or does not answer at that address; the operator "
+    "registers a key with fedveil members, and fedveil doctor says what answers",
+}
 
 
 def add_parser(sub: Any) -> None:
@@ -68,9 +75,11 @@ def _start(args: argparse.Namespace) -> int:
     from console.machine import free_ports, toml
     from console.processes import Processes
 
-    for option in ("ca", "key"):
-        if not (file := getattr(args, option)).is_file():
+    for option in ("ca", "key", "policy"):
+        if (file := getattr(args, option)) and not Path(file).is_file():
             raise ConfigError(f"--{option}: expected a file, found none at {file}; see docs/deploy.md")
+    if args.data and not Path(args.data).exists():
+        raise ConfigError(f"--data: expected a folder of rows, or a file, found none at {args.data}; correct the path")
     state = args.state_dir.expanduser().absolute()
     node: dict[str, Any] = {"site": args.name, "state-dir": str(state), "device": args.device}
     node |= {key: str(Path(value).absolute()) for key in ("data", "policy") if (value := getattr(args, key))}
@@ -105,6 +114,10 @@ def _watch(processes: Processes, name: str, began: int) -> int:
             online = True
             print(f"site {name}: online", flush=True)
         time.sleep(_POLL_SECONDS)
+    log = processes.log(name).read_bytes()[began:].decode(errors="replace")
+    if found := _EXIT_CODE.findall(log):
+        meaning = _MEANINGS.get(found[-1], f"its log ends: {processes.tail(name)}")
+        raise ConfigError(f"site {name}: its SuperNode ended with Flower's exit code {found[-1]}: {meaning}")
     raise ConfigError(f"site {name}: its SuperNode ended with exit code {code}; its log ends: {processes.tail(name)}")
 
 

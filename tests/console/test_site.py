@@ -12,9 +12,11 @@ from rich.console import Console
 
 from client_app.owner import Owner
 from client_app.registry import Card, Folder
-from console import workers
+from console import site, workers
 from console.main import main
+from console.processes import Processes
 from console.workers import WorkerStatus, described, follow
+from fedveil.errors import ConfigError
 from tests.conftest import ROOT
 
 CARD = Card("ab", 41, Owner(7, 1.0), "app", "key", 1_700_000_000.0)
@@ -97,6 +99,14 @@ def test_a_worker_started_for_a_container_is_shown_and_ends_with_its_owner(tmp_p
     [
         (["start", "--ca", "/nowhere/ca.crt", "--key", "k"], "--ca: expected a file, found none at /nowhere/ca.crt"),
         (["start", "--ca", __file__, "--key", "/nowhere/key"], "--key: expected a file, found none at /nowhere/key"),
+        (
+            ["start", "--ca", __file__, "--key", __file__, "--policy", "/nowhere/p"],
+            "--policy: expected a file, found none",
+        ),
+        (
+            ["start", "--ca", __file__, "--key", __file__, "--data", "/nowhere/d"],
+            "--data: expected a folder .* /nowhere/d",
+        ),
         (["start", "--ca", __file__, "--key", __file__, "--device", "tpu"], "node config: device: .* found 'tpu'"),
         (["start", "--ca", __file__, "--key", __file__, "--worker-memory-mb", "-1"], "worker-memory-mb: .* found -1"),
         (["warm", "--owner", "999999999"], "owner: expected a running process, found none with number 999999999"),
@@ -110,3 +120,23 @@ def test_bad_input_is_refused_in_one_line(arguments, reason, tmp_path, capsys):
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(error)
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "code,reason",
+    [
+        ("305", "Flower's exit code 305: the server does not know the key, or has it online already"),
+        ("302", "Flower's exit code 302: the key is of another kind than elliptic curve"),
+        ("600", "Flower's exit code 600: its log ends: .*could not"),
+    ],
+)
+def test_why_a_supernode_ended_is_said_in_words(code, reason, tmp_path):
+    """Of this start alone: the log has an earlier end too."""
+    earlier = "see ref-exit-codes/302.html\n" if code != "302" else "see ref-exit-codes/305.html\n"
+    processes = Processes(tmp_path)
+    processes.log("north").write_text(
+        earlier + f"could not start\n<https://flower.ai/docs/ref-exit-codes/{code}.html>\n"
+    )
+    processes.ended = lambda name: 1
+    with pytest.raises(ConfigError, match=reason):
+        site._watch(processes, "north", len(earlier))
