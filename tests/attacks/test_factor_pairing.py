@@ -207,7 +207,7 @@ def test_few_rounds_leave_factors_unseen(tmp_path):
 
 
 def test_without_past_the_best_pair_is_closer(tmp_path):
-    """methods.md, section 1.2: 5 federations of up to 4 sites, the better of the server's two pairings.
+    """5 federations of up to 4 sites, the better of the server's two pairings.
 
     Without past the start of the factor that was kept is the broadcast one, so `merged` gains most (0.29 against 0.62 on
     average); `latest` alone is not always closer when sites drift far apart.

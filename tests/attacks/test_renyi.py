@@ -68,7 +68,7 @@ def test_falls_with_alpha_and_is_continuous_at_1(values):
 
 
 def test_nearly_one_hot_is_clamped_by_the_public_code_only():
-    """methods.md, section 5.1: at V = 32,000 and alpha = 0.5 the clamp at 1e-10 makes 0.555 nats of 0.011."""
+    """At V = 32,000 and alpha = 0.5 the clamp at 1e-10 makes 0.555 nats of 0.011."""
     logits = torch.zeros(1, 32000)
     logits[0, 5] = 31.15
     assert round(renyi_entropy(logits, 0.5).item(), 3) == 0.011

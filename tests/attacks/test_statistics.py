@@ -83,7 +83,7 @@ def test_empty_sides_and_nan_are_refused(statistic, members, others):
 
 
 def test_hanley_mcneil_at_300_against_300():
-    """methods.md, section 1.2: 0.021 to 0.024 for areas of 0.5 to 0.7. At 0.5 the exact null value is close by."""
+    """0.021 to 0.024 for areas of 0.5 to 0.7. At 0.5 the exact null value is close by."""
     assert 0.0205 < hanley_mcneil(0.7, 300, 300) < 0.0215
     assert 0.0230 < hanley_mcneil(0.5, 300, 300) < 0.0240
     assert hanley_mcneil(0.5, 300, 300) == pytest.approx(math.sqrt(601 / (12 * 300 * 300)), rel=0.01)
