@@ -57,11 +57,17 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStra
     """
     import strategies
     from fedveil import tasks
+    from fedveil.errors import ConfigError
     from fedveil.privacy.plan import check_seeded
+    from fedveil.tasks.per_sample import SampleLoss
 
     method = strategies.create(config.method.name, config.method.fields)
     check_seeded(method.budget, config.run.deterministic)
     task = tasks.load(config, method.adapter)
+    if method.plain is not method and not isinstance(task, SampleLoss):
+        raise ConfigError(
+            f"dp_sgd: expected a task with gradients of single rows, found {config.task.name}, which has none; leave dp_sgd out"
+        )
 
     from flwr.app import ArrayRecord
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedveil import lora, prompts
 from fedveil.adapters import Adapter, AllWeights, Prefix, Prompt, trains_base
@@ -163,6 +164,19 @@ class AdaptedTask(Task):
         model = self._compiled if self.config.train.compile and torch.is_grad_enabled() else self.base.model
         with self._computing():
             logits: Tensor = model(**inputs).logits
+        return logits
+
+    @cached_property
+    def _own_names(self) -> Mapping[str, str]:
+        """The names of the trained tensors, in the model as it is built here."""
+        known = {id(p): name for name, p in self.base.model.named_parameters()}
+        return {name: known[id(p)] for name, p in self.base.trained.items()}
+
+    def _logits_at(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Tensor:
+        """The model's logits as a pure function of the trained weights: what torch.func differentiates."""
+        named = {self._own_names[name]: w for name, w in weights.items()}
+        with self._computing(), sdpa_kernel(SDPBackend.MATH):  # the others have no rule for many samples at once
+            logits: Tensor = torch.func.functional_call(self.base.model, named, (), dict(inputs)).logits
         return logits
 
     def _parts(self, count: int) -> Iterator[range]:

@@ -109,6 +109,17 @@ class ImageClassification(AdaptedTask):
     def _logits(self, batch: Labelled) -> Float[Tensor, "rows classes"]:
         return self._forward({"pixel_values": batch.inputs}).float()
 
+    def samples(self, rows: Sequence[Picture]) -> tuple[Tensor, Tensor]:
+        """Pixels and classes; see per_sample.SampleLoss."""
+        batch = self.collate(rows).to(self.device)
+        return batch.inputs, batch.labels
+
+    def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
+        """See per_sample.SampleLoss: of one image."""
+        pixels, label = sample
+        logits = self._logits_at(weights, {"pixel_values": pixels[None]}).float()
+        return torch.nn.functional.cross_entropy(logits, label[None])
+
     def loss_sum(self, batch: Labelled) -> Tensor:
         """Summed loss of the images of `batch`, which lies on the device.
 

@@ -13,7 +13,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedveil.adapters import Adapter, Prefix
 from fedveil.config import RunConfig
@@ -81,20 +80,12 @@ class TextGeneration(causal.CausalTask):
         shape = batch.ids.shape
         return tuple(t.to(self.device) for t in (batch.ids, wanted.view(shape), counted.view(shape)))  # type: ignore[return-value]
 
-    @cached_property
-    def _own_names(self) -> Mapping[str, str]:
-        """The names of the trained tensors, in the model as it is built here."""
-        known = {id(p): name for name, p in self.base.model.named_parameters()}
-        return {name: known[id(p)] for name, p in self.base.trained.items()}
-
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
         """Mean loss a target token of one row. Padding needs no mask: it comes after all that the targets see."""
         ids, wanted, counted = sample
         everything = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)  # transformers would look for padding
-        named = {self._own_names[name]: w for name, w in weights.items()}
         given = {"input_ids": ids[None], "attention_mask": everything, "use_cache": False}
-        with self._computing(), sdpa_kernel(SDPBackend.MATH):  # the others have no rule for many samples at once
-            logits = torch.func.functional_call(self.base.model, named, (), given).logits[0]
+        logits = self._logits_at(weights, given)[0]
         losses = torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none")
         return (losses * counted).sum() / counted.sum()
 

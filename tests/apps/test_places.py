@@ -50,3 +50,12 @@ def test_fedsp_distils_its_proxy_on_the_servers_rows_before_round_0(tmp_path):
 def test_fedsp_without_rows_of_the_servers_own_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match=r"task.server-data: expected a folder .* distil_steps = 0"):
         prepare(parse(FEDSP), RunFolder(tmp_path / "run"), "r")
+
+
+def test_noisy_steps_need_a_task_whose_rows_have_gradients_of_their_own(tmp_path):
+    noisy = "dp_sgd = {clip = 1.0, noise = 1.0, learning_rate = 0.1}"
+    flat = {"method.name": "fedrand", "method.fields": noisy, "task.name": "vision-language", "run.name": "r"}
+    with pytest.raises(
+        ConfigError, match="dp_sgd: expected a task with gradients of single rows, found vision-language"
+    ):
+        prepare(parse(flat), RunFolder(tmp_path / "run"), "r")

@@ -198,3 +198,29 @@ def test_text_rows_have_gradients_of_their_own(adapter):
         assert float(found.losses[i]) == pytest.approx(float(loss.detach()), rel=1e-5)
         for name, g in zip(task.trained, wanted, strict=True):
             torch.testing.assert_close(found.gradients[name][i], g, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("adapter", [AllWeights(), Lora(2)], ids=["all", "lora"])
+def test_images_have_gradients_of_their_own(adapter, tmp_path):
+    """Against backpropagation through each image alone."""
+    from PIL import Image
+
+    for i in range(3):
+        (tmp_path / "train" / f"c{i}").mkdir(parents=True)
+        Image.new("RGB", (32, 32), (80 * i, 30, 200 - 60 * i)).save(tmp_path / "train" / f"c{i}" / "x.png")
+    flat = {
+        "task.name": "image-classification",
+        "task.classes": 3,
+        "task.target-column": "label",
+        "task.label-column": "label",
+    }
+    task = tasks.load(parse(flat), adapter, "cpu")
+    weights = task.initial(rng.initial(0, "w"))
+    rows = task.prepare(task.examples(tmp_path, "train"))
+    found = task.local(rows, rng.initial(0, "b")).per_sample_gradients(weights, Batch((0, 2)))
+    for i, row in enumerate((rows[0], rows[2])):
+        task.put(weights)
+        wanted = torch.autograd.grad(task.loss_sum(task.collate([row])), list(task.trained.values()), allow_unused=True)
+        for name, g in zip(task.trained, wanted, strict=True):
+            expected = torch.zeros_like(found.gradients[name][i]) if g is None else g
+            torch.testing.assert_close(found.gradients[name][i], expected, rtol=1e-3, atol=2e-5)
