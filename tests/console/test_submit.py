@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from console.app import copied
 from console.main import main
 
 
@@ -86,3 +87,25 @@ def test_a_wrong_key_is_refused_before_anything_is_sent(tmp_path, flower, capsys
     assert submitted(tmp_path, "--set", "run.round=1") == 2
     assert flower == []
     assert "run.round" in capsys.readouterr().err
+
+
+def test_flower_gets_a_copy_without_what_no_bundle_holds(tmp_path):
+    """And nothing is left of it; a folder that is no app is handed on as it is, for Flower's own words."""
+    for name in (
+        "pyproject.toml",
+        ".gitignore",
+        "fedveil/a.py",
+        "fedveil/.hidden",
+        ".venv/b.py",
+        ".git/c",
+        "runs/d",
+        "build/e.py",
+    ):
+        (tmp_path / "app" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "app" / name).touch()
+    with copied(tmp_path / "app") as copy:
+        found = sorted(p.relative_to(copy).as_posix() for p in copy.rglob("*") if p.is_file())
+    assert found == [".gitignore", "fedveil/.hidden", "fedveil/a.py", "pyproject.toml"]
+    assert not copy.exists()
+    with copied(tmp_path) as same:
+        assert same == tmp_path
