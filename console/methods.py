@@ -55,11 +55,11 @@ def _show(console: Any, name: str) -> None:
     cls = strategies.load(name)
     console.print(inspect.getdoc(importlib.import_module(cls.__module__)), markup=False)
     console.print(_fields(cls))
-    if (plain := strategies.create(name)).budget is None and plain.uploads != "gradients":
+    method = strategies.create(name)
+    if method.budget is None and method.uploads != "gradients":
         console.print(
             "Clients may train by noisy steps: dp_sgd = {clip, noise, learning_rate, epsilon, delta}", markup=False
         )
-    method = strategies.create(name)
     spec = example_spec(method.adapter)
     layout = method.layout(spec)
     console.print(_wire(layout, "down", spec))

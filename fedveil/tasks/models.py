@@ -17,17 +17,12 @@ from fedveil.columns import Place
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, TaskError
 from fedveil.method import Weights
-from fedveil.tasks import layers, tiny
+from fedveil.tasks import layers, scratch, tiny
 from fedveil.tasks.adapting import attach
 from fedveil.tasks.library import first_line, quiet
 
 NEXT = 'give "tiny", a folder made with save_pretrained, or a hub id that this machine can reach or has cached'
 PREPROCESSOR = "preprocessor_config.json"
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-TINY_VIT = {
-    "image_size": 32, "patch_size": 4, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "intermediate_size": 384,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -164,7 +159,7 @@ def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -
 
         where, is_local = find(name, config.task.name)
         try:
-            bare = _without_weights(where, is_local, config)
+            bare = scratch.config_of(where, is_local, config)
             processor = None
             if not is_local or (where != "tiny" and (Path(where) / PREPROCESSOR).is_file()):
                 processor = AutoImageProcessor.from_pretrained(where, local_files_only=is_local)
@@ -174,7 +169,7 @@ def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -
                 )
                 _check_whole(name, info)
             else:
-                model = _drawn(bare, rng.initial(config.run.seed, "base model"))
+                model = scratch.drawn(bare, rng.initial(config.run.seed, "base model"))
         except (TaskError, ConfigError):
             raise
         except Exception as error:  # as in `loaded`
@@ -194,40 +189,9 @@ def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -
                     f'{type(model).__name__} in "{name}"; take one with weights, or a ViT'
                 )
             model = model.to(_precision(config, adapter, device)["dtype"])
-            draw = partial(_draw, bare)
+            draw = partial(scratch.draw, bare)
         trained = attach(model, adapter)
     return Base(_ready(model, config, device), None, trained, None, processor, draw=draw)
-
-
-def _without_weights(where: str, is_local: bool, config: RunConfig) -> Any:
-    """The config of a model that has no weights; None where it has some. Raises TaskError where it should have some."""
-    from transformers import AutoConfig, ViTConfig
-
-    classes = config.task.classes
-    if where == "tiny":
-        return ViTConfig(**TINY_VIT, num_labels=classes)
-    if not is_local or any(True for pattern in WEIGHTS for _ in Path(where).glob(pattern)):
-        return None
-    if not config.task.from_scratch:
-        raise TaskError(
-            f'task.model: expected weights beside config.json in "{where}", found none; copy them there, or set '
-            "task.from-scratch = true to train from scratch"
-        )
-    return AutoConfig.from_pretrained(where, local_files_only=True, num_labels=classes)
-
-
-def _drawn(bare: Any, stream: rng.Stream) -> Any:
-    """A model of that config, fp32, its weights drawn from `stream`."""
-    from transformers import AutoModelForImageClassification
-
-    with torch.random.fork_rng(devices=[]):  # the library draws from the global generator alone
-        torch.default_generator.manual_seed(stream.torch_generator().initial_seed())
-        return AutoModelForImageClassification.from_config(bare, dtype=torch.float32)
-
-
-def _draw(bare: Any, stream: rng.Stream) -> Weights:
-    with quiet():
-        return {name: parameter.detach() for name, parameter in _drawn(bare, stream).named_parameters()}
 
 
 def loaded(
