@@ -7,36 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from fedveil.method import Batch, FeatureGradients, Local, PerSample, Spec, Trained, Weights
+from fedveil.method import Around, Batch, FeatureGradients, Local, PerSample, Trained, Weights
 from fedveil.privacy.plan import Sampling
 from fedveil.rng import Stream
 
 
-class Forwarding:
+class Forwarding(Around):
     """Asks `inner` everything. See Local."""
 
     def __init__(self, inner: Local) -> None:
+        super().__init__(inner)
         self.inner = inner
-
-    @property
-    def num_examples(self) -> int:
-        """See Local."""
-        return self.inner.num_examples
-
-    @property
-    def spec(self) -> Spec:
-        """See Local."""
-        return self.inner.spec
-
-    @property
-    def batch_size(self) -> int:
-        """See Local."""
-        return self.inner.batch_size
-
-    @property
-    def steps(self) -> int:
-        """See Local."""
-        return self.inner.steps
 
     def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
         """See Local."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fedveil.method import (
+    Around,
     Batch,
     FeatureGradients,
     Layout,
@@ -71,20 +72,12 @@ class Exchange:
         return message
 
 
-class _Reporting:
+class _Reporting(Around):
     """A Local that remembers what the last training reported; of steps on rows apart, how many there were in all."""
 
     def __init__(self, local: Local) -> None:
-        self._local = local
+        super().__init__(local)
         self.report: Mapping[str, float] = {}
-
-    @property
-    def num_examples(self) -> int:
-        return self._local.num_examples
-
-    @property
-    def spec(self) -> Spec:
-        return self._local.spec
 
     def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
         trained = self._local.train(weights) if frozen is None else self._local.train(weights, frozen)
@@ -95,14 +88,6 @@ class _Reporting:
         found = self._local.gradient(weights)
         self.report = found.report
         return found
-
-    @property
-    def batch_size(self) -> int:
-        return self._local.batch_size
-
-    @property
-    def steps(self) -> int:
-        return self._local.steps
 
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
         drawn = self._local.batches(sampling, steps, rng, skip)

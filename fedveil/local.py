@@ -160,3 +160,30 @@ class Local(Protocol):
             TaskError: a task whose rows meet the weights in more than such features.
         """
         ...
+
+
+class Around:
+    """What a Local in front of another one says of it: facts alone. A look at rows is never handed on without being asked for."""
+
+    def __init__(self, local: Local) -> None:
+        self._local = local
+
+    @property
+    def num_examples(self) -> int:
+        """See Local, here and below."""
+        return self._local.num_examples
+
+    @property
+    def spec(self) -> Spec:
+        """See Local."""
+        return self._local.spec
+
+    @property
+    def batch_size(self) -> int:
+        """See Local."""
+        return self._local.batch_size
+
+    @property
+    def steps(self) -> int:
+        """See Local."""
+        return self._local.steps

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from fedveil.adapters import Adapter
+from fedveil.local import Around as Around
 from fedveil.local import Batch as Batch
 from fedveil.local import FeatureGradients as FeatureGradients
 from fedveil.local import Local as Local

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import final
 
 from fedveil.errors import BudgetError
-from fedveil.method import Batch, FeatureGradients, Local, Method, PerSample, Spec, Trained, Weights
+from fedveil.method import Around, Batch, FeatureGradients, Local, Method, PerSample, Trained, Weights
 from fedveil.privacy.ledger import Ledger
 from fedveil.privacy.plan import Budget, Plan, Sampling
 from fedveil.rng import Stream
 
 
 @final
-class Accounted:
+class Accounted(Around):
     """Charges the batches when they are drawn; a batch may be looked at once, and nothing but batches may be.
 
     Attributes:
@@ -23,28 +23,9 @@ class Accounted:
     def __init__(self, local: Local, method: Method, ledger: Ledger, budget: Budget, records: Sequence[str]) -> None:
         if len(records) != local.num_examples:
             raise ValueError(f"records: expected {local.num_examples} names, one a row, found {len(records)}")
-        self._local, self._method, self._ledger, self._budget, self._records = local, method, ledger, budget, records
+        super().__init__(local)
+        self._method, self._ledger, self._budget, self._records = method, ledger, budget, records
         self._paid: list[Batch] = []
-
-    @property
-    def num_examples(self) -> int:
-        """See Local."""
-        return self._local.num_examples
-
-    @property
-    def spec(self) -> Spec:
-        """See Local."""
-        return self._local.spec
-
-    @property
-    def batch_size(self) -> int:
-        """See Local."""
-        return self._local.batch_size
-
-    @property
-    def steps(self) -> int:
-        """See Local."""
-        return self._local.steps
 
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
         """See Local. Raises BudgetError before anything is looked at."""

@@ -33,6 +33,7 @@ from typing import Any, ClassVar, Literal, final
 from fedveil.adapters import Adapter
 from fedveil.errors import ConfigError
 from fedveil.method import (
+    Around,
     Batch,
     FeatureGradients,
     Layout,
@@ -190,31 +191,12 @@ class Noisy(Method):
 
 
 @final
-class NoisySteps:
+class NoisySteps(Around):
     """A Local that trains by noisy steps on rows apart."""
 
     def __init__(self, local: Local, how: DpSgd, ctx: RoundContext) -> None:
-        self._local, self._how, self._ctx = local, how, ctx
-
-    @property
-    def num_examples(self) -> int:
-        """See Local."""
-        return self._local.num_examples
-
-    @property
-    def spec(self) -> Spec:
-        """See Local."""
-        return self._local.spec
-
-    @property
-    def batch_size(self) -> int:
-        """See Local."""
-        return self._local.batch_size
-
-    @property
-    def steps(self) -> int:
-        """See Local."""
-        return self._local.steps
+        super().__init__(local)
+        self._how, self._ctx = how, ctx
 
     def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
         """`steps` noisy steps from `weights`, which stay as they are. Reports their number alone."""
