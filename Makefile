@@ -36,8 +36,9 @@ containers: $(READY) ## Build the image and run the tests that need a container 
 check: $(READY) ## Run ruff, mypy and the import rules
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/python tools/one_tree.py .one_tree
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@cd .one_tree && $(abspath $(BIN))/lint-imports --config ../pyproject.toml --cache-dir ../.import_linter_cache
 
 bench: $(READY) ## Run a benchmark: make bench PRESET=fedrand/e2e ARGS=--quick; without PRESET, list them
 	@$(BIN)/fedveil bench $(if $(PRESET),$(PRESET),--list) $(ARGS)

@@ -27,12 +27,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attacks import alignment, factor_pairing, statistics
-from attacks.base import Knowledge, View
-from attacks.controls import Overfitted
-from attacks.membership import Base, centred
-from fedveil.method import Weights
-from fedveil.tasks.base import Rows, Task
+from fedveil.attacks import statistics
+from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.controls import Overfitted
+from fedveil.attacks.hidden_model import factor_pairing
+from fedveil.attacks.membership import alignment
+from fedveil.attacks.membership.scores import Base, centred
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Rows, Task
 
 RESAMPLES = 1000
 WRONG_SITE = "alignment, wrong site"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from fedveil.contract.layout import Direction, Payload
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Task
 from fedveil.errors import FedVeilError
-from fedveil.exchange import Exchange
-from fedveil.method import Direction, Payload, Weights
-from fedveil.tasks.base import Task
+from fedveil.federation.exchange import Exchange
 from fedveil.wire.envelope import Stamp, unpack
 from fedveil.wire.tap import Seen, Tap
 

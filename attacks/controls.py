@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import strategies
-from attacks.base import View
-from fedveil import rng
+from fedveil import rng, strategies
+from fedveil.attacks.base import View
 from fedveil.config import RunConfig, parse
-from fedveil.exchange import Exchange
-from fedveil.inprocess import Federation
-from fedveil.method import Local, RoundContext, Weights
-from fedveil.tasks.base import Rows, Task
+from fedveil.contract.method import RoundContext
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Rows, Task
+from fedveil.contract.trainer import Local
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
 from fedveil.wire.tap import Tap
 
 KNOWN_BY_HEART = 0.1  # of the loss at the start

@@ -1,6 +1,6 @@
 """Runs one preset: a TOML file in `presets/<paper>/<table>.toml` that names its runner and its settings.
 
-A runner is a module of this folder with `run(preset, options) -> Outcome`. The result has one schema for all:
+A runner is a module below this folder with `run(preset, options) -> Outcome`. The result has one schema for all:
 
     {"preset", "quick", "commit", "environment", "rows": [{"name", "metrics": {name: {mean, low, high, n}}, ...}],
      "paper": {row: {metric: value}}, "differences": [...], "verdicts": [...]}
@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedveil import places
 from fedveil.errors import ConfigError
 
-_PRESETS = Path(__file__).parent / "presets"
 # Student's t, two-sided 95 %, by degrees of freedom; the normal's value beyond.
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
 
@@ -33,7 +33,7 @@ class Options:
     """What the command line says.
 
     Attributes:
-        launch: starts a real federation (`console.launch`), for the presets that need one.
+        launch: starts a real federation (`fedveil.console.flower.local_federation`), for the presets that need one.
         say: progress, a line at a time.
     """
 
@@ -56,16 +56,17 @@ class Outcome:
 
 def names() -> list[str]:
     """Every preset, as "<paper>/<table>"."""
-    return sorted(str(p.relative_to(_PRESETS).with_suffix("")) for p in _PRESETS.glob("*/*.toml"))
+    presets = places.folder("benchmarks/presets")
+    return sorted(str(p.relative_to(presets).with_suffix("")) for p in presets.glob("*/*.toml"))
 
 
 def run_preset(name: str, options: Options) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The result of one preset, and files to keep beside it, by suffix. Raises ConfigError for an unknown one."""
     if name not in names():
         raise ConfigError(f'preset: expected one of {names()}, found "{name}"')
-    preset = tomllib.loads((_PRESETS / f"{name}.toml").read_text())
+    preset = tomllib.loads((places.folder("benchmarks/presets") / f"{name}.toml").read_text())
     settings = _merged(preset["settings"], preset.get("quick", {}) if options.quick else {})
-    outcome: Outcome = importlib.import_module(f"benchmarks.{preset['runner']}").run(settings, options)
+    outcome: Outcome = importlib.import_module(f"fedveil.benchmarks.{preset['runner']}").run(settings, options)
     result = {
         "preset": name,
         "title": preset["title"],
@@ -105,7 +106,8 @@ def intervals(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]
 
 def commit() -> str:
     """The repository's commit, "+" where files have changed since; empty outside a checkout."""
-    here = Path(__file__).parent
+    if (here := places.checkout()) is None:
+        return ""
     describe = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     done = subprocess.run(describe, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""

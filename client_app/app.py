@@ -16,9 +16,10 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
-from client_app import link, policy
-from client_app.assignment import Assignment
-from client_app.owner import owner_of_this_process
+from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site import policy
+from fedveil.client_app.worker import link
+from fedveil.client_app.worker.owner import owner_of_this_process
 from fedveil.errors import BudgetError, PolicyError, WireError
 from fedveil.wire import header, slices
 
@@ -66,8 +67,8 @@ def _trained(record: ArrayRecord, assignment: Assignment) -> list[bytes]:
 
 def _in_this_process(message: Iterator[bytes], assignment: Assignment) -> list[bytes]:
     """Without a worker: as asked for, or under the simulation engine, whose processes stay anyway."""
-    from client_app.private import PrivateStore
-    from client_app.turn import Turns
+    from fedveil.client_app.site.private import PrivateStore
+    from fedveil.client_app.turn import Turns
 
     turn = Turns().take(lambda: b"".join(message), assignment)
     upload = list(slices.sliced(slices.drained(turn.parts)))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from client_app.site import Site, parse_site
+from fedveil.client_app.site.node_config import Site, parse_site
 from fedveil.config import RunConfig, parse
 from fedveil.errors import WireError
 

@@ -7,17 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from client_app.assignment import Assignment
-from client_app.private import PrivateStore, ledger_of
 from fedveil import tasks
+from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.private import PrivateStore, ledger_of
+from fedveil.contract.budget import check_seeded
+from fedveil.contract.codec import Buffer
+from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.task import Examples, Rows, Share, Task, Watch, unwatched
+from fedveil.contract.trainer import Local
 from fedveil.errors import ConfigError
-from fedveil.exchange import Exchange
-from fedveil.method import Local, Method, RoundContext
-from fedveil.privacy.accounted import Accounted
-from fedveil.privacy.plan import check_seeded
-from fedveil.tasks.base import Examples, Rows, Share, Task, Watch, unwatched
-from fedveil.tasks.rows import WHERE
-from fedveil.wire.codec import Buffer
+from fedveil.federation.exchange import Exchange
+from fedveil.privacy.metered import Accounted
+from fedveil.rows.reading import WHERE
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 
@@ -77,7 +78,7 @@ class Turns:
 
     def _task_and_exchange(self, assignment: Assignment) -> tuple[Task, Exchange]:
         if self._loaded is None:
-            import strategies
+            from fedveil import strategies
 
             order = assignment.order
             method = strategies.create_from_json(order.method, order.fields)

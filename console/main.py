@@ -1,29 +1,43 @@
-"""The `fedveil` command. A sub-command is a file of this folder with `add_parser` and `run`; nothing to register."""
+"""The `fedveil` command. A sub-command is a file below `commands/`, with `add_parser` and `run`; nothing to register.
+
+The folder that a command lies in is its group in the help. Only the chosen command is imported; the help is made of the
+files' first lines.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import difflib
 import importlib
 import os
-import pkgutil
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
-import console
-from fedveil import __version__
+from fedveil import __version__, places
 from fedveil.errors import FedVeilError
+
+# The groups, in the order of a newcomer's needs. A folder that is not named here comes last.
+_GROUPS = {
+    "trying": "to try and to measure",
+    "running": "runs",
+    "site": "at a site",
+    "federation": "for whoever operates a federation",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sub-command; 2 after an error that FedVeil raised on purpose, 130 after Ctrl-C."""
     # Before torch: threads that spin for each other make a busy machine many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    arguments = parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job would ignore it
         signal.signal(number, _interrupt)
     try:
+        arguments = parser(given[0] if given else "").parse_args(given)
         return int(arguments.run(arguments))
     except FedVeilError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -36,18 +50,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line, from the files of this folder."""
+def commands() -> dict[str, Path]:
+    """Every sub-command's file, by its name."""
+    files = places.folder("console/commands").glob("*/*.py")
+    return {file.stem: file for file in sorted(files) if file.stem != "__init__"}
+
+
+def parser(chosen: str) -> argparse.ArgumentParser:
+    """The command line of one sub-command; where `chosen` is none, the help of all."""
+    found = commands()
     whole = argparse.ArgumentParser(
-        prog="fedveil", description="Federated fine-tuning in which every exchange withholds something on purpose."
+        prog="fedveil",
+        description="Federated fine-tuning in which every exchange withholds something on purpose.",
+        epilog=None if chosen in found else _listed(found),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     whole.add_argument("--version", action="version", version=f"fedveil {__version__}")
-    sub = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in sorted(module.name for module in pkgutil.iter_modules(console.__path__)):
-        module = importlib.import_module(f"console.{name}")
-        if hasattr(module, "add_parser"):
-            module.add_parser(sub)
+    if chosen in found:
+        sub = whole.add_subparsers(metavar="COMMAND", required=True)
+        group = found[chosen].parent.name
+        importlib.import_module(f"fedveil.console.commands.{group}.{chosen}").add_parser(sub)
+    else:
+        whole.add_argument("command", metavar="COMMAND", type=_known, help="one of those below")
     return whole
+
+
+def _known(name: str) -> str:
+    """Refuses every word: a command that is there never comes here."""
+    near = difflib.get_close_matches(name, commands(), 1)
+    raise argparse.ArgumentTypeError(f"no command {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def _listed(found: dict[str, Path]) -> str:
+    """The commands by group, each with the first line of its file."""
+    order = [*_GROUPS, *sorted({file.parent.name for file in found.values()} - set(_GROUPS))]
+    lines = []
+    for group in order:
+        lines += ["", f"{_GROUPS.get(group, group)}:"]
+        lines += [f"  {name:<10} {_summary(file)}" for name, file in found.items() if file.parent.name == group]
+    return "\n".join(lines[1:])
+
+
+def _summary(file: Path) -> str:
+    """The first line of a command's file without its name: "`fedveil x`: does this." gives "does this"."""
+    first = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    return first.partition(": ")[2].rstrip(".") or first
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

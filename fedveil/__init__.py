@@ -1,3 +1,14 @@
-"""What every method, app, attack and benchmark stands on. Knows no method by name."""
+"""FedVeil: federated fine-tuning in which every exchange withholds something on purpose.
 
-__version__ = "0.1.0"
+One import name. The rooms `strategies`, `server_app`, `client_app`, `attacks`, `guard`, `benchmarks` and `console` are
+`fedveil.strategies` and so on. A wheel has them inside this package. In a checkout, and in the bundle that Flower
+installs, they lie beside it, so their folder becomes a part of this package's path.
+"""
+
+from pathlib import Path as _Path
+
+__version__ = "0.2.0"
+
+_beside = _Path(__file__).parent.parent
+if (_beside / "pyproject.toml").is_file() and (_beside / "strategies").is_dir():
+    __path__.append(str(_beside))

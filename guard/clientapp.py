@@ -40,12 +40,12 @@ from flwr.common.config import get_project_dir
 from flwr.supercore import log
 
 if TYPE_CHECKING:
-    from client_app.assignment import Assignment
+    from fedveil.client_app.assignment import Assignment
 
 _FLOWER = "1.39."
 _HOOKS = ("pull_task_input", "install_from_fab", "push_message")
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-_BUNDLED = ("client_app", "fedveil", "strategies", "server_app")
+_BUNDLED = ("client_app", "fedveil", "server_app", "strategies")
 _PUBLIC = ("PolicyError", "WireError")
 
 
@@ -72,8 +72,8 @@ class Guard:
         self._assignments, self._policy, self._audit_log, self._header, self._slices, self._bundle, self._signature = (
             importlib.import_module(name)
             for name in (
-                "client_app.assignment", "client_app.policy", "fedveil.audit_log", "fedveil.wire.header",
-                "fedveil.wire.slices", "guard.bundle", "guard.signature",
+                "fedveil.client_app.assignment", "fedveil.client_app.site.policy", "fedveil.records.audit_log", "fedveil.wire.header",
+                "fedveil.wire.slices", "fedveil.guard.bundle", "fedveil.guard.signature",
             )
         )  # fmt: skip
 
@@ -118,7 +118,7 @@ class Guard:
         digest = hashlib.sha256(content).hexdigest()
         by = self._signature.signer(str(context.run_config.get("run.signature", "")), digest)
         self._about = {"flower_run": str(run.run_id), "node": str(context.node_id), "app": digest, "signer": by}
-        site = importlib.import_module("client_app.site").parse_site(context.node_config)
+        site = importlib.import_module("fedveil.client_app.site.node_config").parse_site(context.node_config)
         self._about |= {"site": site.site, "policy": _file_digest(site.policy)}
         self._log_file = site.state_dir.expanduser() / self._audit_log.NAME
         records = message.content

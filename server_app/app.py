@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from flwr.app import ArrayRecord
 
     from fedveil.config import RunConfig
-    from fedveil.method import Method, Weights
-    from fedveil.tasks.base import Task
-    from server_app.record import RunFolder
-    from server_app.strategy import MethodStrategy
+    from fedveil.contract.method import Method
+    from fedveil.contract.spec import Weights
+    from fedveil.contract.task import Task
+    from fedveil.server_app.record import RunFolder
+    from fedveil.server_app.strategy import MethodStrategy
 
 app = ServerApp()
 
@@ -29,7 +30,7 @@ def main(grid: Grid, context: Context) -> None:
     """One run."""
     from fedveil.config import parse
     from fedveil.errors import FedVeilError
-    from server_app.record import RunFolder
+    from fedveil.server_app.record import RunFolder
 
     config = parse(context.run_config)
     name = config.run.name or f"run-{context.run_id}"
@@ -55,11 +56,10 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStra
     Raises:
         ConfigError, TaskError: one line that names the key, what was expected and what was found.
     """
-    import strategies
-    from fedveil import tasks
+    from fedveil import strategies, tasks
+    from fedveil.contract.budget import check_seeded
     from fedveil.errors import ConfigError
-    from fedveil.privacy.plan import check_seeded
-    from fedveil.tasks.per_sample import SampleLoss
+    from fedveil.training.per_sample import SampleLoss
 
     method = strategies.create(config.method.name, config.method.fields)
     check_seeded(method.budget, config.run.deterministic)
@@ -71,8 +71,8 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStra
 
     from flwr.app import ArrayRecord
 
-    from server_app.evaluate import Evaluator
-    from server_app.strategy import MethodStrategy
+    from fedveil.server_app.evaluate import Evaluator
+    from fedveil.server_app.strategy import MethodStrategy
 
     own = method.server_adapter
     evaluator = Evaluator.of(task if own == method.adapter else tasks.load(config, own), config)
@@ -105,7 +105,7 @@ def initial(method: Method, task: Task, config: RunConfig) -> Weights:
 
     from fedveil import tasks
     from fedveil.errors import ConfigError
-    from fedveil.tasks.distillation import Distillation
+    from fedveil.server_app.distillation import Distillation
     from fedveil.tasks.text_generation import TextGeneration
 
     model = tasks.load(config, method.server_adapter)

@@ -20,15 +20,16 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Rec
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from fedveil.audit_log import Head
+from fedveil.contract.codec import Buffer
+from fedveil.contract.layout import Direction
+from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.errors import StateError, UploadRefused, WireError
-from fedveil.exchange import Exchange
-from fedveil.method import Direction, RoundContext, State, Upload
+from fedveil.federation.exchange import Exchange
+from fedveil.records.audit_log import Head
+from fedveil.server_app import intake
+from fedveil.server_app.record import RoundRecord, RunFolder
 from fedveil.wire import slices
-from fedveil.wire.codec import Buffer
 from fedveil.wire.tap import Tap
-from server_app import intake
-from server_app.record import RoundRecord, RunFolder
 
 _POLL_SECONDS = 0.25
 _REASON_CHARACTERS = 300

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedveil.config import EvaluateConfig, RunConfig
-from fedveil.method import Method, State
-from fedveil.tasks.base import Examples, Task
+from fedveil.contract.method import Method, State
+from fedveil.contract.task import Examples, Task
 
 
 @dataclass(frozen=True)

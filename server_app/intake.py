@@ -19,8 +19,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fedveil.contract.codec import Coded
 from fedveil.errors import UploadRefused
-from fedveil.wire.codec import Coded
 from fedveil.wire.envelope import Message
 
 

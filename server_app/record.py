@@ -22,12 +22,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedveil import __version__, audit_log
+from fedveil import __version__
 from fedveil.config import RunConfig
+from fedveil.contract.codec import Buffer
+from fedveil.contract.layout import Direction
+from fedveil.contract.method import Method, State
+from fedveil.contract.spec import Weights
 from fedveil.errors import StateError
-from fedveil.method import Direction, Method, State, Weights
-from fedveil.state import load_state, save_state, write_atomic
-from fedveil.wire.codec import Buffer
+from fedveil.records import audit_log
+from fedveil.records.state import load_state, save_state, write_atomic
 from fedveil.wire.envelope import describe
 from fedveil.wire.tap import Tap
 

@@ -16,16 +16,17 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 from torch import Tensor
 
-from fedveil import cohort as cohorts
 from fedveil import rng
 from fedveil.config import CohortConfig
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights, spec_of
 from fedveil.errors import ConfigError, QuorumError
-from fedveil.exchange import Exchange
-from fedveil.method import Method, RoundContext, Spec, State, Upload, Weights, spec_of
-from fedveil.state import digest
-from server_app import intake, sites
-from server_app.attempt import Attempt
-from server_app.record import RoundRecord, RunFolder
+from fedveil.federation import cohort as cohorts
+from fedveil.federation.exchange import Exchange
+from fedveil.records.state import digest
+from fedveil.server_app import intake, sites
+from fedveil.server_app.attempt import Attempt
+from fedveil.server_app.record import RoundRecord, RunFolder
 
 Scores = dict[str, dict[str, float]]
 

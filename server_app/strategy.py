@@ -18,12 +18,13 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
 from fedveil.config import CohortConfig
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec
 from fedveil.errors import ConfigError
-from fedveil.method import Method, RoundContext, Spec, State, Upload
-from server_app import intake, sites
-from server_app.attempt import Attempt
-from server_app.record import RoundRecord, RunFolder
-from server_app.rounds import Rounds, Scores
+from fedveil.server_app import intake, sites
+from fedveil.server_app.attempt import Attempt
+from fedveil.server_app.record import RoundRecord, RunFolder
+from fedveil.server_app.rounds import Rounds, Scores
 
 
 class MethodStrategy(Strategy):

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fedveil.config import parse_toml
+from fedveil.contract.method import Method
 from fedveil.errors import ConfigError
-from fedveil.method import Method
 from fedveil.privacy.dp_sgd import DpSgd, Noisy
 
 
@@ -22,14 +22,14 @@ def names() -> list[str]:
 
 
 def load(name: str) -> type[Method]:
-    """The method's class: the one Method that the module `strategies.<name>` defines.
+    """The method's class: the one Method that the module `fedveil.strategies.<name>` defines.
 
     Raises:
         ConfigError: no file of that name.
     """
     if name not in names():
         raise ConfigError(f'method.name: expected one of {names()}, found "{name}"')
-    module = importlib.import_module(f"strategies.{name}")
+    module = importlib.import_module(f"fedveil.strategies.{name}")
     found = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
     (method,) = [c for c in found if issubclass(c, Method)]
     return method

@@ -58,17 +58,23 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from fedveil import low_rank, rng
-from fedveil.adapters import Prompt
+from fedveil import rng
+from fedveil.adapters.prompt import Prompt
+from fedveil.algebra import low_rank
+from fedveil.algebra.low_rank import Residual
+from fedveil.algebra.mean import WeightedMean
+from fedveil.contract import budget as plan
+from fedveil.contract.budget import Budget, Neighbours, Plan, Sampling, joint
+from fedveil.contract.layout import Field, Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Batch, Local
 from fedveil.errors import ConfigError, WireError
-from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
-from fedveil.low_rank import Residual
-from fedveil.mean import WeightedMean
-from fedveil.method import Batch, Field, Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
-from fedveil.privacy import clip, noise, plan, turn
-from fedveil.privacy.plan import Budget, Neighbours, Plan, Sampling, joint
+from fedveil.privacy import clipping, noise
+from fedveil.privacy import sampling as turn
 from fedveil.rng import Stream
 from fedveil.wire.dense import Dense
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
 PROMPT = "prompt"
 _ROWS = "rows_a_step"  # B, which the server's noise is divided by in the modes paper and code
@@ -188,19 +194,19 @@ class DpFpl(Method):
         size, c_local, c_global = local.batch_size, self.clip_local, self.clip_global
         if self.clipped == "texts":
             found = local.feature_gradients(seen, batch)
-            total = clip.clipped_outer_sum(found.left, found.right, self.clip_texts)
+            total = clipping.clipped_outer_sum(found.left, found.right, self.clip_texts)
             std = self.clip_texts * joint(self.noise_local, self.noise_global)
             whole = found.pull(noise.added(total, std, ctx.noise(f"noise texts {step}")) / size)[PROMPT]
             return low_rank.full_gradient(u, v, whole @ v.T, u.T @ whole), whole
         g = local.per_sample_gradients(seen, batch).gradients[PROMPT]
         parts = {"u": g @ v.T, "v": u.T @ g}
         if self.mode == "code":
-            sums = {n: clip.clipped_mean(part, size, c_local) * size for n, part in parts.items()}
-            whole = clip.clipped_mean(g, size, c_global) * size
+            sums = {n: clipping.clipped_mean(part, size, c_local) * size for n, part in parts.items()}
+            whole = clipping.clipped_mean(g, size, c_global) * size
         else:
             together = [parts] if self.mode == "strict" else [{n: part} for n, part in parts.items()]
-            sums = {n: s for group in together for n, s in clip.clipped_sum(group, c_local).items()}
-            whole = clip.clipped_sum({PROMPT: g}, c_global)[PROMPT]
+            sums = {n: s for group in together for n, s in clipping.clipped_sum(group, c_local).items()}
+            whole = clipping.clipped_sum({PROMPT: g}, c_global)[PROMPT]
         std = c_local * (self.noise_local if self.mode == "strict" else self._nominal)
         d_u, d_v = (noise.added(sums[n], std, ctx.noise(f"noise {n} {step}")) / size for n in ("u", "v"))
         if self.mode == "strict":

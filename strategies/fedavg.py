@@ -21,7 +21,7 @@ Formal guarantees: none.
 |---|---|
 | no upload | the weights stay, bit for bit |
 | one upload | its weights, bit for bit |
-| LoRA factors | A and B are averaged apart: mean(B) mean(A) is not mean(B A), see `fedveil.lora.aggregation_gap` |
+| LoRA factors | A and B are averaged apart: mean(B) mean(A) is not mean(B A), see `fedveil.adapters.factors.aggregation_gap` |
 
 Differences from the paper: AdamW or SGD is the task's choice; the mean is over the cohort of the round.
 """
@@ -32,11 +32,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters import Adapter, Lora
-from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
-from fedveil.mean import WeightedMean
-from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
+from fedveil.adapters.kinds import Adapter
+from fedveil.adapters.lora import Lora
+from fedveil.algebra.mean import WeightedMean
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Local
 from fedveil.rng import Stream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
 
 @final

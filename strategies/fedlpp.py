@@ -38,14 +38,17 @@ from typing import Literal, final
 
 import torch
 
-from fedveil.adapters import Lora
+from fedveil.adapters.lora import Lora
+from fedveil.algebra.masked_weights import Veil
+from fedveil.algebra.mean import WeightedMean
+from fedveil.algebra.quantise import Quantiser
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights, spec_of
+from fedveil.contract.trainer import Local
 from fedveil.errors import ConfigError
-from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
-from fedveil.mean import WeightedMean
-from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights, spec_of
-from fedveil.quantise import Quantiser
 from fedveil.rng import Stream
-from fedveil.veil import Veil
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
 
 @final

@@ -12,7 +12,7 @@ Two prompts a client: a shared one, averaged, and one of its own; an image's pat
 | T, gamma | `prompts.plan`, `adapter.mass` | patches x 2; part of the patches' mass that is transported |
 | n_i, n | `upload.num_examples`, their sum over the cohort | examples |
 
-    logit_c = s sum T o <patches, texts of c>,  T by unbalanced transport            (1, 2 of `fedveil.prompts`)
+    logit_c = s sum T o <patches, texts of c>,  T by unbalanced transport            (1, 2 of `fedveil.adapters.prompts`)
     (p_g, p_{l,i}) <- local epochs on both from (p_g of the round, p_{l,i} as kept)  (3, client)
     p_g <- sum_i (n_i / n) p_g^i                                                     (4, server)
 
@@ -41,12 +41,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil import prompts
-from fedveil.adapters import Prompt
-from fedveil.fields import WireDtype, cast_to, dense_fields, tensors_of
-from fedveil.mean import WeightedMean
-from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
+from fedveil.adapters import prompts
+from fedveil.adapters.prompt import Prompt
+from fedveil.algebra.mean import WeightedMean
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Local
 from fedveil.rng import Stream
+from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, tensors_of
 
 
 @final

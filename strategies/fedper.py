@@ -51,12 +51,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar, final
 
-from fedveil.adapters import Lora
+from fedveil.adapters.lora import Lora
+from fedveil.algebra.mean import WeightedMean
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Local
 from fedveil.errors import ConfigError, StateError
-from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
-from fedveil.mean import WeightedMean
-from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
 from fedveil.rng import Stream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ A shared prompt, averaged, plus a low-rank part of each client's own; a contrast
 | n_i, n | `upload.num_examples`, their sum over the cohort | examples |
 
     p_i = p_G + U_i V_i                                                         (1)
-    loss = cross entropy of p_i + mu R                                          (2; R: Eq. 3 of `fedveil.prompts`)
+    loss = cross entropy of p_i + mu R                                          (2; R: Eq. 3 of `fedveil.adapters.prompts`)
     (p_G, U_i, V_i) <- local epochs from (p_G of the round, U_i and V_i as kept)  (3, client)
     p_G <- sum_i (n_i / n) p_G^i                                                (4, server)
 
@@ -40,12 +40,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil import prompts
-from fedveil.adapters import Prompt
-from fedveil.fields import WireDtype, cast_to, dense_fields, tensors_of
-from fedveil.mean import WeightedMean
-from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
+from fedveil.adapters import prompts
+from fedveil.adapters.prompt import Prompt
+from fedveil.algebra.mean import WeightedMean
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Local
 from fedveil.rng import Stream
+from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, tensors_of
 
 
 @final

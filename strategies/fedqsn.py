@@ -51,27 +51,17 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor
 
-from fedveil.adapters import AllWeights
-from fedveil.columns import Place
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.algebra.masked_weights import Veil
+from fedveil.algebra.masks import MaskedMean
+from fedveil.algebra.quantise import Quantiser
+from fedveil.contract.layout import Direction, Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Place, Spec, TensorSpec, Weights  # fmt: skip
+from fedveil.contract.trainer import Local
 from fedveil.errors import ConfigError
-from fedveil.fields import WireDtype, as_spec
-from fedveil.masks import MaskedMean
-from fedveil.method import (
-    Direction,
-    Layout,
-    Local,
-    Method,
-    Payload,
-    RoundContext,
-    Spec,
-    State,
-    TensorSpec,
-    Upload,
-    Weights,
-)  # fmt: skip
-from fedveil.quantise import Quantiser
 from fedveil.rng import Stream
-from fedveil.veil import Veil
+from fedveil.wire.payloads import WireDtype, as_spec
 
 _VISIBLE = "visible."  # a layer's columns on the wire, one bit each
 

@@ -52,15 +52,18 @@ from typing import Literal, cast, final
 import torch
 from torch import Tensor
 
-from fedveil.adapters import Lora
+from fedveil.adapters.factors import FACTORS, Factor, factor, modules, of_factor
+from fedveil.adapters.lora import Lora
+from fedveil.algebra.mean import WeightedMean
+from fedveil.algebra.quantise import Quantiser
+from fedveil.contract.codec import Coded
+from fedveil.contract.layout import Layout, Payload, Word
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Local
 from fedveil.errors import ConfigError, StateError
-from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
-from fedveil.lora import FACTORS, Factor, factor, modules, of_factor
-from fedveil.mean import WeightedMean
-from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights, Word
-from fedveil.quantise import Quantiser
 from fedveil.rng import Stream
-from fedveil.wire.codec import Coded
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
 _INITIAL = "initial."  # A_0 in the server's state and on the wire, for cold = "initial" only
 

@@ -41,12 +41,15 @@ from typing import Literal, final
 
 import torch
 
-from fedveil.adapters import Prefix
+from fedveil.adapters.prefix import Prefix
+from fedveil.algebra.mean import WeightedMean
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Local, Preparing
 from fedveil.errors import ConfigError, StateError
-from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
-from fedveil.mean import WeightedMean
-from fedveil.method import Layout, Local, Method, Payload, Preparing, RoundContext, Spec, State, Upload, Weights
 from fedveil.rng import Stream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
 PREFIX = "prefix"
 _WHOLE, _PREFIX = "proxy", "prefix"  # variants of a broadcast

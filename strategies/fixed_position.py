@@ -36,14 +36,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, final
 
-from fedveil import descent
-from fedveil.adapters import Adapter, AllWeights
-from fedveil.descent import Exchanged, Optimiser
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.adapters.kinds import Adapter
+from fedveil.algebra import fedsgd
+from fedveil.algebra.fedsgd import Exchanged, Optimiser
+from fedveil.algebra.masks import MaskedMean, check_pattern, keeps
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Local
 from fedveil.errors import ConfigError
-from fedveil.fields import WireDtype, cast_to, dense_fields, tensors_of
-from fedveil.masks import MaskedMean, check_pattern, keeps
-from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
 from fedveil.rng import Stream
+from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, tensors_of
 
 
 @final
@@ -76,7 +80,7 @@ class FixedPosition(Method):
 
     def __post_init__(self) -> None:
         check_pattern("hidden", self.hidden)
-        descent.check_learning_rate(self.learning_rate)
+        fedsgd.check_learning_rate(self.learning_rate)
 
     def _sent(self, names: Iterable[str]) -> list[str]:
         return [name for name, keep in keeps({self.hidden: 1.0}, names).items() if keep]
@@ -88,17 +92,17 @@ class FixedPosition(Method):
                 f"hidden: expected a regular expression that matches some of {len(spec)} tensors such as {min(spec)}, "
                 f'found "{self.hidden}"'
             )
-        return descent.start(weights, self.optimiser)
+        return fedsgd.start(weights, self.optimiser)
 
     def broadcast(self, server: State, ctx: RoundContext) -> Payload:
         """w, the same for every client."""
-        return Payload(cast_to(descent.weights_of(server), self.wire_dtype))
+        return Payload(cast_to(fedsgd.weights_of(server), self.wire_dtype))
 
     def client(
         self, private: State | None, down: Payload, local: Local, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """g without the hidden tensors."""
-        found = descent.gradient(local, tensors_of(down), self.exchange)
+        found = fedsgd.gradient(local, tensors_of(down), self.exchange)
         return None, Payload(cast_to({n: found[n] for n in self._sent(local.spec)}, self.wire_dtype))
 
     def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
@@ -107,14 +111,14 @@ class FixedPosition(Method):
         for upload in uploads:
             for name, gradient in tensors_of(upload.payload).items():
                 mean.add(name, gradient, None, float(upload.num_examples) if self.weighted else 1.0)
-        eta = descent.rate_of(self.learning_rate, self.exchange, self.optimiser)
-        return descent.descend(server, mean, self.optimiser, eta)
+        eta = fedsgd.rate_of(self.learning_rate, self.exchange, self.optimiser)
+        return fedsgd.descend(server, mean, self.optimiser, eta)
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """One model: the server's."""
-        return {"server": descent.weights_of(server)}
+        return {"server": fedsgd.weights_of(server)}
 
     def layout(self, spec: Spec) -> Layout:
         """Every tensor down, all but the hidden ones up."""

@@ -32,12 +32,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil import prompts
-from fedveil.adapters import Prompt
-from fedveil.fields import WireDtype, as_spec, cast_to, dense_fields, tensors_of
-from fedveil.mean import WeightedMean
-from fedveil.method import Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
+from fedveil.adapters import prompts
+from fedveil.adapters.prompt import Prompt
+from fedveil.algebra.mean import WeightedMean
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Local
 from fedveil.rng import Stream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
 
 @final

@@ -51,15 +51,19 @@ from typing import Literal, cast, final
 import torch
 from torch import Tensor
 
-from fedveil import descent, masks
-from fedveil.adapters import Adapter, AllWeights
-from fedveil.descent import Exchanged, Optimiser
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.adapters.kinds import Adapter
+from fedveil.algebra import fedsgd, masks
+from fedveil.algebra.fedsgd import Exchanged, Optimiser
+from fedveil.contract.layout import Field, Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Local
 from fedveil.errors import ConfigError
-from fedveil.fields import WireDtype, cast_to, dense_fields, tensors_of
-from fedveil.method import Field, Layout, Local, Method, Payload, RoundContext, Spec, State, Upload, Weights
 from fedveil.rng import Stream
 from fedveil.wire.bits import Bits
 from fedveil.wire.dense import Dense
+from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, tensors_of
 from fedveil.wire.seeded import KEY_BYTES, Seeded
 
 _MASK = "mask."  # a tensor's bits on the wire
@@ -103,7 +107,7 @@ class RandomBinary(Method):
 
     def __post_init__(self) -> None:
         masks.check_rate("rate", self.rate)
-        descent.check_learning_rate(self.learning_rate)
+        fedsgd.check_learning_rate(self.learning_rate)
         if self.epoch_batches < 1:
             raise ConfigError(f"epoch_batches: expected an integer of at least 1, found {self.epoch_batches}")
         if self.epoch_batches > 1 and (self.exchange, self.mask_period) != ("batch", "epoch"):
@@ -113,11 +117,11 @@ class RandomBinary(Method):
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
         """w_0, and Adam's zeros."""
-        return descent.start(weights, self.optimiser)
+        return fedsgd.start(weights, self.optimiser)
 
     def broadcast(self, server: State, ctx: RoundContext) -> Payload:
         """w, the same for every client."""
-        return Payload(cast_to(descent.weights_of(server), self.wire_dtype))
+        return Payload(cast_to(fedsgd.weights_of(server), self.wire_dtype))
 
     def client(
         self, private: State | None, down: Payload, local: Local, ctx: RoundContext
@@ -125,7 +129,7 @@ class RandomBinary(Method):
         """B o g (Eq. 10)."""
         keep = masks.keeps(self.rate, local.spec)
         keys, private = self._keys(private, keep, ctx)
-        found = cast_to(descent.gradient(local, tensors_of(down), self.exchange), self.wire_dtype)
+        found = cast_to(fedsgd.gradient(local, tensors_of(down), self.exchange), self.wire_dtype)
         sent: dict[str, Tensor | bytes] = {n: found[n] for n, k in keep.items() if k == 1.0}
         for name, mask in masks.expanded(keys, keep, {n: t.shape for n, t in local.spec.items()}):
             if self.wire == "implicit":
@@ -182,20 +186,20 @@ class RandomBinary(Method):
 
     def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
         """Eq. 12, one upload at a time."""
-        mean, weights = masks.MaskedMean(), descent.weights_of(server)
+        mean, weights = masks.MaskedMean(), fedsgd.weights_of(server)
         shapes = {n: tuple(w.shape) for n, w in weights.items()}
         for upload in uploads:
             weight = float(upload.num_examples) if self.weighted else 1.0
             for name, whole, mask in self.surviving(upload.payload, shapes):
                 mean.add(name, whole, mask, weight)
-        eta = descent.rate_of(self.learning_rate, self.exchange, self.optimiser)
-        return descent.descend(server, mean, self.optimiser, eta)
+        eta = fedsgd.rate_of(self.learning_rate, self.exchange, self.optimiser)
+        return fedsgd.descend(server, mean, self.optimiser, eta)
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """One model: the server's."""
-        return {"server": descent.weights_of(server)}
+        return {"server": fedsgd.weights_of(server)}
 
     def layout(self, spec: Spec) -> Layout:
         """Every tensor down. Up: whole where R = 0, nothing where R = 1, and between the two as `wire` says."""

@@ -11,11 +11,12 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-from fedveil.method import Batch, FeatureGradients, PerSample, Spec, TensorSpec, Trained, Weights
-from fedveil.tasks import per_sample
+from fedveil.contract.spec import Spec, TensorSpec, Weights
+from fedveil.contract.trainer import Batch, FeatureGradients, PerSample, Trained
+from fedveil.training import per_sample
 
 install_import_hook(
-    ["fedveil.lora", "fedveil.mean", "fedveil.masks"],
+    ["fedveil.adapters.factors", "fedveil.algebra.mean", "fedveil.algebra.masks"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 

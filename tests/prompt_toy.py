@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from fedveil.config import parse
-from fedveil.method import TensorSpec
+from fedveil.contract.spec import TensorSpec
+from fedveil.contract.task import Task, unwatched
 from fedveil.rng import Stream
-from fedveil.tasks.base import Task, unwatched
-from fedveil.tasks.training import LocalTraining
+from fedveil.training.local_training import LocalTraining
 
 LENGTH, WIDTH, CLASSES = 6, 5, 3
 

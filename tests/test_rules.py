@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
 import pytest
 
+from fedveil import places
+from fedveil.console.flower.bundle import own_app
 from tests.conftest import ROOT
 
 HEAVY = {"torch", "transformers", "peft", "datasets", "nltk", "matplotlib"}
@@ -24,14 +27,20 @@ def modules_after(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "code", ["import server_app.app", "import client_app.app", "import console.main", "import fedveil.config"]
+    "code",
+    [
+        "import fedveil.server_app.app",
+        "import fedveil.client_app.app",
+        "import fedveil.console.main",
+        "import fedveil.config",
+    ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(code):
     assert not modules_after(code) & HEAVY
 
 
 def test_training_imports_no_metrics_and_no_plots():
-    assert not modules_after("import client_app.turn, fedveil.tasks.text_generation") & {
+    assert not modules_after("import fedveil.client_app.turn, fedveil.tasks.text_generation") & {
         "nltk",
         "matplotlib",
         "sacrebleu",
@@ -39,13 +48,58 @@ def test_training_imports_no_metrics_and_no_plots():
 
 
 def test_the_bundle_holds_what_the_apps_import(tmp_path):
-    """The app runs from the Flower bundle alone: the four packages and nothing of console, attacks or benchmarks."""
-    for package in ("fedveil", "strategies", "server_app", "client_app"):
-        for path in (ROOT / package).rglob("*.py"):
-            target = tmp_path / path.relative_to(ROOT)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
-    code = "import server_app.app, client_app.app, server_app.strategy, client_app.turn, strategies; print(strategies.names())"
-    done = subprocess.run([sys.executable, "-S", "-c", f"import site, sys; sys.path[:0] = [{str(tmp_path)!r}]; sys.path += {[p for p in sys.path if 'site-packages' in p]!r}; {code}"], capture_output=True, text=True, cwd=tmp_path, check=False)  # fmt: skip
+    """The app runs from Flower's bundle alone: its own files and nothing of console, attacks or benchmarks."""
+    own_app(tmp_path / "app")
+    app, installed = str(tmp_path / "app"), [p for p in sys.path if "site-packages" in p]
+    code = (
+        f"import sys; sys.path[:0] = [{app!r}]; sys.path += {installed!r}; import server_app.app, client_app.app; "
+        "import fedveil.server_app.strategy, fedveil.client_app.turn; from fedveil import strategies; "
+        "print(*strategies.names(), fedveil.__path__, strategies.__file__)"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert "fedrand" in done.stdout
+    assert done.stdout.count(app) == 3  # nothing came from this checkout
+
+
+def test_the_app_is_the_same_from_a_checkout_and_from_a_wheel(tmp_path):
+    """A wheel has the rooms inside the package."""
+    for name, source in places.app_sources().items():
+        room, _, rest = name.partition("/")
+        target = tmp_path / "fedveil" / (rest if room == "fedveil" else name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
+    (tmp_path / "fedveil" / "console").mkdir()
+    (tmp_path / "fedveil" / "console" / "main.py").write_text("")
+    wheel = {name: file.read_bytes() for name, file in places.app_sources(tmp_path).items()}
+    assert wheel == {name: file.read_bytes() for name, file in places.app_sources().items()}
+
+
+def test_no_file_imports_a_room_by_its_bare_name():
+    """A bare `import strategies` makes a second copy of every class. Flower alone names its two apps so."""
+    rooms = ("attacks", "benchmarks", "client_app", "console", "guard", "server_app", "strategies")
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for room in (*rooms, "fedveil", "tools", "tests")
+        for file in (ROOT / room).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        for name in _imported(node)
+        if name.partition(".")[0] in rooms
+    ]
+    assert found == []
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+
+
+def test_nothing_but_places_guesses_a_folder_from_its_file():
+    guessing = [
+        str(file.relative_to(ROOT))
+        for room in ("attacks", "benchmarks", "client_app", "console", "guard", "server_app", "strategies", "fedveil")
+        for file in (ROOT / room).rglob("*.py")
+        if "__file__" in file.read_text()
+    ]
+    assert guessing == ["fedveil/__init__.py", "fedveil/places.py"]

@@ -23,8 +23,8 @@ from dp_accounting import gaussian_mechanism
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
+from fedveil.contract.budget import Neighbours, Plan, Sampling, check_delta, check_epsilon, check_sampling
 from fedveil.errors import ConfigError
-from fedveil.privacy.plan import Neighbours, Plan, Sampling, check_delta, check_epsilon, check_sampling
 
 _RELATION = {
     Neighbours.ADD_OR_REMOVE_ONE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,

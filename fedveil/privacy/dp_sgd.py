@@ -30,27 +30,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, final
 
-from fedveil.adapters import Adapter
+from fedveil.adapters.kinds import Adapter
+from fedveil.contract.budget import Budget, Neighbours, Plan, Sampling, check_claim, check_number
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Around, Batch, FeatureGradients, Local, PerSample, Preparing, Trained
 from fedveil.errors import ConfigError
-from fedveil.method import (
-    Around,
-    Batch,
-    FeatureGradients,
-    Layout,
-    Local,
-    Method,
-    Payload,
-    PerSample,
-    Preparing,
-    RoundContext,
-    Spec,
-    State,
-    Trained,
-    Upload,
-    Weights,
-)
-from fedveil.privacy import clip, noise
-from fedveil.privacy.plan import Budget, Neighbours, Plan, Sampling, check_claim, check_number
+from fedveil.privacy import clipping, noise
 from fedveil.rng import Stream
 
 
@@ -206,7 +193,7 @@ class NoisySteps(Around):
         for step, batch in enumerate(drawn):
             found = self._local.per_sample_gradients(now, batch).gradients
             free = {n: g.masked_fill(held[n], 0.0) if n in held else g for n, g in found.items()}
-            for name, total in clip.clipped_sum(free, how.clip).items():
+            for name, total in clipping.clipped_sum(free, how.clip).items():
                 noisy = noise.added(total, how.clip * how.noise, self._ctx.noise(f"noise {name} {step}"))
                 change = (how.learning_rate / self.batch_size) * noisy.to(now[name])
                 now[name] = now[name] - (change.masked_fill(held[name], 0.0) if name in held else change)

@@ -30,11 +30,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from fedveil.contract.budget import Budget, stated
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
 from fedveil.privacy.accounting import Spent, Step
-from fedveil.privacy.plan import Budget, stated
-from fedveil.state import write_atomic
+from fedveil.records.state import write_atomic
 
 _VERSION = 1
 _KEY_BYTES = 32

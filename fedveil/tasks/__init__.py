@@ -9,20 +9,14 @@ from typing import TYPE_CHECKING
 from fedveil.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedveil.adapters import Adapter
+    from fedveil.adapters.kinds import Adapter
     from fedveil.config import RunConfig
-    from fedveil.tasks.base import Task
-
-_NOT_TASKS = {
-    "adapted", "adapting", "base", "batches", "causal", "clip", "hadamard", "images", "library", "models", "partition", "per_sample", "prefix", "distillation", "rows", "speed",
-    "text_metrics", "tiny", "tiny_clip_prompt", "tiny_vision_language", "training",
-}  # fmt: skip
+    from fedveil.contract.task import Task
 
 
 def names() -> list[str]:
-    """Names of all tasks, with hyphens ("text-generation")."""
-    found = (m.name for m in pkgutil.iter_modules(__path__))
-    return sorted(n.replace("_", "-") for n in found if n not in _NOT_TASKS)
+    """Names of all tasks, with hyphens ("text-generation"): the files of this folder."""
+    return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__))
 
 
 def load(config: RunConfig, adapter: Adapter, device: str = "auto") -> Task:

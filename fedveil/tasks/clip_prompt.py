@@ -33,16 +33,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fedveil import prompts
-from fedveil.adapters import Adapter, Prompt
+from fedveil.adapters import prompts
+from fedveil.adapters.kinds import Adapter
+from fedveil.adapters.prompt import Prompt
 from fedveil.config import RunConfig
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Examples, Prediction, Share, Task
 from fedveil.errors import ConfigError, TaskError
-from fedveil.method import Weights
-from fedveil.tasks import clip, images, models, rows
-from fedveil.tasks.adapted import AdaptedTask, check
-from fedveil.tasks.base import Examples, Prediction, Share, Task
-from fedveil.tasks.batches import Labelled
-from fedveil.tasks.clip import Seen
+from fedveil.models import clip_towers, loading
+from fedveil.models.clip_towers import Seen
+from fedveil.rows import decoding, reading
+from fedveil.rows.batches import Labelled
+from fedveil.training.adapted import AdaptedTask, check
 
 _NAMES = "fedveil classes"  # of an example: the names of all classes
 _AT_ONCE = 64  # images that the tower sees together
@@ -60,7 +62,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     ):
         if value != wanted:
             raise ConfigError(f'{key}: expected {wanted} with the task "clip-prompt", found {value}; leave it out')
-    return ClipPrompt(config, adapter, models.pick_device(device))
+    return ClipPrompt(config, adapter, loading.pick_device(device))
 
 
 @final
@@ -75,8 +77,8 @@ class ClipPrompt(AdaptedTask):
         self._names: tuple[str, ...] = self._given
         self._points: dict[bytes, Tensor] = {}
 
-    def _load(self) -> models.Base:
-        return clip.load(self.config, self.adapter, self.device)
+    def _load(self) -> loading.Base:
+        return clip_towers.load(self.config, self.adapter, self.device)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,16 +91,16 @@ class ClipPrompt(AdaptedTask):
         return self._names
 
     @cached_property
-    def _texts(self) -> clip.Texts:
-        return clip.Texts(self.base, [name.replace("_", " ") for name in self.names], self.adapter.length)
+    def _texts(self) -> clip_towers.Texts:
+        return clip_towers.Texts(self.base, [name.replace("_", " ") for name in self.names], self.adapter.length)
 
     @cached_property
     def _placeholder(self) -> Float[Tensor, "classes D"]:
         """The texts with the placeholder as context."""
         with torch.no_grad():
-            return self._texts.features(self._texts.written(" ".join([clip.PLACEHOLDER] * self.adapter.length))[None])[
-                0
-            ]
+            return self._texts.features(
+                self._texts.written(" ".join([clip_towers.PLACEHOLDER] * self.adapter.length))[None]
+            )[0]
 
     @cached_property
     def _scale(self) -> float:
@@ -111,19 +113,19 @@ class ClipPrompt(AdaptedTask):
         An image folder has the class both as task.target-column and as task.label-column.
         """
         task, data = self.config.task, Path(data)
-        if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in rows.SUFFIXES):
+        if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in reading.SUFFIXES):
             folder = str(data / split)
             columns = sorted({task.target_column, task.label_column} - {task.image_column})
-            table, origins, names = images.by_class(data / split, task.image_column, columns)
+            table, origins, names = decoding.by_class(data / split, task.image_column, columns)
         else:
-            folder, file = images.folder_of(data), rows.split_file(data, split)
-            table = rows.read(file, (task.image_column, task.target_column))
-            origins = rows.numbered(file, len(table))
+            folder, file = decoding.folder_of(data), reading.split_file(data, split)
+            table = reading.read(file, (task.image_column, task.target_column))
+            origins = reading.numbered(file, len(table))
             names = getattr(table.features[task.target_column], "names", None) or sorted(
                 {value for value in table[task.target_column] if isinstance(value, str)}
             )
-        more = {images.FOLDER: folder, _NAMES: self._given or tuple(names)}
-        return [{**example, **more} for example in rows.of_site(table, origins, split, share, self.config)]
+        more = {decoding.FOLDER: folder, _NAMES: self._given or tuple(names)}
+        return [{**example, **more} for example in reading.of_site(table, origins, split, share, self.config)]
 
     def prepare(self, examples: Examples) -> list[Seen]:
         """A row for each image; those that the tower has not seen yet go through it.
@@ -136,11 +138,11 @@ class ClipPrompt(AdaptedTask):
         found: list[bytes] = []
         waiting: dict[bytes, Any] = {}
         for example in examples:
-            where = rows.where(example)
-            image = images.encoded(example, self.config.task.image_column, where)
+            where = reading.where(example)
+            image = decoding.encoded(example, self.config.task.image_column, where)
             found.append(hashlib.sha256(image).digest())
             if found[-1] not in self._points and found[-1] not in waiting:
-                waiting[found[-1]] = images.decoded(image, where)
+                waiting[found[-1]] = decoding.decoded(image, where)
             if len(waiting) == _AT_ONCE:
                 self._look(waiting)
         self._look(waiting)
@@ -150,13 +152,13 @@ class ClipPrompt(AdaptedTask):
         """Takes the images through the tower, and forgets them."""
         if waiting:
             with self._computing():
-                points = clip.images(self.base, list(waiting.values()), patches=self.adapter.form == "transport")
+                points = clip_towers.images(self.base, list(waiting.values()), patches=self.adapter.form == "transport")
             self._points |= dict(zip(waiting, points.unbind(), strict=True))
             waiting.clear()
 
     def _label(self, example: Mapping[str, Any]) -> int:
         """The class of an example, whose names become the task's where it has none yet."""
-        task, where = self.config.task, rows.where(example)
+        task, where = self.config.task, reading.where(example)
         names = tuple(example.get(_NAMES, self._names))
         if not self._names:
             self._names = names

@@ -31,17 +31,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedveil.adapters import Adapter
+from fedveil.adapters.kinds import Adapter
 from fedveil.config import RunConfig
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Examples, Prediction, Share, Task
 from fedveil.errors import TaskError
-from fedveil.method import Weights
-from fedveil.tasks import images, library, models, rows
-from fedveil.tasks.adapted import AdaptedTask, check
-from fedveil.tasks.base import Examples, Prediction, Share, Task
-from fedveil.tasks.batches import Labelled
+from fedveil.models import library, loading
+from fedveil.rows import decoding, reading
+from fedveil.rows.batches import Labelled
+from fedveil.training.adapted import AdaptedTask, check
 
 MEAN = STD = 0.5
-_KEPT_BYTES = images.KEPT_BYTES
+_KEPT_BYTES = decoding.KEPT_BYTES
 _NAMES = "fedveil classes"  # of an example whose class is a name: all names that there are, sorted
 _MODES = {1: "L", 3: "RGB"}  # PIL's name for images of that many channels
 
@@ -51,7 +52,7 @@ Pixels = Float[Tensor, "channels height width"]
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the model itself is loaded at the first need. Raises as text generation's."""
     check(config, adapter)
-    return ImageClassification(config, adapter, models.pick_device(device))
+    return ImageClassification(config, adapter, loading.pick_device(device))
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Picture:
 class ImageClassification(AdaptedTask):
     """A model that says which class an image is of. The loss is the mean cross entropy over images."""
 
-    def _load(self) -> models.Base:
-        return models.load_classifier(self.config, self.adapter, self.device)
+    def _load(self) -> loading.Base:
+        return loading.load_classifier(self.config, self.adapter, self.device)
 
     @property
     def classes(self) -> int:
@@ -85,21 +86,21 @@ class ImageClassification(AdaptedTask):
         An image folder has the class both as task.target-column and as task.label-column.
         """
         task, data = self.config.task, Path(data)
-        if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in rows.SUFFIXES):
+        if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in reading.SUFFIXES):
             folder = str(data / split)
             columns = sorted({task.target_column, task.label_column} - {task.image_column})
-            table, origins, names = images.by_class(data / split, task.image_column, columns)
+            table, origins, names = decoding.by_class(data / split, task.image_column, columns)
         else:
-            folder, file = images.folder_of(data), rows.split_file(data, split)
-            table = rows.read(file, (task.image_column, task.target_column))
-            origins = rows.numbered(file, len(table))
+            folder, file = decoding.folder_of(data), reading.split_file(data, split)
+            table = reading.read(file, (task.image_column, task.target_column))
+            origins = reading.numbered(file, len(table))
             names = sorted({value for value in table[task.target_column] if isinstance(value, str)})
-        more = {images.FOLDER: folder, _NAMES: tuple(names)}
-        return [{**example, **more} for example in rows.of_site(table, origins, split, share, self.config)]
+        more = {decoding.FOLDER: folder, _NAMES: tuple(names)}
+        return [{**example, **more} for example in reading.of_site(table, origins, split, share, self.config)]
 
     def prepare(self, examples: Examples) -> list[Picture]:
         """A row for each image. Raises TaskError, by file and row, for one that does not decode or has no class."""
-        room = images.Room(_KEPT_BYTES)
+        room = decoding.Room(_KEPT_BYTES)
         return [self._picture(example, room) for example in examples]
 
     def collate(self, rows: Sequence[Picture]) -> Labelled:
@@ -164,10 +165,10 @@ class ImageClassification(AdaptedTask):
             for i, row in enumerate(chosen):
                 yield Prediction({"target": logits[i : i + 1]}, torch.tensor([row.label]))
 
-    def _picture(self, example: Mapping[str, Any], room: images.Room) -> Picture:
-        column, where = self.config.task.image_column, rows.where(example)
+    def _picture(self, example: Mapping[str, Any], room: decoding.Room) -> Picture:
+        column, where = self.config.task.image_column, reading.where(example)
         label = self._label(example, where)
-        image = images.encoded(example, column, where)
+        image = decoding.encoded(example, column, where)
 
         def pixels() -> Tensor:
             return self._pixels(image, where)
@@ -181,7 +182,7 @@ class ImageClassification(AdaptedTask):
         value = example.get(column)
         if isinstance(value, str) and (names := example.get(_NAMES)):
             own = tuple(str(name) for _, name in sorted(self.base.model.config.id2label.items()))
-            value = _numbers(names, own, str(example.get(images.FOLDER, "the data"))).get(value, value)
+            value = _numbers(names, own, str(example.get(decoding.FOLDER, "the data"))).get(value, value)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < self.classes:
             raise TaskError(
                 f'task.data: expected a class from 0 to {self.classes - 1} in column "{column}", found {value!r} in '
@@ -192,7 +193,7 @@ class ImageClassification(AdaptedTask):
     def _pixels(self, image: bytes, where: str) -> Pixels:
         """An image as the model takes it."""
         config, processor = self.base.model.config, self.base.processor
-        picture = images.decoded(image, where, self._mode)
+        picture = decoding.decoded(image, where, self._mode)
         if processor is not None:
             with library.quiet():
                 found: Tensor = processor(images=[picture], return_tensors="pt")["pixel_values"][0]
@@ -213,7 +214,7 @@ class ImageClassification(AdaptedTask):
         if self.base.model.main_input_name != "pixel_values" or channels not in _MODES:
             raise TaskError(
                 f"task.model: expected a model of pixels in 1 or 3 channels, found {type(self.base.model).__name__} with "
-                f'{channels} in "{self.config.task.model}"; {models.NEXT}'
+                f'{channels} in "{self.config.task.model}"; {loading.NEXT}'
             )
         return _MODES[channels]
 

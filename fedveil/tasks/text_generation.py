@@ -14,13 +14,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fedveil.adapters import Adapter, Prefix
+from fedveil.adapters import prefix_layers
+from fedveil.adapters.kinds import Adapter
+from fedveil.adapters.prefix import Prefix
 from fedveil.config import RunConfig
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Examples, Share, Task
 from fedveil.errors import TaskError
-from fedveil.method import Weights
-from fedveil.tasks import adapted, causal, models, prefix, rows
-from fedveil.tasks.base import Examples, Share, Task
-from fedveil.tasks.batches import Row
+from fedveil.models import loading
+from fedveil.rows import reading
+from fedveil.rows.batches import Row
+from fedveil.training import adapted, causal
 
 SEPARATOR = "\n"
 _TEXT_TYPES = (str, int, float, bool)
@@ -35,21 +39,21 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
         TaskError: no base model at that path.
     """
     adapted.check(config, adapter)
-    return TextGeneration(config, adapter, models.pick_device(device))
+    return TextGeneration(config, adapter, loading.pick_device(device))
 
 
 @final
 class TextGeneration(causal.CausalTask):
     """A language model that continues a source."""
 
-    def _load(self) -> models.Base:
-        base = models.load_causal(self.config, self.adapter, self.device)
-        return prefix.fitted(base, self.config, self.adapter) if isinstance(self.adapter, Prefix) else base
+    def _load(self) -> loading.Base:
+        base = loading.load_causal(self.config, self.adapter, self.device)
+        return prefix_layers.fitted(base, self.config, self.adapter) if isinstance(self.adapter, Prefix) else base
 
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
         """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
         task = self.config.task
-        return rows.examples(data, split, (task.source_column, task.target_column), share, self.config)
+        return reading.examples(data, split, (task.source_column, task.target_column), share, self.config)
 
     def prepare(self, examples: Examples) -> list[Row]:
         """Every row tokenised. Raises TaskError for a row without text in one of the two columns."""
@@ -67,7 +71,7 @@ class TextGeneration(causal.CausalTask):
         encoded = [self._encode(source, target) for source, refs in references.items() for target in refs]
         scores = {"loss": self.mean_loss(encoded)}
         if generate:
-            from fedveil.tasks import text_metrics
+            from fedveil.training import text_metrics
 
             scores |= text_metrics.score(self._generate(list(references)), list(references.values()))
         return scores
@@ -116,7 +120,7 @@ class TextGeneration(causal.CausalTask):
             if not isinstance(example.get(column), _TEXT_TYPES):
                 raise TaskError(
                     f'task.data: expected text in column "{column}" of every row, found {example.get(column)!r} '
-                    f"in {rows.where(example)}; correct or drop the row"
+                    f"in {reading.where(example)}; correct or drop the row"
                 )
         return str(example[task.source_column]), str(example[task.target_column])
 

@@ -23,18 +23,20 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fedveil.adapters import Adapter
+from fedveil.adapters.kinds import Adapter
 from fedveil.config import RunConfig
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Examples, Share, Task
 from fedveil.errors import ConfigError, TaskError
-from fedveil.method import Weights
-from fedveil.tasks import adapted, causal, images, library, models, rows
-from fedveil.tasks.base import Examples, Share, Task
-from fedveil.tasks.batches import Batch, Row
+from fedveil.models import library, loading
+from fedveil.rows import decoding, reading
+from fedveil.rows.batches import Batch, Row
+from fedveil.training import adapted, causal
 
 CAPTION_PROMPT = "Describe this image concisely."
 CHOICE_PROMPT = "Answer with the option's letter from the given choices directly."
 LETTERS = string.ascii_uppercase
-_KEPT_BYTES = images.KEPT_BYTES
+_KEPT_BYTES = decoding.KEPT_BYTES
 _OF_TOKENS = {"input_ids", "attention_mask"}
 
 Inputs = Mapping[str, Tensor]  # what the model takes of an image: (1, ...) each
@@ -43,7 +45,7 @@ Inputs = Mapping[str, Tensor]  # what the model takes of an image: (1, ...) each
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the base itself is loaded at the first need. Raises as text generation's."""
     adapted.check(config, adapter)
-    return VisionLanguage(config, adapter, models.pick_device(device))
+    return VisionLanguage(config, adapter, loading.pick_device(device))
 
 
 def prompt_of_choices(question: str, choices: Sequence[str]) -> str:
@@ -73,15 +75,15 @@ class _Example:
 class VisionLanguage(causal.CausalTask):
     """A model that captions images or chooses answers about them."""
 
-    def _load(self) -> models.Base:
-        return models.load_seeing(self.config, self.adapter, self.device)
+    def _load(self) -> loading.Base:
+        return loading.load_seeing(self.config, self.adapter, self.device)
 
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
         """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
         task = self.config.task
         asked = (task.source_column, task.choices_column) if task.choices_column else ()
-        found = rows.examples(data, split, (task.image_column, task.target_column, *asked), share, self.config)
-        return [{**example, images.FOLDER: images.folder_of(data)} for example in found]
+        found = reading.examples(data, split, (task.image_column, task.target_column, *asked), share, self.config)
+        return [{**example, decoding.FOLDER: decoding.folder_of(data)} for example in found]
 
     def prepare(self, examples: Examples) -> list[ImageRow]:
         """A row for each target of each image, tokenised, the image as the model takes it.
@@ -90,7 +92,7 @@ class VisionLanguage(causal.CausalTask):
             TaskError: an image that does not decode, or a row without target, by file and row.
             ConfigError: a prompt that leaves no room under task.max-tokens.
         """
-        room = images.Room(_KEPT_BYTES)
+        room = decoding.Room(_KEPT_BYTES)
         return [row for example in examples for row in self._rows(self._example(example), room)]
 
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
@@ -104,11 +106,11 @@ class VisionLanguage(causal.CausalTask):
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
         chosen = [self._example(example) for example in examples[: self.config.evaluate.max_examples]]
         self.put(weights)
-        room = images.Room(_KEPT_BYTES)
+        room = decoding.Room(_KEPT_BYTES)
         rows = [self._rows(example, room) for example in chosen]
         scores = {"loss": self.mean_loss([row for of_image in rows for row in of_image])}
         if generate:
-            from fedveil.tasks import text_metrics
+            from fedveil.training import text_metrics
 
             written = self._texts_of([of_image[0] for of_image in rows])
             targets = [example.targets for example in chosen]
@@ -120,7 +122,7 @@ class VisionLanguage(causal.CausalTask):
     def generate(self, weights: Weights, examples: Examples) -> list[str]:
         """The text that the model with `weights` writes about each image: greedy, or evaluate.beams beams."""
         self.put(weights)
-        room = images.Room(_KEPT_BYTES)
+        room = decoding.Room(_KEPT_BYTES)
         return self._texts_of([self._rows(self._example(example), room)[0] for example in examples])
 
     def collate(self, rows: Sequence[Row]) -> Batch:
@@ -130,8 +132,8 @@ class VisionLanguage(causal.CausalTask):
         return replace(batch, inputs={key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})
 
     def _example(self, example: Mapping[str, Any]) -> _Example:
-        task, where = self.config.task, rows.where(example)
-        image = images.encoded(example, task.image_column, where)
+        task, where = self.config.task, reading.where(example)
+        image = decoding.encoded(example, task.image_column, where)
         if not task.choices_column:
             return _Example(image, CAPTION_PROMPT, _captions(example, task.target_column, where), where)
         choices, answer = example.get(task.choices_column), example.get(task.target_column)
@@ -148,7 +150,7 @@ class VisionLanguage(causal.CausalTask):
             )
         return _Example(image, prompt_of_choices(question, [str(c) for c in choices]), [LETTERS[answer]], where)
 
-    def _rows(self, example: _Example, room: images.Room) -> list[ImageRow]:
+    def _rows(self, example: _Example, room: decoding.Room) -> list[ImageRow]:
         prompt, inputs = self._seen(example, room)
         tokenizer, longest = self.base.tokenizer, self.config.task.max_tokens
         if len(prompt) + 2 > longest:
@@ -160,7 +162,7 @@ class VisionLanguage(causal.CausalTask):
         end = tokenizer.eos_token_id
         return [ImageRow([*prompt, *[*ids, end][: longest - len(prompt)]], len(prompt), inputs) for ids in answers]
 
-    def _seen(self, example: _Example, room: images.Room) -> tuple[list[int], Callable[[], Inputs]]:
+    def _seen(self, example: _Example, room: decoding.Room) -> tuple[list[int], Callable[[], Inputs]]:
         """The prompt's tokens, one for each part of the image, and what the model takes of the image."""
         content = [{"type": "image"}, {"type": "text", "text": example.prompt}]
         text = self.base.processor.apply_chat_template(
@@ -168,7 +170,7 @@ class VisionLanguage(causal.CausalTask):
         )
 
         def processed() -> dict[str, Tensor]:
-            image = images.decoded(example.image, example.where)
+            image = decoding.decoded(example.image, example.where)
             with library.quiet():
                 return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
 
@@ -178,7 +180,7 @@ class VisionLanguage(causal.CausalTask):
         if more := [name for name, value in inputs.items() if name.endswith("token_type_ids")]:
             raise TaskError(
                 f"task.model: expected a model that takes tokens and images (LLaVA-style), found that "
-                f'"{self.config.task.model}" also takes {more[0]}; {models.NEXT}'
+                f'"{self.config.task.model}" also takes {more[0]}; {loading.NEXT}'
             )
         if room.holds(sum(value.nbytes for value in inputs.values())):
             return ids, lambda: inputs

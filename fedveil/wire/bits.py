@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil.contract.codec import Buffer, Value, numel, raw
 from fedveil.errors import WireError
-from fedveil.wire.codec import Buffer, Value, numel, raw
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedveil.contract.codec import Buffer, Coded, Value, numel, raw, view
 from fedveil.errors import ConfigError, WireError
-from fedveil.wire.codec import Buffer, Coded, Value, numel, raw, view
 
 _CHUNK_CODES = 1 << 17
 _MAX_DIGITS = 11  # the fewest with which every L is within 2 %

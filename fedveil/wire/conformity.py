@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fedveil.contract.layout import Direction, Layout
+from fedveil.contract.method import REPORT_FIELDS
 from fedveil.errors import WireError
-from fedveil.method import REPORT_FIELDS, Direction, Layout
 
 _MAX_DIMENSION = 1 << 40
 

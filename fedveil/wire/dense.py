@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedveil.contract.codec import Buffer, Value, numel, raw, view
 from fedveil.errors import ConfigError, WireError
-from fedveil.wire.codec import Buffer, Value, numel, raw, view
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -26,11 +26,12 @@ import torch
 import xxhash
 from torch import Tensor
 
+from fedveil.contract.codec import Buffer, Value
+from fedveil.contract.layout import Direction, Field, Layout, Payload
+from fedveil.contract.method import Method
 from fedveil.errors import WireError
-from fedveil.method import Direction, Field, Layout, Method, Payload
 from fedveil.wire import conformity
 from fedveil.wire import header as header_
-from fedveil.wire.codec import Buffer, Value
 
 _BLOCK_BYTES = 1 << 22  # stays in cache between the checksum and the norm
 _PARALLEL_BYTES = 8 << 20  # below this a thread costs more than it saves

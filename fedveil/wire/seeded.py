@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from jaxtyping import Bool
 from torch import Tensor
 
+from fedveil.contract.codec import Buffer, Value
 from fedveil.errors import ConfigError, WireError
 from fedveil.rng import Stream
-from fedveil.wire.codec import Buffer, Value
 
 KEY_BYTES = 32
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fedveil.errors import WireError
 
 if TYPE_CHECKING:
-    from fedveil.wire.codec import Buffer  # the client's thin process imports this file, and no torch
+    from fedveil.contract.codec import Buffer  # the client's thin process imports this file, and no torch
 
 # Below Flower's own unit of transport (5 MB), so that an array is one object and is not cut again; above the threshold
 # at which console/launch.py has freed memory go back to the system.

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fedveil.contract.codec import Buffer
+from fedveil.contract.layout import Direction
 from fedveil.errors import StateError
-from fedveil.method import Direction
-from fedveil.wire.codec import Buffer
 
 
 @dataclass(frozen=True)

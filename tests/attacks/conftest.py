@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from attacks.base import View
 from fedveil import rng
+from fedveil.attacks.base import View
 from fedveil.config import parse
-from fedveil.exchange import Exchange
-from fedveil.inprocess import Federation
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.strategies import create
 from fedveil.wire.tap import Tap
-from strategies import create
 
 Federate = Callable[..., tuple[Federation, View]]
 

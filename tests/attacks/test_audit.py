@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from attacks import audit
-from attacks.audit import WRONG_SITE, Finding, Sample
+from fedveil.attacks import audit
+from fedveil.attacks.audit import WRONG_SITE, Finding, Sample
 
 CONTROL = SimpleNamespace(loss_share=0.08, rounds=4)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attacks.base import View
+from fedveil.attacks.base import View
 from fedveil.errors import StateError, WireError
+from fedveil.strategies.fedavg import FedAvg
+from fedveil.strategies.fedrand import FedRand
 from fedveil.wire import envelope
 from fedveil.wire.tap import Tap
-from strategies.fedavg import FedAvg
-from strategies.fedrand import FedRand
 from tests.attacks.toy import federation
 from tests.conftest import ToyLocal
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attacks import statistics
-from attacks.statistics import (
+from fedveil.attacks import statistics
+from fedveil.attacks.statistics import (
     auroc,
     bootstrap,
     clopper_pearson,

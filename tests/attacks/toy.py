@@ -11,10 +11,12 @@ from torch import nn
 
 from fedveil import rng
 from fedveil.config import parse
-from fedveil.exchange import Exchange
-from fedveil.inprocess import Federation
-from fedveil.method import Local, Method, RoundContext, TensorSpec, Trained, Weights
-from fedveil.tasks.base import Prediction
+from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.spec import TensorSpec, Weights
+from fedveil.contract.task import Prediction
+from fedveil.contract.trainer import Local, Trained
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
 from fedveil.wire.tap import Tap
 
 WIDTH, CLASSES, RANK = 24, 4, 3

@@ -11,10 +11,11 @@ import torch
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as Pillow
 
-from attacks.images import psnr
-from benchmarks import classification, masking, reconstruction, resampling
-from benchmarks.resampling import Figure
-from benchmarks.run import Options
+from fedveil.attacks.reconstruction.images import psnr
+from fedveil.benchmarks.common import resampling
+from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.random_binary import accuracy, reconstruction, speed
+from fedveil.benchmarks.run import Options
 
 VIT = {"image_size": 8, "patch_size": 2, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -104,7 +105,7 @@ def federate(methods, **more):
         "bases": ["pre-trained", "scratch"], "fields": "optimiser = 'adam'\nlearning_rate = 1e-2\n", "model": VIT,
         "config": {"train.batch-size": 2, "train.epochs": 2}, "methods": methods, **more,
     }  # fmt: skip
-    return classification._of_seed(settings, 0, Options())
+    return accuracy._of_seed(settings, 0, Options())
 
 
 def test_accuracy_and_counts_of_a_small_federation(pictures):
@@ -128,19 +129,19 @@ def test_accuracy_and_counts_of_a_small_federation(pictures):
 def test_count_distance_tells_the_two_laws_apart():
     generator = torch.Generator().manual_seed(0)
     often = {"w": torch.rand(4, 20_000, generator=generator).gt(0.3).sum(0).float()}
-    assert classification._counted(often, 4, 0.3, locked=False)["count distance"] < 0.02
-    assert classification._counted(often, 4, 0.3, locked=True)["count distance"] > 0.6
+    assert accuracy._counted(often, 4, 0.3, locked=False)["count distance"] < 0.02
+    assert accuracy._counted(often, 4, 0.3, locked=True)["count distance"] > 0.6
 
 
 def test_pre_training_leaves_no_head():
     trained, other = ({n: torch.full((2,), v) for n in ("classifier.weight", "vit.x")} for v in (1.0, 2.0))
-    assert {n: float(w[0]) for n, w in classification._new_head(trained, other).items()} == {
+    assert {n: float(w[0]) for n, w in accuracy._new_head(trained, other).items()} == {
         "classifier.weight": 2.0, "vit.x": 1.0,
     }  # fmt: skip
 
 
 def test_masking_measures_each_step():
-    found = masking._of_seed({"entries": 100_000, "rates": [0.5], "repeats": 2}, 0, Options())
+    found = speed._of_seed({"entries": 100_000, "rates": [0.5], "repeats": 2}, 0, Options())
     assert set(found) == {"R = 0.5", "copy"}
     assert {len(v) for v in found["R = 0.5"].values()} == {2}
     assert set(found["R = 0.5"]) == {"GB/s", "cpu seconds", "draw seconds", "pack seconds", "unpack seconds"}
@@ -148,7 +149,7 @@ def test_masking_measures_each_step():
 
 @pytest.mark.parametrize("name", ["april", "adaptive"])
 def test_cases_of_the_presets_have_a_model_and_a_name_of_their_own(name):
-    preset = Path(reconstruction.__file__).parent / "presets" / "random_binary" / f"{name}.toml"
+    preset = Path(reconstruction.__file__).parents[1] / "presets" / "random_binary" / f"{name}.toml"
     settings = tomllib.loads(preset.read_text())
     cases = settings["settings"]["cases"]
     assert len({c["name"] for c in cases}) == len(cases)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import quality, resampling
-from benchmarks.resampling import Figure
+from fedveil.benchmarks.common import quality, resampling
+from fedveil.benchmarks.common.resampling import Figure
 
 SCORES = st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=12)
 

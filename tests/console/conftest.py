@@ -22,7 +22,7 @@ def write_run(
     config = {"method.name": method, "method.fields": "", "task.name": "text-generation", "task.model": "tiny"}
     config |= {"run.rounds": 5, "run.name": method, "train.learning-rate": 3e-4, "train.batch-size": 16}
     about = {"name": method, "version": 1, "fields": {"rho": 0.5, "wire_dtype": "float32"}}
-    environment = {"fedveil": "0.1.0", "flwr": "1.39.0", "torch": "2.13.0", "python": "3.11.2"}
+    environment = {"fedveil": "0.2.0", "flwr": "1.39.0", "torch": "2.13.0", "python": "3.11.2"}
     content = {"config": config, "method": about, **environment, "started": "2026-01-02T03:04:05+00:00"}
     (folder / "config.json").write_text(json.dumps(content))
     reason = "" if state == "completed" else "round 3: expected at least 2 accepted uploads, found <0>"

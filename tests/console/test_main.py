@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
-import strategies
-from console import main, methods
+from fedveil import strategies
+from fedveil.console import main
+from fedveil.console.commands.trying import methods
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +41,11 @@ def test_interrupt_is_exit_code_130(monkeypatch, capsys):
 
 
 def test_help_lists_every_sub_command_without_importing_torch():
-    code = (
-        "import sys; from console.main import parser; print(parser().format_help()); sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; from fedveil.console.main import parser; print(parser('').format_help()); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in ("bench", "demo", "methods", "report"):
-        assert f"    {name} " in done.stdout
+        assert f"  {name} " in done.stdout
 
 
 def test_methods_lists_every_method(capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-IMAGE = "fedveil:0.1.0"
+IMAGE = "fedveil:0.2.0"
 
 
 def require_engine() -> None:

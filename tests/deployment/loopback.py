@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import strategies
-from console.launch import Ended, Federation
-from fedveil import inprocess, rng, tasks
+from fedveil import rng, strategies, tasks
 from fedveil.config import parse
-from fedveil.exchange import Exchange
-from fedveil.state import digest
-from fedveil.tasks.base import Share
-from server_app.app import initial
+from fedveil.console.flower.local_federation import Ended, LocalFederation
+from fedveil.contract.task import Share
+from fedveil.federation import inprocess
+from fedveil.federation.exchange import Exchange
+from fedveil.records.state import digest
+from fedveil.server_app.app import initial
 from tests.conftest import ROOT
 
 
@@ -23,7 +23,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def over_grpc(federation: Federation, at: Path, overrides: Mapping[str, Any], timeout: float = 240) -> Ended:
+def over_grpc(federation: LocalFederation, at: Path, overrides: Mapping[str, Any], timeout: float = 240) -> Ended:
     """The run in the folder `at`/<method>."""
     here = {"run.dir": str(at), "run.name": overrides["method.name"]}
     return federation.wait(federation.run(ROOT, {**overrides, **here}), timeout=timeout)

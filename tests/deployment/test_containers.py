@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from console.machine import free_ports
+from fedveil.console.flower.machine import free_ports
 from tests.conftest import ROOT
 from tests.deployment.engine import IMAGE, Compose, docker, require_engine
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from console.main import main
+from fedveil.console.main import main
 from tests.conftest import ROOT
 from tests.deployment.engine import IMAGE, Compose, docker, require_engine
 

@@ -15,9 +15,9 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
-from console import app
-from console.machine import free_ports
-from console.main import main
+from fedveil.console.commands.federation import app
+from fedveil.console.flower.machine import free_ports
+from fedveil.console.main import main
 from tests.conftest import ROOT, extract
 from tests.deployment.engine import IMAGE, Compose, docker, require_engine, until
 

@@ -11,7 +11,7 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.superexec.executor import factory, kubernetes_executor
 from flwr.supercore.superexec.executor.types import ExecutionSpec
 
-from console import compose
+from fedveil.console.provisioning import compose
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "docker" / "k8s"

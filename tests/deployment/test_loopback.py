@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from console.launch import Federation, Site
+from fedveil.console.flower.local_federation import LocalFederation, LocalSite
 from tests.conftest import ROOT
 from tests.deployment.loopback import check_same, in_process, lines, over_grpc
 
@@ -28,8 +28,8 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
-    sites = [Site(f"site-{i}", DATA, (("partition-id", i), ("num-partitions", SITES))) for i in range(SITES)]
-    with Federation(sites, tmp_path_factory.mktemp("federation")) as running:
+    sites = [LocalSite(f"site-{i}", DATA, (("partition-id", i), ("num-partitions", SITES))) for i in range(SITES)]
+    with LocalFederation(sites, tmp_path_factory.mktemp("federation")) as running:
         yield running
     assert running.processes.alive() == []
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from console.launch import Federation, Site
+from fedveil.console.flower.local_federation import LocalFederation, LocalSite
+from fedveil.contract.budget import Neighbours
 from fedveil.privacy import accounting
-from fedveil.privacy.plan import Neighbours
 from tests.conftest import ROOT
 from tests.deployment.loopback import check_same, in_process, lines, over_grpc
 
@@ -48,10 +48,10 @@ def pictures(tmp_path_factory) -> Path:
     return at
 
 
-def federation_of(data: Path, at: Path) -> Federation:
+def federation_of(data: Path, at: Path) -> LocalFederation:
     """Every site has a share of the same data."""
     shares = [(("partition-id", i), ("num-partitions", SITES)) for i in range(SITES)]
-    return Federation([Site(f"site-{i}", data, share) for i, share in enumerate(shares)], at)
+    return LocalFederation([LocalSite(f"site-{i}", data, share) for i, share in enumerate(shares)], at)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from console.launch import Federation, Site
+from fedveil.console.flower.local_federation import LocalFederation, LocalSite
 from tests.conftest import ROOT
 
 DATA = ROOT / "data" / "e2e"
@@ -18,9 +18,9 @@ DATA = ROOT / "data" / "e2e"
 def test_the_round_goes_on_without_a_killed_and_a_broken_site(tmp_path):
     share = (("num-partitions", 3),)
     sites = [
-        Site("sound", DATA, (("partition-id", 0), *share)),
-        Site("broken", tmp_path / "no-such-folder"),
-        Site("killed", DATA, (("partition-id", 1), *share)),
+        LocalSite("sound", DATA, (("partition-id", 0), *share)),
+        LocalSite("broken", tmp_path / "no-such-folder"),
+        LocalSite("killed", DATA, (("partition-id", 1), *share)),
     ]
     overrides = {
         "method.name": "fedavg",
@@ -32,7 +32,7 @@ def test_the_round_goes_on_without_a_killed_and_a_broken_site(tmp_path):
         "cohort.min-sites": 1,
         "cohort.deadline-seconds": 90.0,
     }
-    with Federation(sites, tmp_path / "federation") as federation:
+    with LocalFederation(sites, tmp_path / "federation") as federation:
         run = federation.run(ROOT, overrides)
         ledger = tmp_path / "run" / "disclosure.jsonl"
         while not ledger.exists() or '"site": "killed"' not in ledger.read_text():
@@ -48,9 +48,10 @@ def test_the_round_goes_on_without_a_killed_and_a_broken_site(tmp_path):
     assert first["failed"]["broken"] == "TaskError at the site; its log has the text (code 2)"
     assert "no-such-folder" not in json.dumps(first)
     assert "no-such-folder" in log
-    from console import report, runs
+    from fedveil.console.commands.running import report
+    from fedveil.console.runs import folder
 
     page = tmp_path / "report.html"
-    report.write(page, [runs.load(tmp_path / "run")])
+    report.write(page, [folder.load(tmp_path / "run")])
     assert "killed" in page.read_text()
     assert first["failed"]["killed"].split(" (")[0].split("&")[0][:20] in page.read_text()

@@ -8,11 +8,12 @@ import time
 
 import pytest
 
-from console.flower import Flower
-from console.launch import Federation, Site, supernode
-from console.machine import free_ports
-from console.main import main
-from console.processes import LaunchError
+from fedveil.console.flower.command_line import Flower
+from fedveil.console.flower.local_federation import LocalFederation, LocalSite
+from fedveil.console.flower.machine import free_ports
+from fedveil.console.flower.processes import LaunchError
+from fedveil.console.flower.site_process import supernode
+from fedveil.console.main import main
 from tests.conftest import ROOT, extract
 
 
@@ -27,7 +28,7 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
     assert main(["site", "init", "--kit", str(kit)]) == 0
     fingerprint = re.findall(r"SHA256:\S+", capsys.readouterr().out)[-1]
     request = str(kit / "keys" / "request.json")
-    with Federation([Site("north", ROOT / "data" / "e2e")], tmp_path / "federation") as federation:
+    with LocalFederation([LocalSite("north", ROOT / "data" / "e2e")], tmp_path / "federation") as federation:
         shutil.copy(federation.folder / "flower" / "config.toml", home)  # the same server, by another road
         flower = Flower(home)
 

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from console import app as console_app
-from console.launch import Federation, Site
-from console.main import main
-from fedveil import audit_log
+from fedveil.console.commands.federation import app as console_app
+from fedveil.console.flower.local_federation import LocalFederation, LocalSite
+from fedveil.console.main import main
+from fedveil.records import audit_log
 from tests.conftest import ROOT
 
 DATA = ROOT / "data" / "e2e"
@@ -38,7 +38,7 @@ def test_sites_refuse_what_they_do_not_permit_before_its_code_runs(tmp_path, cap
     sites = []
     for name, text in policies.items():
         (tmp_path / f"{name}.toml").write_text(text)
-        sites.append(Site(name, DATA, (("policy", str(tmp_path / f"{name}.toml")), ("num-partitions", 3))))
+        sites.append(LocalSite(name, DATA, (("policy", str(tmp_path / f"{name}.toml")), ("num-partitions", 3))))
     changed = tmp_path / "changed"
     for part in ("client_app", "fedveil", "server_app", "strategies"):
         shutil.copytree(ROOT / part, changed / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -48,7 +48,7 @@ def test_sites_refuse_what_they_do_not_permit_before_its_code_runs(tmp_path, cap
     shim.write_text(
         f"open({str(marker)!r}, 'w').close()\n" + shim.read_text().replace("from __future__ import annotations\n", "")
     )
-    with Federation(sites, tmp_path / "federation") as federation:
+    with LocalFederation(sites, tmp_path / "federation") as federation:
         overrides = CONFIG | {"run.dir": str(tmp_path / "runs")}
         ended = federation.wait(federation.run(ROOT, overrides | {"run.name": "first"}), timeout=150)
         assert ended.completed, ended.reason

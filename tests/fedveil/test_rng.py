@@ -5,7 +5,7 @@ import hashlib
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from fedveil import cohort
+from fedveil.federation import cohort
 from fedveil.rng import Stream, initial, secret
 
 SECRET = bytes(range(32))

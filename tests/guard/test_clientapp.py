@@ -23,15 +23,16 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from console import app as console_app
-from console.launch import write_guard
-from fedveil import audit_log
-from fedveil.exchange import Exchange
-from fedveil.method import RoundContext, spec_of
+from fedveil.console.commands.federation import app as console_app
+from fedveil.console.flower.site_process import write_guard
+from fedveil.contract.method import RoundContext
+from fedveil.contract.spec import spec_of
+from fedveil.federation.exchange import Exchange
+from fedveil.guard import clientapp, signature
+from fedveil.guard.clientapp import Guard, Refused
+from fedveil.records import audit_log
+from fedveil.strategies.fedavg import FedAvg
 from fedveil.wire import slices
-from guard import clientapp, signature
-from guard.clientapp import Guard, Refused
-from strategies.fedavg import FedAvg
 from tests.conftest import ROOT, ToyLocal
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -48,7 +49,7 @@ def app(tmp_path_factory) -> Path:
     (root / "client_app" / "__init__.py").touch()
     (root / "pyproject.toml").write_text(
         '[project]\nname = "toy"\nversion = "0.1.0"\nlicense = "Apache-2.0"\ndependencies = []\n[tool.flwr.app]\npublisher = "us"\n'
-        '[tool.flwr.app.components]\nserverapp = "client_app.server:app"\nclientapp = "client_app.app:app"\n'
+        '[tool.flwr.app.components]\nserverapp = "client_app.server:app"\nclientapp = "fedveil.client_app.app:app"\n'
     )
     return root
 
@@ -273,7 +274,7 @@ def test_a_signature_is_of_one_key_and_one_digest():
 
 def test_the_modules_of_the_installation_make_room_for_the_bundles():
     code = (
-        "import sys; import client_app.policy, fedveil.audit_log; from guard.clientapp import forget; forget();"
+        "import sys; import fedveil.client_app.site.policy, fedveil.records.audit_log; from fedveil.guard.clientapp import forget; forget();"
         "print(sorted(n for n in sys.modules if n.split('.')[0] in ('client_app', 'fedveil', 'strategies')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -297,7 +298,7 @@ def test_the_entry_point_imports_no_torch_and_refuses_another_flower(tmp_path, m
 
 
 def test_the_console_names_the_digest_that_flower_would_send(app, fab, tmp_path, capsys):
-    from console.main import main
+    from fedveil.console.main import main
 
     assert console_app.digest(app) == hashlib.sha256(fab).hexdigest()
     (tmp_path / "toy.fab").write_bytes(fab)

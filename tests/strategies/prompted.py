@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fedveil import prompts, rng
-from fedveil.adapters import Prompt
-from fedveil.exchange import Exchange
-from fedveil.method import RoundContext, TensorSpec, Trained, Upload
+from fedveil import rng
+from fedveil.adapters import prompts
+from fedveil.adapters.prompt import Prompt
+from fedveil.contract.method import RoundContext, Upload
+from fedveil.contract.spec import TensorSpec
+from fedveil.contract.trainer import Trained
+from fedveil.federation.exchange import Exchange
 
 WIDTH = 6
 

@@ -9,21 +9,23 @@ import pytest
 import torch
 from dp_accounting import NonPrivateDpEvent
 
-import strategies
-from fedveil import low_rank, rng
-from fedveil.adapters import Prompt
+from fedveil import rng, strategies
+from fedveil.adapters.prompt import Prompt
+from fedveil.algebra import low_rank
 from fedveil.config import parse
+from fedveil.contract.budget import Neighbours, Plan
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.contract.spec import TensorSpec
 from fedveil.errors import BudgetError, ConfigError, WireError
-from fedveil.exchange import Exchange
-from fedveil.inprocess import Federation
-from fedveil.method import Payload, RoundContext, State, TensorSpec, Upload
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
 from fedveil.privacy import accounting, noise
-from fedveil.privacy import turn as rows_of_turn
-from fedveil.privacy.accounted import Accounted
+from fedveil.privacy import sampling as rows_of_turn
 from fedveil.privacy.ledger import Ledger
-from fedveil.privacy.plan import Neighbours, Plan
+from fedveil.privacy.metered import Accounted
+from fedveil.strategies.dp_fpl import DpFpl
 from fedveil.wire.tap import Tap
-from strategies.dp_fpl import DpFpl
 from tests.prompt_toy import CLASSES, LENGTH, SPACE, WIDTH, TextTask, local_of
 
 SPEC = {"prompt": TensorSpec((LENGTH, WIDTH))}

@@ -5,11 +5,13 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.adapters import AllWeights
-from fedveil.exchange import Exchange
-from fedveil.method import Payload, RoundContext, State, Upload, spec_of
-from strategies import create
-from strategies.fedavg import FedAvg
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.contract.spec import spec_of
+from fedveil.federation.exchange import Exchange
+from fedveil.strategies import create
+from fedveil.strategies.fedavg import FedAvg
 from tests.conftest import ToyLocal
 
 CTX = RoundContext(0, "a", True, bytes(32))

@@ -3,15 +3,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-import strategies
-from fedveil import rng
+from fedveil import rng, strategies
+from fedveil.algebra.quantise import Quantiser
+from fedveil.contract.codec import Coded
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.errors import ConfigError
-from fedveil.exchange import Exchange
-from fedveil.method import Payload, RoundContext, State, Upload
-from fedveil.quantise import Quantiser
-from fedveil.wire.codec import Coded
+from fedveil.federation.exchange import Exchange
+from fedveil.strategies.fedlpp import FedLPP
 from fedveil.wire.envelope import Stamp, unpack
-from strategies.fedlpp import FedLPP
 from tests.conftest import ToyLocal
 
 CTX = RoundContext(0, "a", True, bytes(32))

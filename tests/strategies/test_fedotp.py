@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-import strategies
-from fedveil.adapters import Prompt
+from fedveil import strategies
+from fedveil.adapters.prompt import Prompt
+from fedveil.algebra.mean import WeightedMean
+from fedveil.contract.method import State
 from fedveil.errors import ConfigError
-from fedveil.mean import WeightedMean
-from fedveil.method import State
-from strategies.fedotp import FedOTP
-from strategies.promptfl import PromptFL
+from fedveil.strategies.fedotp import FedOTP
+from fedveil.strategies.promptfl import PromptFL
 from tests.strategies.prompted import Run
 
 FORMS = ["transport", "sum"]

@@ -5,19 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedveil import cohort, rng
-from fedveil.adapters import HadamardLora
+from fedveil import rng
+from fedveil.adapters.factors import without_private
+from fedveil.adapters.hadamard import HadamardLora
+from fedveil.adapters.hadamard_layers import change
 from fedveil.config import parse
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError
-from fedveil.exchange import Exchange
-from fedveil.inprocess import Federation
-from fedveil.lora import without_private
-from fedveil.method import Payload, RoundContext, State, TensorSpec, Upload
-from fedveil.tasks.hadamard import change
+from fedveil.federation import cohort
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.strategies import create
+from fedveil.strategies.fedpara import FedPara
 from fedveil.wire.envelope import describe
 from fedveil.wire.tap import Tap
-from strategies import create
-from strategies.fedpara import FedPara
 from tests.conftest import ToyLocal
 
 SITES = ["a", "b", "c", "d"]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedveil import cohort, rng
-from fedveil.adapters import Lora
+from fedveil import rng
+from fedveil.adapters.lora import Lora
 from fedveil.config import parse
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, StateError
-from fedveil.exchange import Exchange
-from fedveil.inprocess import Federation
-from fedveil.method import Payload, RoundContext, State, TensorSpec, Upload
+from fedveil.federation import cohort
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.strategies import create
+from fedveil.strategies.fedavg import FedAvg
+from fedveil.strategies.fedper import FedPer, _layer
 from fedveil.wire.envelope import describe
 from fedveil.wire.tap import Tap
-from strategies import create
-from strategies.fedavg import FedAvg
-from strategies.fedper import FedPer, _layer
 from tests.conftest import ToyLocal
 
 SITES = ["a", "b", "c", "d", "e"]

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-import strategies
-from fedveil.adapters import Prompt
+from fedveil import strategies
+from fedveil.adapters.prompt import Prompt
+from fedveil.algebra.mean import WeightedMean
+from fedveil.contract.method import State
 from fedveil.errors import ConfigError
-from fedveil.mean import WeightedMean
-from fedveil.method import State
-from strategies.fedpgp import FedPGP
-from strategies.promptfl import PromptFL
+from fedveil.strategies.fedpgp import FedPGP
+from fedveil.strategies.promptfl import PromptFL
 from tests.strategies.prompted import Run
 
 

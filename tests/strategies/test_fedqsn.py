@@ -5,22 +5,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-import strategies
-from fedveil import rng
-from fedveil.adapters import AllWeights
-from fedveil.columns import Place
+from fedveil import rng, strategies
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.algebra.quantise import Quantiser
 from fedveil.config import parse
+from fedveil.contract.codec import Coded
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext, Upload
+from fedveil.contract.spec import Place, TensorSpec
 from fedveil.errors import ConfigError, WireError
-from fedveil.exchange import Exchange
-from fedveil.inprocess import Federation
-from fedveil.method import Payload, RoundContext, TensorSpec, Upload
-from fedveil.quantise import Quantiser
-from fedveil.tasks import layers, load
-from fedveil.wire.codec import Coded
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.models import places
+from fedveil.strategies.fedavg import FedAvg
+from fedveil.strategies.fedqsn import FedQSN
+from fedveil.tasks import load
 from fedveil.wire.envelope import Stamp, unpack
 from fedveil.wire.tap import Tap
-from strategies.fedavg import FedAvg
-from strategies.fedqsn import FedQSN
 from tests.conftest import ToyLocal
 
 SECRET = bytes(range(32))
@@ -255,7 +256,7 @@ def causal(kind: str):
 def test_places_of_real_models(kind, closing, axis, heads):
     model = causal(kind)
     trained = dict(model.named_parameters())
-    found = layers.places(model, trained)
+    found = places.places(model, trained)
     linear = {n: p for n, p in found.items() if p.part == "linear"}
     assert all(any(p.columns.endswith(c) for c in closing) == p.closes for p in linear.values())
     assert sum(p.closes and n.endswith("weight") for n, p in linear.items()) == 4
@@ -269,7 +270,7 @@ def test_places_of_real_models(kind, closing, axis, heads):
 
 
 def test_places_by_hand_of_one_block():
-    found = layers.places(model := causal("gpt2"), dict(model.named_parameters()))
+    found = places.places(model := causal("gpt2"), dict(model.named_parameters()))
     name = "transformer.h.0.attn.c_proj"
     assert found[f"{name}.weight"] == Place("linear", name, 1, closes=True)
     assert found[f"{name}.bias"] == Place("linear", name, 0, closes=True)
@@ -313,7 +314,7 @@ def gpt2_medium_spec():
     with torch.device("meta"):
         model = t.GPT2LMHeadModel(t.GPT2Config(n_embd=1024, n_layer=24, n_head=16))
     trained = dict(model.named_parameters())
-    found = layers.places(model, trained)
+    found = places.places(model, trained)
     return {n: TensorSpec(tuple(p.shape), place=found.get(n)) for n, p in trained.items()}
 
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.adapters import AllWeights
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.adapters.factors import of_factor
 from fedveil.config import parse
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.errors import ConfigError, StateError, WireError
-from fedveil.exchange import Exchange
-from fedveil.inprocess import Federation
-from fedveil.lora import of_factor
-from fedveil.method import Payload, RoundContext, State, Upload
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.strategies import create
+from fedveil.strategies.fedavg import FedAvg
+from fedveil.strategies.fedrand import FedRand
 from fedveil.wire.tap import Tap
-from strategies import create
-from strategies.fedavg import FedAvg
-from strategies.fedrand import FedRand
 from tests.conftest import ToyLocal
 
 A1, A2 = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 8.0]])
@@ -276,8 +277,8 @@ def test_staying_alone_with_one_client_and_full_sharing_equals_fedavg(lora_spec,
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_uploads_as_codes(bits, lora_spec, lora_weights):
     """Only levels leave; the server folds what they stand for; what the client keeps is not rounded."""
-    from fedveil.quantise import Quantiser
-    from fedveil.wire.codec import Coded
+    from fedveil.algebra.quantise import Quantiser
+    from fedveil.contract.codec import Coded
 
     method = FedRand(rho=1.0, upload_bits=bits)
     exchange = Exchange(method, "fedrand", lora_spec)

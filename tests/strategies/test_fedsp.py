@@ -3,17 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-import strategies
-from fedveil import rng, tasks
-from fedveil.adapters import Prefix
+from fedveil import rng, strategies, tasks
+from fedveil.adapters.kinds import example_spec
+from fedveil.adapters.prefix import Prefix
 from fedveil.config import parse
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.errors import ConfigError, StateError
-from fedveil.exchange import Exchange
-from fedveil.inprocess import Federation
-from fedveil.method import Payload, RoundContext, State, Upload, example_spec
-from fedveil.tasks.distillation import Distillation
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.server_app.distillation import Distillation
+from fedveil.strategies.fedsp import FedSP
 from fedveil.wire.envelope import Stamp, unpack
-from strategies.fedsp import FedSP
 from tests.conftest import ToyLocal
 
 CTX = RoundContext(0, "a", True, bytes(32))

@@ -3,13 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-import strategies
-from fedveil import rng
+from fedveil import rng, strategies
+from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.contract.spec import TensorSpec
+from fedveil.contract.trainer import Trained
 from fedveil.errors import ConfigError
-from fedveil.exchange import Exchange
-from fedveil.method import RoundContext, State, TensorSpec, Trained, Upload
-from strategies.fixed_position import FixedPosition
-from strategies.random_binary import RandomBinary
+from fedveil.federation.exchange import Exchange
+from fedveil.strategies.fixed_position import FixedPosition
+from fedveil.strategies.random_binary import RandomBinary
 
 POSITION = "vit.embeddings.position_embeddings"
 SPEC = {POSITION: TensorSpec((1, 5, 4)), "vit.embeddings.cls_token": TensorSpec((1, 1, 4)), "fc.bias": TensorSpec((3,))}

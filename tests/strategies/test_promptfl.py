@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import strategies
-from fedveil.adapters import Prompt
+from fedveil import strategies
+from fedveil.adapters.prompt import Prompt
 from fedveil.errors import ConfigError
-from strategies.fedavg import FedAvg
-from strategies.promptfl import PromptFL
+from fedveil.strategies.fedavg import FedAvg
+from fedveil.strategies.promptfl import PromptFL
 from tests.strategies.prompted import Run
 
 

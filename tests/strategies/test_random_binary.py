@@ -8,16 +8,19 @@ import pytest
 import torch
 from scipy import stats
 
-import strategies
-from fedveil import rng
-from fedveil.adapters import AllWeights, Lora
+from fedveil import rng, strategies
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.adapters.lora import Lora
+from fedveil.algebra.mean import WeightedMean
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.contract.spec import TensorSpec
+from fedveil.contract.trainer import Trained
 from fedveil.errors import ConfigError, WireError
-from fedveil.exchange import Exchange
-from fedveil.mean import WeightedMean
-from fedveil.method import Payload, RoundContext, State, TensorSpec, Trained, Upload
+from fedveil.federation.exchange import Exchange
 from fedveil.rng import Stream
+from fedveil.strategies.random_binary import RandomBinary
 from fedveil.wire.envelope import Stamp, pack
-from strategies.random_binary import RandomBinary
 from tests.conftest import ToyLocal
 
 SPEC = {"a.w": TensorSpec((7, 5)), "b.w": TensorSpec((11,)), "c.s": TensorSpec(())}

@@ -1,0 +1,1 @@
+"""Attacks on what a server or a client hides of its model."""

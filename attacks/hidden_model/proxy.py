@@ -1,0 +1,203 @@
+"""How much of the server's model a proxy gives away (FedQSN, FedLPP, FedSP): gap, similarity, and what clients win back.
+
+The adversary is one client, or several that collude. It knows what the client half of the method knows: its messages, the
+hyper-parameters, and where it is declared, the public base W_0 that the server started from.
+
+| attack | what it does |
+|---|---|
+| `average` | the mean of every entry over the proxies that showed it, their scale undone: rounds of one client, or colluders |
+| `filled` | what no proxy showed is taken from the public base |
+| `fine_tuned` | a client trains what it has on its own data |
+
+A proxy is read off the client half itself: it is what `Method.client` hands to training, and what is missing is what it
+holds still there. So the attacks need no knowledge of how a method hides.
+
+    cosine(x, y) = <x, y> / (|x| |y|), 0 where one of them is all zero
+    gap(metric) = the metric of the best server model - that of the best proxy, each chosen by its validation loss
+
+| case | result |
+|---|---|
+| an entry that no proxy showed | 0 in `average`, True in `missing` |
+| no proxy at all | ValueError |
+| proxy = server = public base | similarity of the differences: 0 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fedveil.algebra.masks import MaskedMean
+from fedveil.attacks.base import View
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import Method, RoundContext, State
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Local, Trained
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A model that a client can put together.
+
+    Attributes:
+        weights: every tensor of the spec; missing entries are 0.
+        missing: booleans that broadcast over the tensors that miss some; True where nothing is known.
+        scale: what the visible entries of these tensors were multiplied with.
+    """
+
+    weights: Weights
+    missing: Weights
+    scale: float = 1.0
+
+    @property
+    def undone(self) -> dict[str, Tensor]:
+        """The weights without the scale."""
+        return {n: w / self.scale if n in self.missing else w for n, w in self.weights.items()}
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Cosine similarity to the server's model, three forms.
+
+    Attributes:
+        whole: of one long vector of the tensors as received.
+        visible: of one long vector of the visible entries, the scale undone.
+        mean: the mean over tensors as received.
+    """
+
+    whole: float
+    visible: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A model's validation loss, and its metrics on test data."""
+
+    validation_loss: float
+    metrics: Mapping[str, float]
+
+
+class _Started(Exception):
+    """Ends a client half where training would begin."""
+
+
+@dataclass
+class _Reader:
+    """A Local that remembers what it is asked to train, and trains nothing."""
+
+    spec: Spec
+    num_examples: int = 1
+    weights: Weights | None = None
+    frozen: Weights | None = None
+
+    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+        self.weights, self.frozen = weights, frozen
+        raise _Started
+
+    def gradient(self, weights: Weights) -> Trained:
+        return self.train(weights)
+
+
+def read(method: Method, spec: Spec, down: Payload, scale: float = 1.0, known: Weights | None = None) -> Proxy:
+    """The proxy in a broadcast.
+
+    Args:
+        scale: the method's own, 1 for one that does not scale.
+        known: what the site had before, for a method that sends the rest of its proxy once (fedsp).
+    """
+    reader = _Reader(spec)
+    ctx = RoundContext(0, "adversary", True, bytes(32))
+    try:
+        private = None if known is None else State(dict(known))
+        method.plain.client(private, down, cast("Local", reader), ctx)  # it asks for nothing but training
+    except _Started:
+        assert reader.weights is not None
+        return Proxy(reader.weights, reader.frozen or {}, scale)
+    raise ValueError("method: expected a client half that trains, found one that asked for no training")
+
+
+def proxies(view: View, sites: Sequence[str] | None = None, scale: float = 1.0) -> Iterator[Proxy]:
+    """Every proxy in the view, in the order of its messages; of `sites` that collude only, where they are given.
+
+    What is sent once stays as it was sent: how a site's training changed it, the view does not show.
+    """
+    known: dict[str, Weights] = {}
+    for sighting in view.broadcasts():
+        if sites is None or sighting.site in sites:
+            at = sighting.site
+            proxy = read(view.exchange.method, view.exchange.spec, sighting.payload, scale, known.get(at))
+            known[at] = proxy.weights
+            yield proxy
+
+
+def average(seen: Iterable[Proxy]) -> Proxy:
+    """The mean over the proxies that showed an entry; one proxy in memory at a time. Raises ValueError for none."""
+    mean, hidden = MaskedMean(), dict[str, Tensor]()
+    for proxy in seen:
+        for name, w in proxy.undone.items():
+            missing = proxy.missing.get(name, torch.zeros((1,) * w.ndim, dtype=torch.bool))
+            mean.add(name, w, (~missing).expand(w.shape))
+            hidden[name] = hidden[name] & missing if name in hidden else missing
+    if not hidden:
+        raise ValueError("proxies: expected at least one, found none in the view")
+    return Proxy({n: mean.mean(n) for n in hidden}, {n: m for n, m in hidden.items() if m.any()})
+
+
+def filled(proxy: Proxy, base: Weights) -> Proxy:
+    """What is missing from the public base, the rest with its scale undone."""
+    known = proxy.undone
+    return Proxy(
+        {n: torch.where(proxy.missing[n], base[n], w) if n in proxy.missing else w for n, w in known.items()}, {}
+    )
+
+
+def fine_tuned(proxy: Proxy, local: Local) -> Proxy:
+    """What training on a client's own data makes of it. Nothing is held still: the client may do as it likes."""
+    return Proxy(local.train(proxy.weights).weights, {})
+
+
+def similarity(proxy: Proxy, server: Weights, names: Iterable[str], base: Weights | None = None) -> Similarity:
+    """Over the protected tensors `names`; with `base` of the differences to it, W_t - W_0 and proxy - W_0.
+
+    As received, a missing entry is 0, and its difference to the base is -W_0.
+    """
+    as_received, visible, each = _Cosine(), _Cosine(), []
+    undone = proxy.undone
+    for name in names:
+        origin = base[name].double() if base is not None else torch.zeros(())
+        true, found = server[name].double() - origin, proxy.weights[name].double() - origin
+        as_received.add(found, true)
+        own = _Cosine()
+        own.add(found, true)
+        each.append(own.value)
+        there = ~proxy.missing[name] if name in proxy.missing else torch.ones((), dtype=torch.bool)
+        visible.add((undone[name].double() - origin) * there, true * there)
+    return Similarity(as_received.value, visible.value, sum(each) / len(each) if each else 0.0)
+
+
+class _Cosine:
+    """The cosine of two long vectors, given piece by piece."""
+
+    def __init__(self) -> None:
+        self._dot = self._x = self._y = 0.0
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        self._dot += float((x * y).sum())
+        self._x += float(x.square().sum())
+        self._y += float(y.square().sum())
+
+    @property
+    def value(self) -> float:
+        norms = (self._x * self._y) ** 0.5
+        return self._dot / norms if norms else 0.0
+
+
+def gap(server: Sequence[Scored], clients: Sequence[Scored], metric: str) -> float:
+    """By how much the server's best model scores better than the best proxy, over rounds and clients."""
+    best, other = (min(scored, key=lambda s: s.validation_loss) for scored in (server, clients))
+    return best.metrics[metric] - other.metrics[metric]

@@ -1,0 +1,1 @@
+"""Attacks that tell members of the training rows from others."""

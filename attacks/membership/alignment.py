@@ -1,0 +1,90 @@
+"""The adaptive attacker on partial uploads: does the sent factor's update point where this row would push it?
+
+The server knows the start of each sent tensor to the bit, for it broadcast it, and sees where the site left it. A row that
+was trained on has moved it along minus its own gradient. The factor that the site kept is put at the last value that the
+server saw of it, as `factor_pairing` does; where the method lets nothing be kept (FedRand w/o past) its start is the
+broadcast one, known to the bit. Gradients of single rows as membership signals: Nasr, Shokri, Houmansadr 2019,
+and Li, Rezaei, Liu 2023 (cosine attack).
+
+    score(x) = mean over the last uploads of cos(-dL(x)/dS at the start, S_sent - S_broadcast),  S = the sent tensors
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.reconstruction.gradients import observed
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import Method
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Rows
+from fedveil.federation.exchange import Exchange
+from fedveil.strategies.fedrand import FedRand
+from fedveil.wire.payloads import tensors_of
+
+
+def alignment_scores(view: View, site: str, knowledge: Knowledge, rows: Rows, uploads: int = 1) -> NDArray[np.float64]:
+    """Mean cosine of each row over the site's last `uploads` uploads; 0 where nothing moved.
+
+    The task must train by gradients of its own (`fedveil.training.local_training.Trainable`).
+    """
+    total = np.zeros(len(rows))
+    turns = deque(_turns(view, site, knowledge.initial), maxlen=uploads)
+    for start, delta in turns:
+        length = sum(float(d.double().square().sum()) for d in delta.values()) ** 0.5
+        if length:
+            total += [_cosine(knowledge.task, start, delta, length, row) for row in rows]
+    return total / max(1, len(turns))
+
+
+def _turns(view: View, site: str, initial: Weights) -> Iterator[tuple[Weights, Mapping[str, Tensor]]]:
+    """(start of every tensor as far as the server knows, moves of the sent ones) of each of the site's participations."""
+    seen: dict[str, Tensor] = {}
+    for upload in view.uploads(site):
+        answered = view.answered(upload)
+        got = tensors_of(answered.payload) if answered else {}
+        sent = {n: w.float() for n, w in _left(view.exchange, upload.payload, got).items() if n in initial}
+        kept = {**initial, **got, **seen}  # a tensor that is not sent: the site's own past, where it was ever seen
+        start = {n: (got.get(n, kept[n]) if n in sent else kept[n]).float() for n in initial}
+        yield start, {n: w - start[n] for n, w in sent.items()}
+        if _keeps_past(view.exchange.method):
+            seen |= sent
+
+
+def _left(exchange: Exchange, up: Payload, got: Weights) -> Weights:
+    """Where the site left each tensor that it sent; of a gradient, one step of rate 1 from what it got, withheld entries 0."""
+    if exchange.method.uploads != "gradients":
+        return tensors_of(up)
+    shown = observed(exchange.method, up, exchange.spec)
+    return {n: got[n].float() - torch.where(shown.seen[n], g.float(), 0.0) for n, g in shown.values.items() if n in got}
+
+
+def _keeps_past(method: Method) -> bool:
+    """Whether a site starts what it does not send from its own past: the adversary knows the method and its fields."""
+    plain = method.plain
+    return plain.past if isinstance(plain, FedRand) else True
+
+
+def _cosine(task: Any, start: Weights, delta: Mapping[str, Tensor], length: float, row: Any) -> float:
+    task.put(start)
+    for parameter in task.trained.values():
+        parameter.grad = None
+    task.loss_sum(task.collate([row]).to(task.device)).backward()
+    dot = square = 0.0
+    for name, move in delta.items():
+        if (found := task.trained[name].grad) is None:  # this row does not reach it
+            continue
+        gradient = found.detach().cpu()
+        dot -= float((gradient * move).double().sum())
+        square += float(gradient.double().square().sum())
+    for parameter in task.trained.values():
+        parameter.grad = None
+    return dot / (square**0.5 * length) if square else 0.0

@@ -1,0 +1,1 @@
+"""Attacks that rebuild rows from gradients."""

@@ -1,0 +1,104 @@
+"""The pictures of the FedRand presets, as examples of the task vision-language.
+
+| name | rows | columns beside `image` | source below the data folder |
+|---|---|---|---|
+| caltech-caption | Caltech-101, what the tiny base has not seen | caption, label | caltech101 |
+| caltech-choice | the same, four choices a picture | question, choices, answer, label | caltech101 |
+| cifar-choice, cifar-caption | CIFAR-10, its test pictures | the same | cifar10 |
+| coco-caption | COCO 2017, five captions a picture | caption (a list), label | coco_captions_mini |
+| any other | train.parquet and test.parquet of the user, with columns as above for their form | | a folder of that name |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedveil.benchmarks.common import data
+from fedveil.rows import reading
+
+QUESTION = "What is in the image?"
+CHOICES = 4
+PUBLIC_DIGITS = frozenset({8, 9})  # of a path's SHA-256: the tiny bases have seen these pictures of Caltech-101
+# Categories of COCO that its captions name often; the first one in a picture's captions is its label.
+_OBJECT = re.compile(
+    r"\b(person|man|woman|people|boy|girl|child|baby|dog|cat|horse|sheep|cow|elephant|bear|zebra|giraffe|bird|car|bus|train"
+    r"|truck|boat|plane|motorcycle|bicycle|bike|pizza|cake|sandwich|food|table|kitchen|bathroom|toilet|bed|couch|clock|sign"
+    r"|hydrant|bench|umbrella|kite|surfboard|skateboard|snowboard|tennis|baseball|laptop)s?\b"
+)
+
+Example = Mapping[str, Any]
+
+
+def is_public(path: str) -> bool:
+    """Whether the base has seen the picture of this path; the federated data has none of them."""
+    return int(hashlib.sha256(path.encode()).hexdigest(), 16) % 10 in PUBLIC_DIGITS
+
+
+def caption(name: str) -> str:
+    """The sentence about a picture of one class."""
+    return f"A photo of {'an' if name[0].lower() in 'aeiou' else 'a'} {name}."
+
+
+def columns(name: str) -> dict[str, str]:
+    """The task section for examples of that name."""
+    chosen = {"task.choices-column": "choices", "task.source-column": "question", "task.target-column": "answer"}
+    return {"task.label-column": "label", **(chosen if is_choice(name) else {"task.target-column": "caption"})}
+
+
+def is_choice(name: str) -> bool:
+    """Whether rows are questions with choices; else they are captions."""
+    return name.endswith("-choice")
+
+
+def examples(name: str, split: str) -> list[Example]:
+    """All rows of "train" or "test". Raises ConfigError or TaskError where the data are not there."""
+    match name:
+        case "caltech-caption" | "caltech-choice":
+            found = [
+                row for row in _parquet("caltech101", split) if split != "train" or not is_public(row["source_path"])
+            ]
+            return _of_classes(found, [row["class_name"] for row in found], name)
+        case "cifar-choice" | "cifar-caption":
+            found = _parquet("cifar10", "test")
+            names = _class_names("cifar10", "test")
+            return _of_classes(found, [names[row["label"]] for row in found], name)
+        case "coco-caption":
+            return [_coco(row) for row in _parquet("coco_captions_mini", "train")]
+    return _parquet(name, split)
+
+
+def _parquet(folder: str, split: str) -> list[Example]:
+    table = reading.read(reading.split_file(data.folder(folder), split), ("image",))
+    found: list[Example] = table.to_list()
+    return found
+
+
+def _class_names(folder: str, split: str) -> list[str]:
+    table = reading.read(reading.split_file(data.folder(folder), split), ("label",))
+    return list(table.features["label"].names)
+
+
+def _of_classes(found: Sequence[Example], names: Sequence[str], form: str) -> list[Example]:
+    distinct = sorted(set(names))
+    shown: list[Example] = []
+    for row, name in zip(found, names, strict=True):
+        example: dict[str, Any] = {"image": row["image"], "label": name}
+        if is_choice(form):
+            # The same choices for a picture in every run: they are part of the data.
+            rng = random.Random(hashlib.sha256(row["source_path"].encode()).digest())
+            choices = [name, *rng.sample([other for other in distinct if other != name], CHOICES - 1)]
+            rng.shuffle(choices)
+            example |= {"question": QUESTION, "choices": choices, "answer": choices.index(name)}
+        else:
+            example["caption"] = caption(name)
+        shown.append(example)
+    return shown
+
+
+def _coco(row: Example) -> Example:
+    named = _OBJECT.search(" ".join(row["captions"]).lower())
+    return {"image": row["image"], "caption": row["captions"], "label": named[1] if named else "none"}

@@ -1,0 +1,88 @@
+"""Scores of written answers and captions with bootstrap replicates over the pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from fedveil.attacks.membership.scores import loss_of
+from fedveil.benchmarks.common import resampling
+from fedveil.benchmarks.common.resampling import Figure, Numbers
+from fedveil.contract.spec import Weights
+from fedveil.tasks.vision_language import LETTERS, VisionLanguage
+from fedveil.training import text_metrics
+
+_TEST = 5  # the name of the draws
+
+
+def scores(
+    task: VisionLanguage, weights: Weights, examples: Sequence[Mapping[str, Any]], metrics: Sequence[str], seed: int
+) -> dict[str, Figure]:
+    """The `metrics` of the model on `examples`: "test loss" a token, and "accuracy", "cider", "bleu_4", "rouge_l" of what it
+    writes, in the papers' scale (100 x).
+    """
+    written = task.generate(weights, examples)
+    targets = [_targets(task, example) for example in examples]
+    found: dict[str, Figure] = {}
+    for metric in metrics:
+        match metric:
+            case "test loss":
+                found[metric] = resampling.mean(_losses(task, weights, examples), _TEST, seed)
+            case "accuracy":
+                each = [100 * text_metrics.exact_match([c], [t]) for c, t in zip(written, targets, strict=True)]
+                found[metric] = resampling.mean(each, _TEST, seed)
+            case "cider":
+                words = [text_metrics.words(c) for c in written]
+                per_row = text_metrics.cider_d(words, [[text_metrics.words(t) for t in refs] for refs in targets])
+                found[metric] = resampling.mean([100 * c for c in per_row], _TEST, seed)
+            case "rouge_l":
+                found[metric] = resampling.mean(
+                    [100 * text_metrics.captions([c], [t])["rouge_l"] for c, t in zip(written, targets, strict=True)],
+                    *(_TEST, seed),
+                )
+            case "bleu_4":
+                found[metric] = resampling.reduced(bleu_statistics(written, targets), bleu, _TEST, seed)
+            case _:
+                raise ValueError(f"metrics: expected test loss, accuracy, cider, rouge_l or bleu_4, found {metric}")
+    return found
+
+
+def _losses(task: VisionLanguage, weights: Weights, examples: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Mean loss of each example over its targets."""
+    rows = [task.prepare([example]) for example in examples]
+    found = (loss_of(p) for p in task.predict(weights, [row for of_example in rows for row in of_example]))
+    return [fmean(next(found) for _ in of_example) for of_example in rows]
+
+
+def _targets(task: VisionLanguage, example: Mapping[str, Any]) -> list[str]:
+    target = example[task.config.task.target_column]
+    if task.config.task.choices_column:
+        return [LETTERS[target]]
+    return list(target) if isinstance(target, list) else [target]
+
+
+def bleu_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) -> Numbers:
+    """(rows, 10): matching and all n-grams for n = 1 to 4, length, and length of the closest reference."""
+    from sacrebleu.metrics import BLEU
+
+    scorer = BLEU(effective_order=True, force=True)
+    found = [scorer.sentence_score(c, list(refs)) for c, refs in zip(written, targets, strict=True)]
+    return np.array([[*f.counts, *f.totals, f.sys_len, f.ref_len] for f in found], dtype=float)
+
+
+def bleu(total: Numbers) -> float:
+    """Corpus BLEU of summed statistics."""
+    from sacrebleu.metrics import BLEU
+
+    return float(
+        BLEU.compute_bleu(
+            correct=[int(n) for n in total[:4]],
+            total=[int(n) for n in total[4:8]],
+            sys_len=int(total[8]),
+            ref_len=int(total[9]),
+            smooth_method="exp",
+        ).score
+    )

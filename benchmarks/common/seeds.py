@@ -1,0 +1,67 @@
+"""Each seed of a preset in a process of its own, with one thread, as many at a time as there are cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fedveil.benchmarks.run import Options
+from fedveil.errors import ConfigError, FedVeilError
+
+OfSeed = Callable[[dict[str, Any], int, Options], Any]
+
+
+def run(module: str, settings: dict[str, Any], options: Options) -> list[Any]:
+    """What `serve` in `module` answers for each seed, in order. Raises ConfigError where one of them failed."""
+    seeds = range(options.seeds or settings["seeds"])
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(lambda seed: _one(module, settings, seed, options), seeds))
+
+
+def _one(module: str, settings: dict[str, Any], seed: int, options: Options) -> Any:
+    asked = json.dumps({"settings": settings, "seed": seed, "device": options.device, "quick": options.quick})
+    process = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(asked)
+    process.stdin.close()
+    for line in process.stdout:
+        if line.startswith("{"):
+            answer = line
+        else:
+            options.say(line.rstrip())
+    if process.wait():
+        raise ConfigError(
+            f"seed {seed}: expected a result, found exit code {process.returncode}; its error stands above"
+        )
+    found = json.loads(answer)
+    if "error" in found:
+        raise ConfigError(f"seed {seed}: {found['error']}")
+    return found["result"]
+
+
+def serve(of_seed: OfSeed) -> None:
+    """One seed: settings as JSON on standard input; progress, and then the result as one line of JSON."""
+    asked = json.load(sys.stdin)
+
+    def say(text: str) -> None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    options = Options(quick=asked["quick"], device=asked["device"], say=say)
+    try:
+        answer = {"result": of_seed(asked["settings"], asked["seed"], options)}
+    except FedVeilError as error:
+        answer = {"error": str(error)}
+    say(json.dumps(answer))

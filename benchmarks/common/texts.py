@@ -1,0 +1,100 @@
+"""Texts of the presets as rows of a source and one reference, their split, and scores with bootstrap replicates over sources.
+
+| data | source | reference | train, validation, test |
+|---|---|---|---|
+| e2e_nlg, viggo | mr | ref | its own splits |
+| dart | "subject | predicate | object" joined by "; " | each of refs | its test part; the two halves of its dev part, by source |
+| dialogsum | dialogue | summary, or summary1 to 3 | its own splits |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fedveil.attacks.membership.scores import loss_of
+from fedveil.benchmarks.common import data, quality, resampling
+from fedveil.benchmarks.common.resampling import Figure
+from fedveil.contract.spec import Weights
+from fedveil.errors import ConfigError
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.training import text_metrics
+
+METRICS = ("loss", "bleu", "rouge_l", "meteor", "cider")
+_TEST = 8  # the name of the draws
+
+Row = dict[str, str]
+
+
+def rows(name: str, split: str) -> list[Row]:
+    """Every row of "train", "validation" or "test" as {"mr", "ref"}, the source in one line. Raises ConfigError."""
+    file = {"train": "test", "validation": "dev", "test": "dev"}[split] if name == "dart" else split
+    path = data.folder(name) / f"{file}.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"data {name}: expected {path.name} in {path.parent}, found none; see benchmarks/README.md")
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [{"mr": " ".join(source.split()), "ref": ref} for line in lines for source, ref in _pairs(name, line)]
+    if file == "dev":
+        return [row for row in found if (_digest(row["mr"]) % 2 == 0) == (split == "test")]
+    return found
+
+
+def _pairs(name: str, line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    match name:
+        case "dart":
+            source = "; ".join(" | ".join(triple) for triple in line["tripleset"])
+            yield from ((source, ref) for ref in line["refs"])
+        case "dialogsum":
+            yield from ((line["dialogue"], line[k]) for k in sorted(line) if k.startswith("summary"))
+        case _:
+            yield line["mr"], line["ref"]
+
+
+def _digest(text: str) -> int:
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16)
+
+
+def chosen(found: Sequence[Row], sources: int, references: int, seed: int) -> list[Row]:
+    """The rows of so many sources, drawn, and at most so many rows of each; all where there are fewer."""
+    grouped: dict[str, list[Row]] = {}
+    for row in found:
+        grouped.setdefault(row["mr"], []).append(row)
+    kept = set(random.Random(seed).sample(list(grouped), min(sources, len(grouped))))
+    return [row for mr, rows in grouped.items() if mr in kept for row in rows[:references]]
+
+
+def scores(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: int) -> dict[str, Figure]:
+    """METRICS of the model on `test`: loss a token, the others of the text that it writes for each source, x 100 but for cider."""
+    targets: dict[str, list[str]] = {}
+    for row in test:
+        targets.setdefault(row["mr"], []).append(row["ref"])
+    losses = losses_of(task, weights, test)
+    written = task.generate(weights, list(targets))
+    references = list(targets.values())
+    each = [text_metrics.score([c], [refs]) for c, refs in zip(written, references, strict=True)]
+    ciders = text_metrics.cider_d(
+        [text_metrics.words(c) for c in written], [[text_metrics.words(t) for t in refs] for refs in references]
+    )
+    statistics = quality.bleu_statistics(written, references)
+    return {
+        "loss": resampling.mean(losses, _TEST, seed),
+        "bleu": resampling.reduced(statistics, quality.bleu, _TEST, seed),
+        **{m: resampling.mean([100 * s[m] for s in each], _TEST, seed) for m in ("rouge_l", "meteor")},
+        "cider": resampling.mean(ciders, _TEST, seed),
+    }
+
+
+def loss(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: int) -> Figure:
+    """The loss alone."""
+    return resampling.mean(losses_of(task, weights, test), _TEST, seed)
+
+
+def losses_of(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> list[float]:
+    """Mean loss of each source over its references, in order of appearance."""
+    found: dict[str, list[float]] = {}
+    for row, prediction in zip(test, task.predict(weights, task.prepare(test)), strict=True):
+        found.setdefault(row["mr"], []).append(loss_of(prediction))
+    return [sum(each) / len(each) for each in found.values()]

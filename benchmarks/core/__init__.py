@@ -1,0 +1,1 @@
+"""Presets of the system itself: training, folding, rounds, workers."""

@@ -1,0 +1,216 @@
+"""What the warm worker saves and costs, in rounds that train nothing: with it, without it, and stock Flower's own.
+
+Small messages: CPU seconds of a site and wall time, a round. A large base: seconds of loading. A large message: how often
+it exists in the client process and the worker together. All in one federation; the first round of each is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil import places
+from fedveil.benchmarks.common.usage import Usage
+from fedveil.benchmarks.run import Options, Outcome, interval
+from fedveil.errors import ConfigError
+
+_SITE = "site-0"  # whose memory is watched
+
+
+@dataclass
+class _Run:
+    """One run: seconds, and one site's CPU seconds, of each round but the first; and what was watched of that site."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    usage: Usage
+    payload_bytes: int
+
+
+@dataclass
+class _Bench:
+    federation: Any
+    folder: Path
+    config: dict[str, Any]
+    sites: int
+
+    def ours(self, name: str, rounds: int, changes: dict[str, Any], every: float = 0.1) -> _Run:
+        """A run of FedVeil."""
+        file = self.folder / name / "metrics.jsonl"
+        overrides = self.config | changes | {"run.rounds": rounds + 1, "run.name": name}
+        usage, cpu = self._watched(None, overrides, file, every)
+        seconds = [m["seconds"] for m in _lines(file) if m["round"] > 0]
+        return _Run(seconds, cpu, usage, _lines(self.folder / name / "disclosure.jsonl")[-1]["payload_bytes"])
+
+    def stock(self, name: str, rounds: int, payload: int, every: float = 0.1) -> _Run:
+        """A run of stock Flower with a payload of that size. Its CPU seconds are the mean of all rounds."""
+        out = self.folder / f"{name}.json"
+        overrides = {"bytes": payload, "rounds": rounds + 1, "sites": self.sites, "out": str(out)}
+        usage, _ = self._watched(places.folder("benchmarks/core/stock_flower"), overrides, None, every)
+        return _Run(json.loads(out.read_text())[1:], [usage.cpu_seconds() / (rounds + 1)], usage, payload)
+
+    def _watched(
+        self, app: Path | None, overrides: dict[str, Any], rounds: Path | None, every: float
+    ) -> tuple[Usage, list[float]]:
+        """The run under watch, and the CPU seconds between the ends of two rounds, which are lines of `rounds`."""
+        marks: dict[int, float] = {}
+        with Usage(self._processes, _kind, every) as usage:
+            ended = self.federation.wait(
+                self.federation.run(app, overrides),
+                1800,
+                lambda status: marks.setdefault(len(_lines(rounds)) if rounds else 0, usage.cpu_seconds()),
+            )
+        if not ended.completed:
+            raise ConfigError(f"{(app.name if app else 'fedveil')}: expected a completed run, found: {ended.reason}")
+        ends = [marks[n] for n in sorted(marks) if n > 0]
+        return usage, [later - earlier for earlier, later in itertools.pairwise(ends)]
+
+    def _processes(self) -> list[Any]:
+        found: list[Any] = self.federation.processes.alive(_SITE)
+        return found
+
+
+def run(settings: dict[str, Any], options: Options) -> Outcome:
+    """Rows: three ways with small messages, the large base, and the large message two ways."""
+    if options.launch is None:
+        raise ConfigError("core/worker: expected a launcher, found none; run it as `fedveil bench core/worker`")
+    rounds, sites = settings["rounds"], settings["sites"]
+    named = [options.launch.LocalSite(f"site-{i}", places.folder("data/e2e")) for i in range(sites)]
+    with tempfile.TemporaryDirectory() as scratch, options.launch.LocalFederation(named) as federation:
+        folder = Path(scratch)
+        config = settings["config"] | {"run.dir": scratch, "cohort.sites": sites, "cohort.min-sites": sites}
+        bench = _Bench(federation, folder, config, sites)
+        small = {
+            "worker": bench.ours("worker", rounds, {}),
+            "no worker": bench.ours("cold", rounds, {"client.worker": False}),
+        }
+        small["flower"] = bench.stock("flower", rounds, small["worker"].payload_bytes)
+        for name, way in small.items():
+            options.say(f"{name}: {_rounded(way.seconds)} s, {_rounded(way.cpu_seconds)} CPU-s")
+        base = _random_base(folder / "gpt2", settings["base"])
+        base_mb = sum(file.stat().st_size for file in base.iterdir()) / 1e6
+        bench.ours("base", rounds, {"task.model": str(base)})
+        turns = federation.folder / "sites" / _SITE / "workers" / _SITE / "turns.jsonl"
+        loads = [line["load_seconds"] for line in _lines(turns) if line["run"].startswith("base-")]
+        options.say(f"base of {base_mb:.0f} MB: {loads} s of loading")
+        narrow = _random_base(folder / "narrow", settings["narrow_base"])
+        rank = f"adapter = {{kind = 'lora', rank = {settings['large_rank']}}}"
+        changes = {"task.model": str(narrow), "method.fields": rank}
+        large = {"worker": bench.ours("large", settings["large_rounds"], changes, every=0.01)}
+        payload = large["worker"].payload_bytes
+        large["flower"] = bench.stock("large-flower", settings["large_rounds"], payload, every=0.01)
+        held_turns = [line for line in _lines(turns) if line["run"].startswith("large-")]
+    copies = {
+        "worker": _copies(large["worker"], _median_peak(small["worker"]), held_turns),
+        "flower": _copies(large["flower"], _median_peak(small["flower"])),
+    }
+    options.say(f"{payload} bytes each way: {copies} times in memory")
+    rows = [_row(name, way) for name, way in small.items()]
+    held = {"load_seconds_first": interval(loads[:1]), "load_seconds": _with_median(loads[1:])}
+    rows.append({"name": f"worker, base of {base_mb:.0f} MB", "rounds": len(loads) - 1, "metrics": held})
+    for name, way in large.items():
+        row = _row(f"{name}, {payload / 1e6:.0f} MB each way", way)
+        row["metrics"] |= {f"copies_{phase}": interval([most]) for phase, most in copies[name].items() if most}
+        rows.append(row)
+    return Outcome(rows, _verdicts(small, loads[1:], copies, payload))
+
+
+def _verdicts(
+    small: dict[str, _Run], loads: Sequence[float], copies: dict[str, dict[str, float]], payload: int
+) -> list[str]:
+    warm, cold, flower = (small[name] for name in ("worker", "no worker", "flower"))
+    share = statistics.median(warm.cpu_seconds) / statistics.median(cold.cpu_seconds)
+    more = statistics.median(warm.seconds) - statistics.median(flower.seconds)
+    return [
+        f"CPU of the client side, a round: {share:.2f} of that without the worker (asked: at most 0.20).",
+        f"Wall time of a round: {more:+.1f} s beside stock Flower's no-op of the same payload (asked: at most +1.5 s).",
+        f"Loading in second and later rounds: at most {max(loads):.4f} s (asked: below 0.1 s).",
+        f"The client process peaks at {max(warm.usage.peaks(_SHIM)):.0f} MB (asked: below 150 MB).",
+        f"At {payload / 1e6:.0f} MB each way the client process and the worker together hold the payload at most "
+        f"{copies['worker']['turn']:.2f} times while it is decoded, trained from and packed, and "
+        f"{copies['worker']['flower']:.2f} times while Flower pulls and pushes it (asked: at most 2); stock Flower's client "
+        f"process alone holds it {copies['flower']['flower']:.2f} times.",
+    ]
+
+
+_SHIM, _WORKER = "client process", "worker"
+
+
+def _kind(command: list[str]) -> str:
+    text = " ".join(command[:5])
+    return (
+        _SHIM if "flwr-clientapp" in text else _WORKER if "fedveil.client_app.worker.process" in text else "supernode"
+    )
+
+
+def _median_peak(way: _Run) -> float:
+    return statistics.median(way.usage.peaks(_SHIM))
+
+
+def _copies(way: _Run, shim_mb: float, turns: Sequence[dict[str, Any]] = ()) -> dict[str, float]:
+    """How often the payload was held at one time, at most, by client process and worker together: what they had beyond a
+    client process with a small message and a worker between two turns. From the second turn on, when it has its model.
+
+    Apart for "turn", what FedVeil does in the worker, and "flower", its client process's pulling, inflating and pushing.
+    """
+    timeline = way.usage.timeline
+    first = next(i for i, (_, mb) in enumerate(timeline) if mb.get(_SHIM))
+    between = next(i for i in range(first, len(timeline)) if not timeline[i][1].get(_SHIM))
+    idle_mb = min(mb.get(_WORKER, 0.0) for _, mb in timeline[between:] if not mb.get(_SHIM))
+    most = {"turn": 0.0, "flower": 0.0}
+    for at, mb in timeline[between:]:
+        phase = "turn" if any(line["time"] - line["seconds"] <= at <= line["time"] for line in turns) else "flower"
+        beyond = max(0.0, mb.get(_SHIM, 0.0) - shim_mb) + mb.get(_WORKER, 0.0) - idle_mb
+        most[phase] = max(most[phase], beyond * 1e6 / way.payload_bytes)
+    return most
+
+
+def _row(name: str, way: _Run) -> dict[str, Any]:
+    return {
+        "name": name,
+        "rounds": len(way.seconds),
+        "payload_bytes": way.payload_bytes,
+        "metrics": {
+            "seconds_a_round": _with_median(way.seconds),
+            "cpu_seconds_a_site": _with_median(way.cpu_seconds),
+            "client_process_mb": _with_median(way.usage.peaks(_SHIM)),
+        },
+    }
+
+
+def _with_median(values: Sequence[float]) -> dict[str, float]:
+    return {**interval(values), "median": statistics.median(values)}
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 2) for value in values]
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return (
+        [line for line in map(json.loads, file.read_text().splitlines()) if line["round"] >= 0] if file.exists() else []
+    )
+
+
+def _random_base(folder: Path, shape: dict[str, int]) -> Path:
+    """A GPT-2 of that shape with random weights, half precision on disk, and the tiny base's tokenizer."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from fedveil.models.library import quiet
+
+    torch.manual_seed(0)
+    config = GPT2Config(**shape, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    with quiet():
+        GPT2LMHeadModel(config).half().save_pretrained(folder)
+    bundled = places.folder("assets/tiny-text-generation")
+    shutil.copy(bundled / "tokenizer.json", folder)
+    shutil.copy(bundled / "tokenizer_config.json", folder)
+    return folder

@@ -1,0 +1,1 @@
+"""Presets of FedQSN and its baselines."""

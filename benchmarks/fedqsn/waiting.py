@@ -1,0 +1,170 @@
+"""What a client wins back of FedQSN's model by waiting, collusion, the public base and training, round by round.
+
+The adversary holds the proxies that it got, and knows the hyper-parameters. After every round, on the same test rows:
+
+| row | which model |
+|---|---|
+| server | the truth after the round before, which the proxies of this round are of |
+| public base; public base, fine-tuned | W_0, and W_0 after one client's training: what costs no proxy |
+| received | the last proxy of one client |
+| averaged | the mean of all proxies it got so far, the scale undone |
+| colluding | the mean of all proxies that all clients got so far |
+| <one>, filled | what is missing there taken from the public base |
+| <one>, filled, fine-tuned | and trained on the client's own rows, nothing held still |
+
+| metric | what |
+|---|---|
+| loss | a token, on test rows |
+| visible | part of the columns of masked layers that it has seen |
+| similarity, to the difference | cosine to the server's matrices of attention and MLP layers; of the differences to the public base |
+
+The metrics are of the last round, `curve` has the loss of every round. Intervals are of 95 %, see `resampling`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedveil import rng, strategies
+from fedveil.attacks.base import View
+from fedveil.attacks.hidden_model import proxy as attack
+from fedveil.attacks.hidden_model.proxy import Proxy
+from fedveil.benchmarks.common import resampling, seeds, texts
+from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.fedqsn import tables
+from fedveil.benchmarks.run import Options, Outcome
+from fedveil.contract.method import RoundContext
+from fedveil.contract.spec import Weights
+from fedveil.contract.trainer import Local
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.strategies.fedqsn import FedQSN
+from fedveil.wire.tap import Tap
+
+
+def run(settings: dict[str, Any], options: Options) -> Outcome:
+    """Every setting of `settings["methods"]`, a run a seed."""
+    answers = seeds.run("fedveil.benchmarks.fedqsn.waiting", settings, options)
+    rows, last = [], {}
+    for name in answers[0]:
+        of_seeds = [answer[name] for answer in answers]
+        curve = [
+            resampling.over_seeds([Figure(v, np.array(r), n) for v, r, n in each])
+            for each in zip(*(a["loss"] for a in of_seeds), strict=True)
+        ]
+        last[name] = curve[-1]
+        fixed = {m: float(np.mean([a[m] for a in of_seeds])) for m in of_seeds[0] if m not in ("loss", "seconds")}
+        figures = {"loss": curve[-1], **{m: resampling.fixed(v) for m, v in fixed.items()}}
+        rows.append(
+            {
+                "name": name,
+                "metrics": {m: resampling.interval(f) for m, f in figures.items()},
+                "curve": [resampling.interval(f) for f in curve],
+            }
+        )
+    said = []
+    for label in settings["methods"]:
+        for name, figure in last.items():
+            if name.startswith(f"{label}, ") and name.endswith("fine-tuned"):
+                said.append(_told(name, figure, last["public base, fine-tuned"], "the public base fine-tuned"))
+                said.append(_told(name, figure, last[f"{label}, server"], "the server's model"))
+    return Outcome(rows, said, [f"this run: {len(answers)} seeds"])
+
+
+def _told(name: str, mine: Figure, other: Figure, what: str) -> str:
+    d = resampling.difference(mine, other)
+    told = "better" if d["high"] < 0 else "worse" if d["low"] > 0 else "not told apart"
+    return f"{name}: loss {d['mean']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}] beside {what}: {told}."
+
+
+def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    found = tables.of_seed(settings["data"], settings, seed)
+    rows: dict[str, Any] = {}
+    for label, chosen in settings["methods"].items():
+        started = time.perf_counter()
+        _method(label, chosen, found, settings, seed, options, rows)
+        options.say(
+            f"seed {seed}: {label}: last losses "
+            + ", ".join(f"{n.removeprefix(label + ', ')} {r['loss'][-1][0]:.3f}" for n, r in rows.items())
+            + f" in {time.perf_counter() - started:.0f} s"
+        )
+    return rows
+
+
+def _method(
+    label: str,
+    chosen: Mapping[str, Any],
+    found: tables.Texts,
+    settings: Mapping[str, Any],
+    seed: int,
+    options: Options,
+    rows: dict[str, Any],
+) -> None:
+    config = tables.configured(settings, chosen, seed)
+    method = strategies.create(config.method.name, config.method.fields)
+    assert isinstance(method, FedQSN)
+    task = tables.task_of(config, method.adapter, options)
+    clients = {site: task.prepare(of_site) for site, of_site in found.clients.items()}
+    base = task.initial(rng.initial(seed, "weights"))
+    own = sorted(clients)[0]
+    matrices = list(tables.merged(task, base))
+    tap_folder = tempfile.TemporaryDirectory()
+    exchange, tap = Exchange(method, "fedqsn", task.spec), Tap(Path(tap_folder.name))
+
+    def local_for(site: str, ctx: RoundContext) -> Local:
+        return task.local(clients[site], ctx.rng("batches"))
+
+    def note(name: str, weights: Weights, **more: float) -> None:
+        figure = texts.loss(task, weights, found.test, seed)
+        row = rows.setdefault(name, {"loss": []})
+        row["loss"].append([figure.value, figure.replicates.tolist(), figure.count])
+        row |= more
+
+    def tuned(weights: Weights) -> Weights:
+        return attack.fine_tuned(Proxy(weights, {}), task.local(clients[own], rng.initial(seed, "attack"))).weights
+
+    alone = tuned(base)
+    state = method.init(task.spec, base, rng.initial(seed, "method init"))
+    federation = Federation(exchange, config, local_for, list(clients), state, tap=tap)
+    for round_ in range(config.run.rounds):
+        server = federation.deployed()["server"]
+        federation.round(round_)
+        note(f"{label}, server", server)
+        if "public base" not in rows or len(rows["public base"]["loss"]) <= round_:
+            note("public base", base)
+            note("public base, fine-tuned", alone)
+        view = View.server(tap, exchange)
+        seen = list(attack.proxies(view, [own], method.scale))
+        kept = {
+            "received": seen[-1],
+            "averaged": attack.average(seen),
+            "colluding": attack.average(attack.proxies(view, None, method.scale)),
+        }
+        for name, proxy in kept.items():
+            true = {n: server[n] for n in matrices}
+            more = {
+                "visible": _visible(proxy, seen[0]),
+                "similarity": attack.similarity(proxy, true, matrices).visible,
+                "to the difference": attack.similarity(attack.filled(proxy, base), true, matrices, base).whole,
+            }
+            note(f"{label}, {name}", proxy.weights, **more)
+            whole = attack.filled(proxy, base).weights
+            note(f"{label}, {name}, filled", whole)
+            note(f"{label}, {name}, filled, fine-tuned", tuned(whole))
+    tap_folder.cleanup()
+
+
+def _visible(proxy: Proxy, masked: Proxy) -> float:
+    """Part of the columns of masked tensors that are known; 1 where nothing was masked."""
+    known = [1.0 - float(proxy.missing[n].float().mean()) if n in proxy.missing else 1.0 for n in masked.missing]
+    return float(np.mean(known)) if known else 1.0
+
+
+if __name__ == "__main__":
+    seeds.serve(_of_seed)

@@ -1,0 +1,1 @@
+"""Presets of FedRand and its baselines."""

@@ -1,0 +1,168 @@
+"""The attacks of a seed, as figures with replicates: on models, on uploads, and on the overfitted control."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedveil import rng
+from fedveil.attacks import controls
+from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.controls import Overfitted
+from fedveil.attacks.membership import alignment, lira
+from fedveil.attacks.membership import scores as membership
+from fedveil.benchmarks.common import resampling
+from fedveil.benchmarks.common.resampling import Figure, Numbers
+from fedveil.config import RunConfig
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Rows, Task
+from fedveil.wire.tap import Tap
+
+_MEMBERS, _HELD_OUT, _SHIFTED = 1, 2, 3  # names of draws; those of a client's members have its number too
+Figures = dict[str, Figure]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model that an adversary holds, and the rows it was trained on.
+
+    Attributes:
+        name: of the draws; () for the server's model.
+        labels: of the members, where scores are to be compared within a label; () for the server's model.
+    """
+
+    name: tuple[int, ...]
+    weights: Weights
+    members: Rows
+    labels: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class NonMembers:
+    """Rows of no client: held out of the same distribution, with their labels, and shifted ones."""
+
+    held_out: Rows
+    labels: Sequence[str]
+    shifted: Rows
+
+
+class Yardstick:
+    """LiRA: shadows of the same base on random halves of members and as many held-out rows."""
+
+    def __init__(self, task: Task, initial: Weights, pool: Rows, count: int, seed: int) -> None:
+        def train(indices: list[int], number: int) -> Weights:
+            rows = [pool[i] for i in indices]
+            return task.local(rows, rng.initial(seed, f"shadow {number}")).train(initial).weights
+
+        shadows = lira.train_shadows(train, len(pool), count, np.random.default_rng(seed))
+        self._members = shadows.members
+        losses = [[membership.loss_of(p) for p in task.predict(w, pool)] for w in shadows.weights]
+        self._phi = lira.confidence(np.array(losses))
+        self._index = {id(row): i for i, row in enumerate(pool)}
+
+    def scores(self, rows: Rows, losses: Numbers) -> Numbers:
+        """Of those rows that are in the pool."""
+        known = [i for i, row in enumerate(rows) if id(row) in self._index]
+        at = [self._index[id(rows[i])] for i in known]
+        return lira.scores(lira.confidence(losses[known]), self._phi[:, at], self._members[:, at])
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """What every attack of a seed shares.
+
+    Attributes:
+        settings: `settings.attack` of the preset.
+    """
+
+    base: membership.Base
+    yardstick: Yardstick | None
+    non_members: NonMembers
+    settings: Mapping[str, Any]
+    seed: int
+
+    def attacked(self, task: Task, targets: Sequence[Target]) -> Figures:
+        """AUROC of each attack, the mean over `targets`; by attack, "shifted " before it for the shifted non-members.
+
+        The slice "generated" and LiRA are of the server's model alone.
+        """
+        figures: dict[str, list[Figure]] = {}
+        for target in targets:
+            for attack, figure in self._of_model(task, target).items():
+                figures.setdefault(attack, []).append(figure)
+        return {attack: resampling.average(each) for attack, each in figures.items()}
+
+    def _of_model(self, task: Task, target: Target) -> Figures:
+        members, labels = self._some(target)
+        generated = 0 if target.name else self.settings["generated_rows"]
+        mine = self.base.scores(task, target.weights, members, generated)
+        figures = {}
+        for prefix, others, draw in (
+            ("", self.non_members.held_out, _HELD_OUT),
+            ("shifted ", self.non_members.shifted, _SHIFTED),
+        ):
+            if not others:
+                continue
+            theirs = self.base.scores(task, target.weights, others, generated)
+            if self.yardstick and not target.name and not prefix:
+                mine["LiRA"] = self.yardstick.scores(members, -mine["loss"])
+                theirs["LiRA"] = self.yardstick.scores(others, -theirs["loss"])
+            for attack in self.settings["shifted"] if prefix else list(theirs):
+                pair = mine[attack], theirs[attack]
+                if labels and not prefix:
+                    pair = membership.centred(*pair, labels, self.non_members.labels)
+                if min(map(len, pair)):  # no label may have rows on both sides
+                    figures[prefix + attack] = self._auroc(*pair, target.name, draw)
+        return figures
+
+    def _some(self, target: Target) -> tuple[Rows, Sequence[str]]:
+        """At most `settings["rows"]` of the members, a seeded choice, with their labels."""
+        most = self.settings["rows"]
+        if len(target.members) <= most:
+            return target.members, target.labels
+        at = random.Random(self.seed).sample(range(len(target.members)), most)
+        return [target.members[i] for i in at], [target.labels[i] for i in at] if target.labels else ()
+
+    def _auroc(self, members: Numbers, non_members: Numbers, name: tuple[int, ...], draw: int = _HELD_OUT) -> Figure:
+        return resampling.auroc(members, non_members, (_MEMBERS, *name, self.seed), (draw, self.seed))
+
+    def aligned(
+        self, view: View, task: Task, initial: Weights, clients: Mapping[str, tuple[Rows, Sequence[str]]]
+    ) -> Figures:
+        """AUROC of each row's gradient against its site's last upload, within a label, the mean over `clients`.
+
+        "alignment, wrong site" is its control: the same rows against another site's upload, which they did not move.
+        """
+        knowledge, sites = Knowledge(task, initial), sorted(clients)
+        figures: dict[str, list[Figure]] = {}
+        for i, site in enumerate(sites):
+            rows, labels = clients[site]
+            alike = [j for j, label in enumerate(self.non_members.labels) if label in set(labels)]
+            alike = alike[: self.settings["aligned_rows"]]
+            others, other_labels = (
+                [of[j] for j in alike] for of in (self.non_members.held_out, self.non_members.labels)
+            )
+            for name, of_site in (("alignment", site), ("alignment, wrong site", sites[i - 1])):
+                if name != "alignment" and of_site == site:
+                    continue
+                scores = [alignment.alignment_scores(view, of_site, knowledge, side) for side in (rows, others)]
+                pair = membership.centred(scores[0], scores[1], labels, other_labels)
+                if min(map(len, pair)):
+                    figures.setdefault(name, []).append(self._auroc(*pair, (10 + i,)))
+        return {name: resampling.average(each) for name, each in figures.items()}
+
+    def overfitted(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, Overfitted]:
+        """Every attack on the control, a FedAvg that knows `members` by heart. `task` has `controls.settings(config)`."""
+        with tempfile.TemporaryDirectory() as folder:
+            done = controls.overfitted(task, members, config, Tap(Path(folder)))
+            knowledge = Knowledge(task, self.base.initial)
+            sides = done.members[::2], self.non_members.held_out[: self.settings["aligned_rows"]]
+            scores = [alignment.alignment_scores(done.view, "a", knowledge, rows) for rows in sides]
+        figures = self.attacked(task, [Target((), done.weights, members)])
+        return figures | {"alignment": self._auroc(scores[0], scores[1], (9,))}, done

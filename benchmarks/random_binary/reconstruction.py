@@ -1,0 +1,282 @@
+"""Reconstruction of images from one client's gradients: closed forms, and matching by an adversary who knows the mask.
+
+Every image (or batch of images) is a site of its own in a federation in process; the adversary reads the tap of the server,
+knows the model at the weights that it broadcast, and knows the labels. Rows of a result:
+
+| row | what |
+|---|---|
+| mean image | the mean of other pictures of the same data: what an adversary says who saw no message |
+| <case> | one attack on one method on one model, over all images of all seeds |
+
+PSNR is of values in [-1, 1], per image. "recovered" is the share of images above 30 dB. A seed draws the model's weights and
+has images of its own; intervals are of 95 %, bootstrapped over the images. A case with `expect` ends in a sentence.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedveil import rng, strategies, tasks
+from fedveil.attacks.base import View
+from fedveil.attacks.reconstruction import gradient_match, gradients
+from fedveil.attacks.reconstruction.april import april, modified
+from fedveil.attacks.reconstruction.direct_inversion import direct_inversion
+from fedveil.attacks.reconstruction.gradients import Observed
+from fedveil.attacks.reconstruction.images import contact_sheet, mean_image, psnr, ssim
+from fedveil.benchmarks.common import data, resampling, seeds
+from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.run import Options, Outcome
+from fedveil.config import RunConfig, parse
+from fedveil.contract.method import RoundContext
+from fedveil.contract.trainer import Local
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.tasks.image_classification import ImageClassification, Picture
+from fedveil.wire.payloads import tensors_of
+from fedveil.wire.tap import Tap
+
+_LOW, _HIGH = -1.0, 1.0
+_RECOVERED = 30.0  # dB: from here on nobody takes the picture for another one
+_SHOWN = 8  # images of a contact sheet's row
+_ROWS = 6  # the name of the draws
+_SMALLEST = 11  # pixels a side that SSIM's window needs
+
+Images = Tensor  # (images, channels, height, width)
+
+
+def run(settings: dict[str, Any], options: Options) -> Outcome:
+    """Every case of `settings["cases"]` but those named in `settings["skip"]`, on the images of every seed, and a sheet."""
+    settings["cases"] = [case for case in settings["cases"] if case["name"] not in settings.get("skip", [])]
+    answers: list[dict[str, Any]] = seeds.run("fedveil.benchmarks.random_binary.reconstruction", settings, options)
+    names = list(answers[0]["rows"])
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, dict[str, Figure]] = {}
+    for name in names:
+        of_seeds = [answer["rows"][name] for answer in answers]
+        values = {m: list(itertools.chain(*(each["values"][m] for each in of_seeds))) for m in of_seeds[0]["values"]}
+        figures[name] = {m: resampling.mean(v, _ROWS) for m, v in values.items()}
+        row: dict[str, Any] = {"name": name, "metrics": {m: resampling.interval(f) for m, f in figures[name].items()}}
+        if of_seeds[0]["upload_bytes"]:
+            row["upload_bytes"] = round(statistics.fmean(each["upload_bytes"] for each in of_seeds))
+            row["seconds"] = round(sum(each["seconds"] for each in of_seeds), 1)
+        rows.append(row)
+    verdicts = [_verdict(case, figures) for case in settings["cases"] if "expect" in case]
+    done = f"this run: {settings['images']} images a seed, {len(answers)} seeds; labels known to the adversary"
+    return Outcome(rows, verdicts, [done], {"png": base64.b64decode(answers[0]["sheet"])})
+
+
+def _verdict(case: Mapping[str, Any], figures: Mapping[str, Mapping[str, Figure]]) -> str:
+    """Whether the interval of a case lies where the preset expects it."""
+    mine, baseline = figures[case["name"]]["psnr"], figures[_baseline(case)]["psnr"]
+    match case["expect"]:
+        case "recovered":
+            i = resampling.interval(mine)
+            held, what = i["low"] > 60, "wholly above 60 dB"
+        case "fails":
+            i = resampling.interval(mine)
+            held, what = resampling.difference(mine, baseline)["high"] < 0, "below the mean image, image by image"
+        case other:
+            raise ValueError(f"expect: expected recovered or fails, found {other}")
+    return (
+        f"{case['name']}: PSNR {i['mean']:.1f} [{i['low']:.1f}, {i['high']:.1f}] dB, expected {what}: "
+        f"{'held' if held else 'NOT HELD'}."
+    )
+
+
+def _baseline(case: Mapping[str, Any]) -> str:
+    return f"mean image, {case['model']}"
+
+
+def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    rows: dict[str, Any] = {}
+    sheet: list[tuple[Tensor, str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in settings["cases"]:
+            target = _Target(settings, case, seed, Path(folder), options)
+            if _baseline(case) not in rows:
+                guess = mean_image(target.others)
+                rows[_baseline(case)] = _scores(target.images, [guess] * len(target.images))
+                sheet += _labelled(target.shown(target.images), f"{case['model']}: the images themselves")
+            started = time.perf_counter()
+            found, upload_bytes, notes = target.attacked()
+            rows[case["name"]] = _scores(target.images, found, upload_bytes, time.perf_counter() - started)
+            sheet += _labelled(target.shown(found), case["name"])
+            of_case = rows[case["name"]]["values"]
+            options.say(
+                f"seed {seed}: {case['name']}: PSNR {' '.join(f'{v:.0f}' for v in of_case['psnr'])} {notes}"
+                f"in {rows[case['name']]['seconds']:.0f} s"
+            )
+    images, labels = zip(*sheet, strict=True)
+    png = contact_sheet(images, labels, _LOW, _HIGH, min(_SHOWN, settings["images"]))
+    return {"rows": rows, "sheet": base64.b64encode(png).decode()}
+
+
+def _labelled(images: Sequence[Tensor], label: str) -> list[tuple[Tensor, str]]:
+    """A row of a sheet; its label stands over the first and runs over the rest."""
+    return [(image, "" if i else label) for i, image in enumerate(images)]
+
+
+def _scores(
+    true: Sequence[Tensor], found: Sequence[Tensor], upload_bytes: int = 0, seconds: float = 0.0
+) -> dict[str, Any]:
+    pairs = list(zip(found, true, strict=True))
+    values = {"psnr": [min(psnr(f, t, _HIGH - _LOW), 999.0) for f, t in pairs]}
+    if min(true[0].shape[1:]) >= _SMALLEST:
+        values["ssim"] = [ssim(f, t, _HIGH - _LOW, _LOW) for f, t in pairs]
+    values["recovered"] = [float(value > _RECOVERED) for value in values["psnr"]]
+    return {"values": values, "upload_bytes": upload_bytes, "seconds": seconds}
+
+
+class _Target:
+    """The images of one case, each batch of them at a site, and the model that the sites train."""
+
+    def __init__(
+        self, settings: Mapping[str, Any], case: Mapping[str, Any], seed: int, folder: Path, options: Options
+    ) -> None:
+        from transformers import ViTConfig
+
+        self.case, self.seed = case, seed
+        self._matching = {**settings.get("matching", {}), **case.get("matching", {})}
+        model = dict(settings["models"][case["model"]])
+        self._modified, self._pixels = model.pop("modified", False), model.pop("pixels", 0)
+        home = folder / case["model"]
+        ViTConfig(**model, num_labels=settings["classes"]).save_pretrained(home)
+        flat = {
+            "task.name": "image-classification",
+            "task.model": str(home),
+            "task.from-scratch": True,
+            "task.target-column": "label",
+            "task.classes": settings["classes"],
+            "method.name": case["method"]["name"],
+            "method.fields": case["method"].get("fields", ""),
+            "train.batch-size": case.get("batch", 1),
+            "run.rounds": case.get("rounds", 1),
+            "run.seed": seed,
+            "run.deterministic": True,
+        }
+        self.config: RunConfig = parse(flat)
+        self.method = strategies.create(self.config.method.name, self.config.method.fields)
+        task = tasks.load(self.config, self.method.adapter, options.device)
+        assert isinstance(task, ImageClassification)
+        self.task = task
+        if self._modified:
+            modified(task.base.model)
+        examples = task.examples(data.folder(settings["data"]), "test")
+        count = min(case.get("images", settings["images"]), settings["images"])
+        self._most = settings["images"]
+        start = seed * settings["images"]
+        self._batch = self.config.train.batch_size
+        self._pictures = [self._at_size(p) for p in task.prepare(examples[start : start + count])]
+        last = settings["seeds"] * settings["images"]  # none of any seed is in the mean
+        self.others = self._stacked(
+            [self._at_size(p) for p in task.prepare(examples[last : last + settings["mean_of"]])]
+        )
+        self.images = list(self._stacked(self._pictures))
+
+    def _at_size(self, picture: Picture) -> Picture:
+        """The picture as the client has it: where `pixels` is set, enlarged from so many a side."""
+        if not self._pixels:
+            return picture
+        small = self._shrunk(picture.pixels()[None])
+        return Picture(lambda: self._enlarged(small)[0], picture.label)
+
+    def _shrunk(self, images: Tensor) -> Tensor:
+        return functional.interpolate(images, self._pixels, mode="bilinear", antialias=True, align_corners=False)
+
+    def _enlarged(self, images: Tensor) -> Tensor:
+        size = self.task.base.model.config.image_size
+        return functional.interpolate(images, size, mode="bilinear", align_corners=False)
+
+    def _stacked(self, pictures: Sequence[Picture]) -> Images:
+        return torch.stack([picture.pixels() for picture in pictures]).double()
+
+    def shown(self, images: Sequence[Tensor]) -> list[Tensor]:
+        """The images of a sheet's row; blank ones where there are too few."""
+        blank = torch.full_like(images[0], _HIGH)
+        count = min(_SHOWN, self._most)
+        return [*images, *[blank] * count][:count]
+
+    def attacked(self) -> tuple[list[Tensor], int, str]:
+        """A reconstruction of every image, mean bytes of a participation's upload, and what the attack says of itself."""
+        sites = {
+            f"site-{i:03d}": self._pictures[i : i + self._batch] for i in range(0, len(self._pictures), self._batch)
+        }
+        exchange = Exchange(self.method, self.config.method.name, self.task.spec)
+
+        def local_for(site: str, ctx: RoundContext) -> Local:
+            return self.task.local(sites[site], ctx.rng("batches"))
+
+        state = self.method.init(
+            exchange.spec,
+            self.task.initial(rng.initial(self.seed, "weights")),
+            rng.initial(self.seed, "method init"),
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            tap = Tap(Path(folder))
+            federation = Federation(exchange, self.config, local_for, list(sites), state, tap=tap)
+            federation.run()
+            view = View.server(tap, exchange)
+            found = [self._reconstructed(view, site, sites[site]) for site in sites]
+        sent = federation.upload_bytes // (len(sites) * self.config.run.rounds)
+        images = [image for batch, _ in found for image in batch]
+        return images, sent, "; ".join(note for _, note in found if note) + " "
+
+    def _reconstructed(self, view: View, site: str, pictures: Sequence[Picture]) -> tuple[list[Tensor], str]:
+        model = copy.deepcopy(self.task.base.model).double().cpu().eval()
+        observed = []
+        for upload in view.uploads(site):
+            answered = view.answered(upload)
+            assert answered is not None  # the server's own
+            weights = {n: t.double() for n, t in tensors_of(answered.payload).items()}
+            seen = gradients.observed(self.method, upload.payload, self.task.spec)
+            observed.append(Observed(seen.values, seen.seen, weights))
+        if self.case["attack"] in ("april", "direct"):
+            model.load_state_dict({n: t for n, t in weights.items() if n in model.state_dict()}, strict=False)
+            values = {n: observed[0].values.get(n, torch.zeros_like(t)) for n, t in model.named_parameters()}
+            closed = april if self.case["attack"] == "april" else direct_inversion
+            return [closed(values, model, _LOW, _HIGH)], ""
+        labels = torch.tensor([picture.label for picture in pictures])
+        return self._matched(model, observed, labels, self._stacked(pictures))
+
+    def _matched(
+        self, model: Any, observed: Sequence[Observed], labels: Tensor, true: Images
+    ) -> tuple[list[Tensor], str]:
+        """By gradient matching. `true` serves to put the images of a batch in order, nothing else."""
+        options = dict(self._matching)
+        most, zeros_as_data = options.pop("entries", 0), options.pop("zeros_as_data", False)
+        generator = rng.initial(self.seed, "attack").torch_generator()
+        if zeros_as_data:
+            observed = [Observed(o.values, gradients.everything(o.values).seen, o.weights) for o in observed]
+        if most:
+            observed = [gradients.thinned(o, most, generator) for o in observed]
+        upsample = self._enlarged if self._pixels else None
+        side = self._pixels or true.shape[-1]
+        match = gradient_match.levenberg_marquardt(
+            model, observed, labels, (*true.shape[:2], side, side),
+            generator=generator, upsample=upsample, low=_LOW, high=_HIGH, **options,
+        )  # fmt: skip
+        images = upsample(match.image) if upsample else match.image
+        return _in_order(images, true), f"{match.residual:.0e}/{match.iterations}"
+
+
+def _in_order(images: Images, true: Images) -> list[Tensor]:
+    """The images of a batch in the order that fits the true ones best: a sum of gradients knows none."""
+    orders = itertools.permutations(range(len(images)))
+    best = min(orders, key=lambda order: float((images[list(order)] - true).square().sum()))
+    return list(images[list(best)])
+
+
+if __name__ == "__main__":
+    seeds.serve(_of_seed)

@@ -1,0 +1,1 @@
+"""What a site is, permits and keeps."""

@@ -1,0 +1,24 @@
+"""The epsilon that a run may cost, for policy.py: a process of its own, because it needs torch and the shim has none.
+
+python -m fedveil.client_app.site.epsilon < {"method": ..., "fields": JSON text, "config": flat, "delta": ...}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from fedveil import strategies
+from fedveil.config import parse
+from fedveil.privacy.promised import epsilon
+
+
+def main() -> None:
+    """Reads the question from standard input; prints {"epsilon": ...}."""
+    asked = json.load(sys.stdin)
+    method = strategies.create_from_json(asked["method"], asked["fields"])
+    print(json.dumps({"epsilon": epsilon(method, parse(asked["config"]), asked["delta"])}))  # noqa: T201  # its only output
+
+
+if __name__ == "__main__":
+    main()

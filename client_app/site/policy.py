@@ -1,0 +1,198 @@
+"""What this site permits: a TOML file that only the site writes. Decided before any data is touched; fails closed.
+
+    methods = ["fedrand", "fedavg"]          # each key may be left out: it then restricts nothing
+    tasks = ["text-generation"]
+    models = ["tiny"]
+    max-rounds = 50
+    max-bytes-a-round = 50_000_000           # the message here and the upload together
+    max-epsilon = 8.0                        # the run's budget, at `delta`
+    delta = 1e-5
+    min-examples = 100                       # behind an upload
+    app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
+    signers = ["ssh-ed25519 AAAA..."]        # who may have signed the bundle: `fedveil app sign`
+    hours = ["20:00-06:00"]                  # by this machine's clock; a turn begins in one of them
+
+| case | what happens |
+|---|---|
+| no file named | everything is permitted; the image's entry point (guard/) refuses instead |
+| the file is missing, is not TOML, has an unknown key or a value of another kind | PolicyError |
+| a key is absent | it restricts nothing |
+| an empty list | nothing is permitted |
+| several keys | every one must hold: a signed bundle whose digest is not listed is refused |
+| app-digests or signers, and nobody has looked at the bundle | PolicyError: only the entry point can |
+| max-epsilon, and the run has no budget that the site's ledger would keep, or its draws are seeded | PolicyError |
+| a size, or the examples, that only the upload shows | the upload is withheld, with the reason in its place |
+| hours "22:00-06:00" | over midnight; the first minute is in, the last is out; "00:00-24:00" is always |
+
+The check in this file comes with the server's bundle. What enforces it is the site's own copy, which guard/clientapp.py
+calls before any code of the bundle runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedveil import places
+from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.node_config import Site
+from fedveil.errors import PolicyError
+
+_EPSILON_SECONDS = 120.0
+_WINDOW = r"^([01]\d|2[0-3]):[0-5]\d-(([01]\d|2[0-3]):[0-5]\d|24:00)$"
+
+
+class Policy(BaseModel):
+    """What is permitted; None restricts nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, alias_generator=lambda n: n.replace("_", "-"))
+
+    methods: list[str] | None = None
+    tasks: list[str] | None = None
+    models: list[str] | None = None
+    max_rounds: int | None = Field(None, ge=1)
+    max_bytes_a_round: int | None = Field(None, ge=1)
+    max_epsilon: float | None = Field(None, ge=0, allow_inf_nan=False)
+    delta: float = Field(1e-5, gt=0, lt=1)
+    min_examples: int | None = Field(None, ge=1)
+    app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
+    signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
+    hours: list[Annotated[str, Field(pattern=_WINDOW)]] | None = None
+
+    @property
+    def signer_keys(self) -> list[str] | None:
+        """The signers without the comments behind their keys."""
+        return None if self.signers is None else [" ".join(key.split()[:2]) for key in self.signers]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What the site's entry point found of the bundle: its SHA-256, and the key that signed it. "" = nobody has looked."""
+
+    digest: str = ""
+    signer: str = ""
+
+    @classmethod
+    def of_environment(cls) -> Bundle:
+        """As guard/clientapp.py left it."""
+        return cls(os.environ.get("FEDVEIL_APP_DIGEST", ""), os.environ.get("FEDVEIL_APP_SIGNER", ""))
+
+
+def check(
+    assignment: Assignment, bundle: Bundle | None = None, down_bytes: int = 0, now: datetime | None = None
+) -> None:
+    """Raises PolicyError naming what the site does not permit. `down_bytes`: size of the server's message."""
+    if not assignment.site.policy:
+        return
+    policy = of_site(assignment.site)
+    order, config, bundle = assignment.order, assignment.config, bundle or Bundle()
+    _require_bundle(bundle, policy)
+    _require_one("method.name", order.method, policy.methods)
+    _require_one("task.name", config.task.name, policy.tasks)
+    _require_one("task.model", config.task.model, policy.models)
+    rounds = max(config.run.rounds, order.round + 1)
+    if policy.max_rounds is not None and rounds > policy.max_rounds:
+        raise PolicyError(f"run.rounds: this site permits at most {policy.max_rounds}, found {rounds}; ask for fewer")
+    _require_bytes(policy, down_bytes, "in the server's message alone")
+    _require_hour(policy, now or datetime.now())
+    if policy.max_epsilon is not None:
+        _require_epsilon(assignment, policy.max_epsilon, policy.delta)
+
+
+def check_upload(site: Site, down_bytes: int, up_bytes: int, num_examples: object) -> None:
+    """What shows only once the upload is there. Raises PolicyError; the upload must not leave the site then."""
+    if not site.policy:
+        return
+    policy = of_site(site)
+    _require_bytes(policy, down_bytes + up_bytes, f"({down_bytes} here, {up_bytes} back)")
+    enough = policy.min_examples is None or (type(num_examples) is int and num_examples >= policy.min_examples)
+    if not enough:
+        # How many they are is the site's own business: below the bound the server learns just that.
+        raise PolicyError(
+            f"examples: this site takes part with at least {policy.min_examples}, found fewer; leave it out"
+        )
+
+
+def of_site(site: Site) -> Policy:
+    """The policy that a site's node config names. Raises PolicyError where it cannot be read, or names none."""
+    path = Path(site.policy).expanduser()
+    try:
+        if not site.policy:
+            raise FileNotFoundError
+        return Policy.model_validate(tomllib.loads(path.read_text()))
+    except (OSError, ValueError) as error:  # ValidationError and TOMLDecodeError are ValueErrors
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        else:
+            what = type(error).__name__
+        raise PolicyError(
+            f"policy: expected a readable policy file, found none ({what}); the site must mend it"
+        ) from error
+
+
+def _require_one(key: str, found: str, permitted: list[str] | None) -> None:
+    if permitted is not None and found not in permitted:
+        raise PolicyError(f'{key}: this site permits {permitted}, found "{found}"; agree on it with the site')
+
+
+def _require_bundle(bundle: Bundle, policy: Policy) -> None:
+    asked = (("app digest", bundle.digest, policy.app_digests), ("app signer", bundle.signer, policy.signer_keys))
+    for key, found, permitted in asked:
+        if permitted is not None and found not in permitted:
+            shown = f'"{found}"' if found else "none that the site's own entry point has checked"
+            raise PolicyError(f"{key}: this site permits {permitted}, found {shown}; have this very bundle permitted")
+
+
+def _require_bytes(policy: Policy, found: int, where: str) -> None:
+    limit = policy.max_bytes_a_round
+    if limit is not None and found > limit:
+        raise PolicyError(f"bytes a round: this site permits at most {limit}, found {found} {where}; share less")
+
+
+def _require_hour(policy: Policy, now: datetime) -> None:
+    if policy.hours is not None and not any(_within(window, now) for window in policy.hours):
+        raise PolicyError(f"hours: this site permits {policy.hours}, found {now:%H:%M} at the site; come back then")
+
+
+def _within(window: str, now: datetime) -> bool:
+    first, last = (60 * int(h) + int(m) for h, m in re.findall(r"(\d\d):(\d\d)", window))
+    minute = 60 * now.hour + now.minute
+    return first <= minute < last if first < last else minute >= first or minute < last
+
+
+def _require_epsilon(assignment: Assignment, limit: float, delta: float) -> None:
+    found = epsilon(assignment, delta)
+    if not found <= limit:
+        raise PolicyError(
+            f"epsilon: this site permits at most {limit:g} at delta = {delta:g}, found {found:g}; "
+            "choose a private method, and an epsilon in its fields"
+        )
+
+
+def epsilon(assignment: Assignment, delta: float, root: Path | None = None) -> float:
+    """The run's epsilon by its method's budget, in a process of its own: this one has no torch. Raises PolicyError."""
+    asked = {"method": assignment.order.method, "fields": assignment.order.fields, "config": assignment.config.flat()}
+    text = json.dumps({**asked, "delta": delta})
+    command = [sys.executable, "-P", "-m", "fedveil.client_app.site.epsilon"]
+    environment = {**os.environ, "PYTHONPATH": str(root or places.root())}
+    try:
+        done = subprocess.run(
+            command, input=text, env=environment, capture_output=True, text=True, timeout=_EPSILON_SECONDS, check=True
+        )
+        return float(json.loads(done.stdout)["epsilon"])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
+        reason = (getattr(error, "stderr", "") or type(error).__name__).strip().splitlines()[-1][:200]
+        raise PolicyError(
+            f"epsilon: expected one from the method, found none ({reason}); see the site's log"
+        ) from error

@@ -1,0 +1,1 @@
+"""The warm process of a site."""

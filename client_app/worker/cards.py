@@ -1,0 +1,169 @@
+"""Which workers a site has, as files in its state folder.
+
+    <state-dir>/workers/<site>/<id>.sock     the worker's gRPC socket, mode 0600, in folders of mode 0700
+                               <id>.json     its card: whose it is, and what for
+                               lock          held by whoever looks for a worker or starts one
+                               worker.log    what all of them logged
+                               turns.jsonl   a line a turn
+
+A worker belongs to one SuperNode process, its owner, and ends with it; a message of another SuperNode is refused. A
+worker without a run (`key` empty) is a spare: started before the first message, or left after the last round of its run,
+when it lets go of model and rows and keeps the libraries. The next run of the same app version takes it.
+
+| found | what happens |
+|---|---|
+| a card whose socket nobody listens on (killed, machine restarted) | removed |
+| a worker of a SuperNode that is gone | told to end; it does so by itself within a second |
+| a worker of another SuperNode that runs | ConfigError: two SuperNodes under one state-dir and site |
+| a worker of another run, idle, under a memory bound | told to end first |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from fedveil import places
+from fedveil.client_app.site.node_config import Site
+from fedveil.client_app.site.private import safe
+from fedveil.client_app.worker.owner import Owner
+from fedveil.client_app.worker.sockets import listens
+from fedveil.errors import WorkerError
+
+_START_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Card:
+    """A worker: its id, number, owner, the app that it runs, the run it belongs to ("" = a spare), its start."""
+
+    id: str
+    pid: int
+    owner: Owner
+    app: str
+    key: str
+    since: float
+
+
+class Folder:
+    """The workers of one site."""
+
+    def __init__(self, state_dir: Path, site: str) -> None:
+        self.path = state_dir.expanduser().absolute() / "workers" / safe("site", site)
+
+    @property
+    def log(self) -> Path:
+        """What its workers logged."""
+        return self.path / "worker.log"
+
+    @property
+    def turns(self) -> Path:
+        """JSON lines, one a turn."""
+        return self.path / "turns.jsonl"
+
+    def socket(self, worker: str) -> Path:
+        """The socket of a worker."""
+        return self.path / f"{worker}.sock"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone in this folder, among all processes."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)  # and so lets go
+
+    def living(self) -> list[Card]:
+        """Every worker that listens, oldest first. Under the lock, for it removes what others left behind."""
+        found = []
+        for file in self.path.glob("*.json"):
+            try:
+                card = json.loads(file.read_text())
+                found.append(Card(**{**card, "owner": Owner(**card["owner"])}))
+            except (ValueError, TypeError, KeyError):
+                self.forget(file.stem)
+        for card in list(found):
+            if not listens(self.socket(card.id)):
+                self.forget(card.id)
+                found.remove(card)
+        return sorted(found, key=lambda card: card.since)
+
+    def write(self, card: Card) -> None:
+        """Writes a worker's card, whole or not at all."""
+        partial = self.path / f".{card.id}.part"
+        partial.touch(mode=0o600)
+        partial.write_text(json.dumps(asdict(card)))
+        partial.replace(self.path / f"{card.id}.json")
+
+    def forget(self, worker: str) -> None:
+        """Removes what a worker left."""
+        for file in (self.path / f"{worker}.json", self.socket(worker)):
+            file.unlink(missing_ok=True)
+
+    def adopt(self, card: Card, key: str) -> Card:
+        """A spare becomes a run's worker."""
+        card = replace(card, key=key)
+        self.write(card)
+        return card
+
+    def start(
+        self, site: Site, whose: Owner, key: str, root: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> Card:
+        """Starts a worker on the app in folder `root`. Returns once it listens; a spare then imports its libraries.
+
+        Raises:
+            WorkerError: it ended before, or does not listen in time.
+        """
+        worker = secrets.token_hex(4)
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "fedveil.client_app.worker.process",
+            "--folder",
+            str(self.path),
+            "--id",
+            worker,
+        ]
+        command += ["--owner", str(whose), "--idle-seconds", str(site.worker_idle_seconds)]
+        command += ["--memory-mb", str(site.worker_memory_mb), *([] if key else ["--preload"])]
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "ab") as log:
+            env = {**(os.environ if env is None else env), "PYTHONPATH": str(root or places.root())}
+            env.pop("MALLOC_MMAP_THRESHOLD_", None)  # meant for Flower's processes: it would slow training down
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=env
+            )
+        card = Card(worker, process.pid, whose, app_digest(root), key, time.time())
+        deadline = time.monotonic() + _START_SECONDS
+        while not listens(self.socket(worker)):
+            if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()
+                self.forget(worker)
+                how = f"exit code {process.wait()}"
+                raise WorkerError(f"worker: expected it to start, found that it ended with {how}; see {self.log}")
+            time.sleep(0.02)
+        self.write(card)
+        return card
+
+
+def app_digest(root: Path | None = None) -> str:
+    """16 hex digits of the code that a worker would run: the same for a checkout, a bundle and a wheel."""
+    h = hashlib.blake2b(digest_size=8)
+    for name, file in places.app_sources(root).items():
+        content = file.read_bytes()
+        h.update(f"{name} {len(content)}\n".encode() + content)
+    return h.hexdigest()

@@ -1,0 +1,184 @@
+"""The client process's side of the worker: finds or starts it, hands the message over, takes the upload back.
+
+A worker that dies in a turn (SIGKILL, out of memory) is replaced once, and the turn repeated from the same private
+state: the next state is committed here, after the last byte of the upload.
+
+| a worker ... | what happens |
+|---|---|
+| ends before it listens | one more is started |
+| ends in the turn, or while it replies | one more is started, and gets the message again |
+| ends a second time | WorkerError |
+| answers that the turn failed | TurnError with the kind of the error; nothing is repeated |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from logging import getLogger
+from pathlib import Path
+from typing import IO
+
+import grpc
+
+from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.private import PrivateStore
+from fedveil.client_app.worker.cards import Card, Folder, app_digest
+from fedveil.client_app.worker.owner import Owner
+from fedveil.client_app.worker.service import CHUNK_BYTES, NAME
+from fedveil.client_app.worker.sockets import address, listens
+from fedveil.errors import ConfigError, FedVeilError, StateError, WorkerError
+from fedveil.models import tiny
+from fedveil.wire.slices import SLICE_BYTES, sliced
+
+_TRIES = 2
+_IN_MEMORY_BYTES = 8 * SLICE_BYTES  # a longer message waits on disk while the worker trains
+_STOP_SECONDS = 10.0
+_DYING_SECONDS = 2.0
+_OPTIONS = (("grpc.max_receive_message_length", 4 * CHUNK_BYTES), ("grpc.enable_http_proxy", 0))
+
+log = getLogger("fedveil.link")
+
+
+class TurnError(FedVeilError):
+    """A turn that failed in the worker, with the kind of the error there."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, root: Path | None = None) -> list[bytes]:
+    """This site's turn in its worker: the upload in slices. The private state is committed.
+
+    Raises:
+        TurnError: the turn failed.
+        WorkerError: the worker ended twice.
+        ConfigError: another SuperNode has this site's worker.
+    """
+    folder = Folder(assignment.site.state_dir, assignment.name)
+    key = run_key(assignment, root)
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, "w+b", dir=str(folder.path)) as spool:
+        try:
+            spool.writelines(message)
+        except OSError as error:
+            raise StateError(f"{folder.path}: expected to keep the message, found {error}; free space") from error
+        for left in reversed(range(_TRIES)):
+            try:
+                card = find(folder, assignment, key, owner, root)
+                upload = _handed_over(spool, folder, card, assignment)
+                break
+            except WorkerError as error:
+                log.warning("%s", error)
+                if not left:
+                    raise
+    PrivateStore.of(assignment.site.state_dir, assignment.order.run, assignment.name).commit()
+    return upload
+
+
+def run_key(assignment: Assignment, root: Path | None = None) -> str:
+    """What a worker is made for: app, run, method, task, training, base model, data and device, as 16 hex digits."""
+    config, site = assignment.config, assignment.site
+    bundled = tiny.folder(config.task.name) if config.task.model == "tiny" else None
+    model = bundled or Path(config.task.model).expanduser()
+    files = sorted(model.iterdir()) if model.is_dir() else []
+    base = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    made_for = [
+        app_digest(root), assignment.order.run, assignment.order.method, assignment.order.fields,
+        config.task.model_dump(), config.train.model_dump(), config.run.seed, config.run.deterministic, base,
+        assignment.data, site.device, site.partition_id, site.num_partitions,
+    ]  # fmt: skip
+    return hashlib.blake2b(json.dumps(made_for).encode(), digest_size=8).hexdigest()
+
+
+def find(folder: Folder, assignment: Assignment, key: str, owner: Owner, root: Path | None = None) -> Card:
+    """The worker for this run: its own, else a spare, else a new one."""
+    with folder.locked():
+        cards = folder.living()
+        for card in [card for card in cards if not card.owner.is_(owner)]:
+            _end(folder, card, owner)
+            cards.remove(card)
+        for card in cards:
+            if card.key == key:
+                return card
+        app = app_digest(root)
+        for card in cards:
+            if not card.key and card.app == app:
+                return folder.adopt(card, key)
+        if assignment.site.worker_memory_mb:
+            for card in cards:
+                _end(folder, card, owner)
+        return folder.start(assignment.site, owner, key, root)
+
+
+def _end(folder: Folder, card: Card, owner: Owner) -> None:
+    """Asks a worker to end, and waits until it does. Raises ConfigError where another SuperNode still needs it."""
+    try:
+        with channel(folder, card) as link:
+            link.unary_unary(f"/{NAME}/Stop")(b"", metadata=(("owner", str(owner)),))
+    except grpc.RpcError as error:
+        if error.code() == grpc.StatusCode.PERMISSION_DENIED:
+            raise ConfigError(
+                f"state-dir: expected one SuperNode for site {folder.path.name} here, found process {card.owner.pid} "
+                f"too; stop it, or give this one another state-dir"
+            ) from None
+        if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+            raise WorkerError(
+                f"worker-memory-mb: expected the worker of another run to be idle, found it in a turn (process {card.pid})"
+            ) from None
+        log.info("worker %s, asked to end: %s", card.pid, error.code().name)
+    if not _gone(folder, card, _STOP_SECONDS):
+        raise WorkerError(f"worker {card.pid}: expected it to end within {_STOP_SECONDS:g} s; kill it")
+
+
+def _gone(folder: Folder, card: Card, seconds: float) -> bool:
+    """Whether a worker stops to listen within that time."""
+    deadline = time.monotonic() + seconds
+    while listens(folder.socket(card.id)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@contextlib.contextmanager
+def channel(folder: Folder, card: Card) -> Iterator[grpc.Channel]:
+    """A gRPC channel to a worker."""
+    with address(folder.socket(card.id)) as path, grpc.insecure_channel(f"unix:{path}", options=_OPTIONS) as link:
+        yield link
+
+
+def _handed_over(spool: IO[bytes], folder: Folder, card: Card, assignment: Assignment) -> list[bytes]:
+    """The turn in that worker. Raises WorkerError where the worker is gone."""
+    started = time.monotonic()
+    try:
+        with channel(folder, card) as link:
+            take = link.stream_stream(f"/{NAME}/Take")
+            answers = take(_request(spool, card, assignment), metadata=(("owner", str(card.owner)),))
+            head = json.loads(next(answers))
+            upload = list(sliced(answers))
+    except grpc.RpcError as error:
+        if error.code() == grpc.StatusCode.ABORTED:
+            raise TurnError(**json.loads(error.details())) from None
+        seconds = time.monotonic() - started
+        # A killed process closes its connections one by one: the listening one may be the last.
+        state = "gone" if _gone(folder, card, _DYING_SECONDS) else "still there"
+        raise WorkerError(
+            f"worker {card.pid}: expected an upload, found it {state} after {seconds:.1f} s "
+            f"({error.code().name}); its log is {folder.log}"
+        ) from None
+    log.info("worker %s: %s", card.pid, head)
+    return upload
+
+
+def _request(spool: IO[bytes], card: Card, assignment: Assignment) -> Iterator[bytes]:
+    size = spool.seek(0, 2)
+    spool.seek(0)
+    yield json.dumps({"assignment": assignment.to_json(), "key": card.key, "bytes": size}).encode()
+    while chunk := spool.read(CHUNK_BYTES):
+        yield chunk

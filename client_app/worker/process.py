@@ -1,0 +1,94 @@
+"""The warm process of a site: holds base model, rows and CUDA context between rounds, and trains.
+
+Flower starts a new client process for every message; that one only hands the message over (link.py) to this one
+(service.py). It ends with its SuperNode, after its idle time, when it is asked to, and on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+
+from fedveil.client_app.worker.cards import Folder
+from fedveil.client_app.worker.owner import Owner
+from fedveil.client_app.worker.service import Service
+from fedveil.client_app.worker.sockets import address
+
+_WATCH_SECONDS = 0.25
+_HEAVY = ("fedveil.client_app.turn", "datasets", "peft", "transformers.models.auto.modeling_auto")
+
+log = logging.getLogger("fedveil.worker")
+
+
+def serve(service: Service, worker: str, idle_seconds: float) -> None:
+    """Until it shall end. Removes its card and socket then."""
+    terminated = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: terminated.set())
+    server = grpc.server(ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers((service.handlers(),))
+    with address(service.folder.socket(worker)) as path:
+        os.umask(0o177)  # a socket is made with what the mask leaves: 0600, from its first moment
+        server.add_insecure_port(f"unix:{path}")
+        os.umask(0o077)
+        server.start()
+        while not (why := _reason_to_end(service, idle_seconds, terminated)):
+            terminated.wait(_WATCH_SECONDS)
+    log.info("ends: %s", why)
+    service.folder.forget(worker)
+    server.stop(grace=1.0).wait()
+
+
+def _reason_to_end(service: Service, idle_seconds: float, terminated: threading.Event) -> str:
+    """Why the process must end now; "" while it need not."""
+    if terminated.is_set():
+        return "signal"
+    if not service.owner.runs():
+        return f"its SuperNode, process {service.owner.pid}, is gone"
+    if service.busy.locked():
+        return ""
+    if service.ending.is_set():
+        return "asked to, or an error"
+    if time.monotonic() - service.last_used > idle_seconds:
+        return f"idle for {idle_seconds:g} s"
+    return ""
+
+
+def _preload() -> None:
+    """Imports what a first turn would."""
+    for module in _HEAVY:
+        with contextlib.suppress(ImportError):  # the turn that needs it says so
+            importlib.import_module(module)
+
+
+def main() -> None:
+    """The process. Its arguments come from registry.py alone."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--id", required=True)
+    parser.add_argument("--owner", type=Owner.parse, required=True)
+    parser.add_argument("--idle-seconds", type=float, required=True)
+    parser.add_argument("--memory-mb", type=int, required=True)
+    parser.add_argument("--preload", action="store_true")
+    arguments = parser.parse_args()
+    os.umask(0o077)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s")
+    if arguments.preload:
+        threading.Thread(target=_preload, daemon=True).start()
+    folder = Folder(arguments.folder.parents[1], arguments.folder.name)
+    serve(Service(folder, arguments.owner, arguments.memory_mb), arguments.id, arguments.idle_seconds)
+    os._exit(0)  # a turn that nobody waits for any more must not keep the process
+
+
+if __name__ == "__main__":
+    main()

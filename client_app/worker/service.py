@@ -1,0 +1,191 @@
+"""What a site's worker answers: gRPC calls on its Unix socket, from link.py and from `fedveil site status`.
+
+    /fedveil.Worker/Take     stream of bytes -> stream of bytes: first a JSON head, then the message in chunks; both ways
+    /fedveil.Worker/Status   nothing -> JSON: what is held, and how far a turn is
+    /fedveil.Worker/Stop     nothing -> nothing: ends, unless a turn is under way
+
+Who takes a turn or stops it names its SuperNode, and is refused where that is not the worker's own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import psutil
+
+from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.worker.cards import Folder
+from fedveil.client_app.worker.owner import Owner
+from fedveil.errors import FedVeilError, WorkerError
+from fedveil.wire.slices import drained, gathered, sliced
+
+if TYPE_CHECKING:
+    from fedveil.client_app.turn import Turns
+    from fedveil.contract.codec import Buffer
+    from fedveil.contract.task import Step
+
+NAME = "fedveil.Worker"
+CHUNK_BYTES = 1 << 20
+_REASON_CHARACTERS = 1000
+
+log = logging.getLogger("fedveil.worker")
+
+
+@dataclass
+class Service:
+    """One worker's calls.
+
+    Attributes:
+        folder: its site's workers.
+        owner: the SuperNode that it belongs to.
+        memory_mb: bound on its resident memory; 0 = none.
+        ending: set when the process shall end, after the turn under way.
+        busy: held during a turn.
+        last_used: when the last turn ended, or the process began; by time.monotonic.
+    """
+
+    folder: Folder
+    owner: Owner
+    memory_mb: int
+    ending: threading.Event = field(default_factory=threading.Event)
+    busy: threading.Lock = field(default_factory=threading.Lock)
+    last_used: float = field(default_factory=time.monotonic)
+    _status: dict[str, Any] = field(default_factory=lambda: {"state": "spare"})
+    _key: str = ""
+    _imported: bool = False
+    _turns: Turns | None = None
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """For a gRPC server."""
+        methods = {
+            "Take": grpc.stream_stream_rpc_method_handler(self.take),
+            "Status": grpc.unary_unary_rpc_method_handler(self.show),
+            "Stop": grpc.unary_unary_rpc_method_handler(self.stop),
+        }
+        return grpc.method_handlers_generic_handler(NAME, methods)
+
+    def take(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """A turn. An error of it is ABORTED, with kind and text as JSON; the log has its traceback."""
+        if not self.owner.is_(_caller(context)):
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(self.owner.pid))
+        with self.busy:
+            try:
+                answer, parts = self._turn(requests, context)
+                yield json.dumps(answer).encode()
+                yield from sliced(drained(parts), CHUNK_BYTES)
+            except Exception as error:
+                log.exception("the turn failed")
+                if not isinstance(error, FedVeilError):
+                    self.ending.set()  # nobody knows what state the libraries and the device are in
+                text = str(error)[:_REASON_CHARACTERS]
+                context.abort(grpc.StatusCode.ABORTED, json.dumps({"kind": type(error).__name__, "text": text}))
+            finally:
+                self.last_used = time.monotonic()
+                self._status = {**self._status, "state": "idle"}
+                if self._status.get("round", 0) + 1 == self._status.get("rounds"):
+                    self._become_spare()
+
+    def _turn(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> tuple[dict[str, Any], list[Buffer]]:
+        from fedveil.client_app.turn import Turns
+
+        self._imported = True
+        started, head = time.monotonic(), json.loads(next(requests))
+        self._belong(head["key"])
+        assignment = Assignment.from_json(head["assignment"])
+        what = assignment.described()
+        self._status = {"state": "loading", **what}
+        self._turns = self._turns or Turns()
+        receive = lambda: gathered(requests, head["bytes"])  # noqa: E731
+        turn = self._turns.take(receive, assignment, self._watch(what, context))
+        self._require_memory()
+        answer = {
+            "bytes": sum(len(part) for part in turn.parts),
+            "load_seconds": round(turn.load_seconds, 4),
+            "seconds": round(time.monotonic() - started, 3),
+        }
+        line = {"time": time.time(), "pid": os.getpid(), **what, **answer, "memory_mb": memory_mb()}
+        with self.folder.turns.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        log.info("round %s of %s: %s", what["round"], what["run"], answer)
+        self._status = {**self._status, "state": "replying", "last": answer}
+        return answer, turn.parts
+
+    def _watch(self, what: dict[str, Any], context: grpc.ServicerContext) -> Callable[[Step], None]:
+        def watch(step: Step) -> None:
+            if not context.is_active():
+                raise WorkerError("turn: expected the client process to wait for it, found it gone; nothing is kept")
+            self._require_memory()
+            rate = round(step.tokens / step.seconds) if step.seconds else 0
+            now = {"step": step.step, "steps": step.steps, "loss": step.loss, "tokens_per_second": rate}
+            self._status = {"state": "training", **what, **now}
+
+        return watch
+
+    def show(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        """What is held, and how far a turn is. Whoever may open the socket may ask."""
+        device = _device() if self._imported else {}
+        return json.dumps({**self._status, "memory_mb": memory_mb(), **device}).encode()
+
+    def stop(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        """Ends. Refused to another SuperNode while the worker's own runs, and during a turn."""
+        if self.owner.runs():
+            if not self.owner.is_(_caller(context)):
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, str(self.owner.pid))
+            if self.busy.locked():
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a turn is under way")
+        self.ending.set()
+        return b""
+
+    def _become_spare(self) -> None:
+        """After a run's last round: its model and rows go, the libraries stay for the run that comes next."""
+        last = {"last": self._status["last"]} if "last" in self._status else {}
+        self._turns, self._key, self._status = None, "", {"state": "spare", **last}
+        gc.collect()
+        torch = sys.modules["torch"]
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        with self.folder.locked():
+            for card in self.folder.living():
+                if card.pid == os.getpid():
+                    self.folder.adopt(card, "")
+
+    def _belong(self, key: str) -> None:
+        """A worker is one run's for good."""
+        if self._key not in ("", key):
+            raise WorkerError(f"worker: expected a turn of {self._key}, found one of {key}; start another worker")
+        self._key = key
+
+    def _require_memory(self) -> None:
+        if self.memory_mb and (found := memory_mb()) > self.memory_mb:
+            self.ending.set()
+            raise WorkerError(
+                f"worker-memory-mb: expected at most {self.memory_mb} MB, found {found}; raise it in the node config, "
+                f"or lower train.batch-size"
+            )
+
+
+def _caller(context: grpc.ServicerContext) -> Owner:
+    return Owner.parse(str(dict(context.invocation_metadata()).get("owner", "0:0")))
+
+
+def memory_mb() -> int:
+    """Resident memory of this process."""
+    return int(psutil.Process().memory_info().rss // 1_000_000)
+
+
+def _device() -> dict[str, Any]:
+    """Where CUDA is in use: the device, and what is reserved on it. Once torch is imported, and not before."""
+    torch = sys.modules["torch"]
+    if not torch.cuda.is_initialized():
+        return {"device": "cpu"}
+    return {"device": torch.cuda.get_device_name(), "device_memory_mb": int(torch.cuda.memory_reserved() // 1_000_000)}

@@ -1,0 +1,1 @@
+"""For whoever operates a federation: provision, members, app, bundle."""

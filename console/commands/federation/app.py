@@ -1,0 +1,54 @@
+"""`fedveil app`: the digest of the app's bundle, and a signature of it, for what sites permit."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fedveil.console.flower.bundle import digest
+from fedveil.errors import ConfigError
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the sub-command."""
+    parser = sub.add_parser("app", help="digest or sign the app's bundle, as a site's policy names it")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    shown = actions.add_parser("digest", help="print the SHA-256 of the bundle that `flwr run` would send")
+    shown.set_defaults(run=_digest)
+    sign = actions.add_parser("sign", help="print the run.signature that goes with it")
+    sign.add_argument("--key", type=Path, required=True, help='Ed25519 private key: ssh-keygen -t ed25519 -N "" -f key')
+    sign.set_defaults(run=_sign)
+    for action in (shown, sign):
+        action.add_argument(
+            "app",
+            type=Path,
+            nargs="?",
+            default=None,
+            help="folder of the app, or a .fab file; default: this installation's own",
+        )
+
+
+def _digest(args: argparse.Namespace) -> int:
+    print(digest(args.app))
+    return 0
+
+
+def _sign(args: argparse.Namespace) -> int:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from fedveil.guard import signature
+
+    try:
+        key = serialization.load_ssh_private_key(args.key.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--key: expected an OpenSSH private key without a passphrase, found none ({error})"
+        ) from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(
+            f"--key: expected an Ed25519 key, found {type(key).__name__}; ssh-keygen -t ed25519 makes one"
+        )
+    print(f'run.signature="{signature.sign(key, digest(args.app))}"')
+    return 0

@@ -1,0 +1,190 @@
+"""`fedveil members`: who belongs to a federation, until when; register, renew, revoke, expire.
+
+The registry is changed after Flower has been: what it says of a key is what Flower does. Flower is asked through its
+command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database is
+lost or not there yet; `fedveil members sync` then brings Flower to what the registry says.
+"""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedveil.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedveil.console.flower.command_line import Flower
+    from fedveil.console.provisioning.federation import Members
+
+_SOON = timedelta(days=30)
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the sub-command."""
+    parser = sub.add_parser("members", help="the sites of a federation: list, register, revoke, expire, renew")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listed = actions.add_parser("list", help="each site with its state and its last day; 1 where one is soon or over")
+    listed.set_defaults(run=_list)
+    register = actions.add_parser("register", help="let a site's key in, from the request that fedveil site init made")
+    register.set_defaults(run=_register)
+    revoke = actions.add_parser("revoke", help="shut a site's key out for good")
+    revoke.set_defaults(run=_revoke)
+    expire = actions.add_parser("expire", help="shut out every key past its last day; for a daily timer")
+    expire.set_defaults(run=_expire)
+    sync = actions.add_parser("sync", help="register with Flower every key of the registry that it does not know")
+    sync.set_defaults(run=_sync)
+    renew = actions.add_parser("renew-server", help="a new key and certificate for the server, from the same CA")
+    renew.set_defaults(run=_renew)
+    for action in (listed, register, revoke, expire, sync, renew):
+        action.add_argument("folder", type=Path, help="what fedveil provision made")
+    register.add_argument("request", type=Path, help="request.json")
+    register.add_argument(
+        "--fingerprint", required=True, help="SHA256:..., as the site read it to you; - to register without"
+    )
+    revoke.add_argument("site")
+    renew.add_argument("--ca-key", type=Path, help="ca.key, where it is not in the folder any more")
+    for action in (register, revoke, expire):
+        action.add_argument(
+            "--offline", action="store_true", help="change the registry alone: the server is not running"
+        )
+
+
+def _list(args: argparse.Namespace) -> int:
+    from cryptography import x509
+
+    from fedveil.console.provisioning.federation import Members
+
+    members, now = Members(args.folder), datetime.now(UTC)
+    over = False
+    for name in ("ca.crt", "server.pem"):
+        ends = x509.load_pem_x509_certificate((args.folder / "server" / name).read_bytes()).not_valid_after_utc
+        over |= ends - now < _SOON
+        print(f"{name:<20} until {ends:%Y-%m-%d}{_remark(ends, now)}")
+    for site, entry in sorted(members.sites.items()):
+        line = f"{site:<20} {entry['state']}"
+        if entry["state"] == "registered":
+            ends = datetime.fromisoformat(entry["until"])
+            over |= ends - now < _SOON
+            line += f" until {ends:%Y-%m-%d}{_remark(ends, now)}"
+        print(line)
+    return int(over)
+
+
+def _remark(ends: datetime, now: datetime) -> str:
+    return "  EXPIRED" if ends <= now else "  soon" if ends - now < _SOON else ""
+
+
+def _register(args: argparse.Namespace) -> int:
+    from fedveil.console.provisioning import enrol
+    from fedveil.console.provisioning.federation import Members
+
+    members = Members(args.folder)
+    ca = (args.folder / "server" / "ca.crt").read_bytes()
+    site, public = enrol.check(args.request, members.federation.name, ca)
+    members.entry(site)
+    members.require_new(site, public)
+    shown = enrol.fingerprint(public)
+    if args.fingerprint not in ("-", shown):
+        raise ConfigError(
+            f"--fingerprint: expected {shown}, which is in the request, found {args.fingerprint}; ask the site"
+        )
+    node = ""
+    if (flower := _flower(args)) is not None:
+        _unregister(flower, members, site)
+        node = flower.register(public, site)
+    members.register(site, public, node)
+    print(f"{site}: registered, key {shown}, until {members.sites[site]['until'][:10]}")
+    return 0
+
+
+def _revoke(args: argparse.Namespace) -> int:
+    from fedveil.console.provisioning.federation import Members
+
+    members = Members(args.folder)
+    members.entry(args.site)
+    if (flower := _flower(args)) is not None:
+        _unregister(flower, members, args.site)
+    members.end(args.site, "revoked")
+    print(f"{args.site}: revoked; its key is not accepted again")
+    return 0
+
+
+def _expire(args: argparse.Namespace) -> int:
+    from fedveil.console.provisioning.federation import Members
+
+    members = Members(args.folder)
+    over = members.expired()
+    flower = _flower(args) if over else None
+    for site in over:
+        if flower is not None:
+            _unregister(flower, members, site)
+        members.end(site, "expired")
+        print(f"{site}: expired; a new key comes with fedveil site init --renew at the site")
+    if not over:
+        print("no key is past its last day")
+    return 0
+
+
+def _sync(args: argparse.Namespace) -> int:
+    from fedveil.console.flower.command_line import Flower
+    from fedveil.console.provisioning.federation import Members
+
+    members, flower = Members(args.folder), Flower(args.folder.absolute() / "server" / "flower")
+    known, over = flower.nodes(), members.expired()
+    for site, entry in sorted(members.sites.items()):
+        if entry["state"] == "registered" and site not in over and entry["node"] not in known:
+            entry["node"] = flower.register(entry["key"], site)
+            members.save()
+            print(f"{site}: registered with Flower")
+    for site, entry in sorted(members.sites.items()):
+        if (entry["state"] in ("revoked", "expired") or site in over) and entry.get("node") in known:
+            flower.unregister(entry["node"])
+            print(f"{site}: {entry['state']}, and now shut out by Flower too")
+    return 0
+
+
+def _renew(args: argparse.Namespace) -> int:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    from fedveil.console.provisioning import keys
+    from fedveil.console.provisioning.federation import Members
+
+    federation = Members(args.folder).federation
+    file = args.ca_key or args.folder / "ca" / "ca.key"
+    ca = x509.load_pem_x509_certificate((args.folder / "ca" / "ca.crt").read_bytes())
+    try:
+        key = serialization.load_pem_private_key(file.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--ca-key: expected the CA's private key at {file}, found none ({error}); fetch it"
+        ) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
+        raise ConfigError(f"--ca-key: expected the key of {args.folder / 'ca' / 'ca.crt'}, found another at {file}")
+    if ca.not_valid_after_utc <= datetime.now(UTC):
+        raise ConfigError(
+            f"ca.crt: expected a CA that is still valid, found one until {ca.not_valid_after_utc:%Y-%m-%d}; "
+            "provision anew, every site needs the new ca.crt"
+        )
+    names = [*federation.server, "superlink", "localhost", "127.0.0.1"]
+    keys.write_server(args.folder / "server", ca, key, names, timedelta(days=federation.days))
+    print(
+        f"{args.folder / 'server'}: new server.pem and server.key; restart the SuperLink, sites come back by themselves"
+    )
+    return 0
+
+
+def _flower(args: argparse.Namespace) -> Flower | None:
+    from fedveil.console.flower.command_line import Flower
+
+    return None if args.offline else Flower(args.folder.absolute() / "server" / "flower")
+
+
+def _unregister(flower: Flower, members: Members, site: str) -> None:
+    """Takes the site's key out of Flower, if it is in."""
+    node = members.entry(site).get("node", "")
+    if node and node in flower.nodes():
+        flower.unregister(node)

@@ -1,0 +1,1 @@
+"""Runs: submit, watch, report, audit."""

@@ -1,0 +1,59 @@
+"""`fedveil submit`: sends an app to the server of a federation and stays until its run has ended; exit codes of watch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the sub-command."""
+    parser = sub.add_parser("submit", help="run an app on a federation and wait for its end; exit codes as watch")
+    parser.add_argument(
+        "app", type=Path, nargs="?", default=None, help="folder of the app; default: this installation's own"
+    )
+    parser.add_argument("--federation", type=Path, required=True, metavar="FOLDER", help="what fedveil provision made")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run config")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file; --set goes before it")
+    parser.add_argument("--timeout", type=float, default=0.0, help="seconds to wait; 0 = until it has ended")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code says what became of the run."""
+    from fedveil.config import parse
+    from fedveil.console.commands.running.watch import until_ended
+    from fedveil.console.commands.site.explain import overrides
+    from fedveil.console.flower.command_line import Flower
+    from fedveil.console.runs.folder import load
+
+    settings = overrides(args.config, args.set)
+    config = parse(settings).run
+    flower = Flower(args.federation.absolute() / "server" / "flower")
+    number = flower.submit(args.app, settings)
+    folder = Path(config.dir).expanduser() / (config.name or f"run-{number}")
+    print(f"run {number}: submitted; its folder is {folder}", flush=True)
+    shown = 0
+
+    def read() -> dict[str, Any]:
+        """Its status.json; {} until it has one, and where the run folder is another machine's."""
+        nonlocal shown
+        file = folder / "flower-run"
+        if not file.is_file() or file.read_text() != number or not (folder / "status.json").is_file():
+            return {}
+        found = load(folder)
+        for attempt in found.attempts[shown:]:
+            print(_said(attempt), flush=True)
+        shown = len(found.attempts)
+        return found.status
+
+    code, word = until_ended(read, lambda: flower.run_status(number), args.timeout)
+    print(word)
+    return code
+
+
+def _said(attempt: dict[str, Any]) -> str:
+    failed = "".join(f"; {site}: {reason}" for site, reason in attempt.get("failed", {}).items())
+    accepted = f"{len(attempt['accepted'])} of {len(attempt['cohort'])} sites"
+    return f"round {attempt['round']}: {accepted}, {attempt['seconds']:.0f} s, up {attempt['upload_bytes']:,} bytes{failed}"

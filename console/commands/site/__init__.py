@@ -1,0 +1,1 @@
+"""At a site: start, explain, doctor, privacy."""

@@ -1,0 +1,90 @@
+"""`fedveil doctor`: whether this machine is ready to be a site or the server; each line says what to do next."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedveil.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedveil.console.provisioning.checks import Check
+
+_CONTROL_PORT = 8000
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the sub-command."""
+    parser = sub.add_parser(
+        "doctor", help="check certificates, clock, ports, versions, GPU, disk, data, policy, health"
+    )
+    parser.add_argument("--kit", type=Path, metavar="FOLDER", help="at a site: the unpacked start-up kit")
+    parser.add_argument(
+        "--keys", type=Path, metavar="FOLDER", help="with --kit: where the keys are; default: keys, in it"
+    )
+    parser.add_argument("--federation", type=Path, metavar="FOLDER", help="at the server: what fedveil provision made")
+    parser.add_argument("--health", default="", metavar="HOST:PORT", help="ask a --health-server-address")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the run config: for the data's columns"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 where a check fails. With --health alone, that check alone."""
+    found: list[Check] = []
+    from fedveil.console.provisioning import checks
+
+    if args.kit:
+        found += _site(args)
+    if args.federation:
+        for name in ("ca.crt", "server.pem"):
+            check = partial(checks.certificate, args.federation / "server" / name)
+            found.append(checks.guarded(f"certificate {name}", check))
+    if not args.health or args.kit or args.federation:
+        found += [
+            checks.guarded(check.__name__, check) for check in (checks.clock, checks.versions, checks.entry_point)
+        ]
+    if args.health:
+        found.append(checks.health(args.health))
+    for finding in found:
+        print(f"{finding.verdict:<5} {finding.name:<22} {finding.text}")
+    return int(any(finding.verdict == "fail" for finding in found))
+
+
+def _site(args: argparse.Namespace) -> list[Check]:
+    import tomllib
+
+    from fedveil.client_app.site.node_config import parse_site
+    from fedveil.config import parse
+    from fedveil.console.commands.site.explain import overrides
+    from fedveil.console.provisioning import checks
+    from fedveil.records import audit_log
+
+    try:
+        about = tomllib.loads((args.kit / "site.toml").read_text())
+        site = parse_site(tomllib.loads((args.kit / "node-config.toml").read_text()))
+        superlink = str(about["superlink"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--kit: expected site.toml and node-config.toml in {args.kit}, found none ({error})"
+        ) from None
+    task, ca, state = parse(overrides(None, args.set)).task, args.kit / "ca.crt", site.state_dir.expanduser()
+    columns = (task.source_column, task.target_column)
+    if task.name != "text-generation":
+        columns = (task.image_column, task.label_column if task.name == "image-classification" else task.target_column)
+    host = superlink.rpartition(":")[0].strip("[]")
+    todo = {
+        "certificate ca.crt": lambda: checks.certificate(ca),
+        "key": lambda: checks.private_key((args.keys or args.kit / "keys") / "node.key"),
+        "fleet port": lambda: checks.fleet(superlink, ca),
+        "control port": lambda: checks.closed(host, _CONTROL_PORT, "control port"),
+        "gpu": lambda: checks.gpu(site.device),
+        "disk": lambda: checks.disk(state),
+        "data": lambda: checks.data(site.data, columns),
+        "policy": lambda: checks.policy(site.policy),
+        "audit log": lambda: checks.audit_log(state / audit_log.NAME),
+    }
+    return [checks.guarded(name, check) for name, check in todo.items()]

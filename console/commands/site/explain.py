@@ -1,0 +1,177 @@
+"""`fedveil explain`: what a run would send from this site, before it runs, and whether this site's policy permits it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedveil.errors import PolicyError
+
+if TYPE_CHECKING:
+    from fedveil.config import RunConfig
+    from fedveil.contract.layout import Direction, Field
+    from fedveil.federation.exchange import Exchange
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the sub-command."""
+    parser = sub.add_parser(
+        "explain", help="which fields a run would send from here, how big, how often, at which epsilon"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help='of the run config: --set method.name="fedrand"'
+    )
+    parser.add_argument("--config", type=Path, help="TOML file with the run config, as for flwr run -c")
+    parser.add_argument("--policy", type=Path, help="this site's policy: says whether it permits the run")
+    parser.add_argument("--app", type=Path, default=None, help="the app that would run, where the policy names digests")
+    parser.add_argument("--delta", type=float, default=1e-5, help="at which epsilon is stated; default 1e-5")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 where the policy forbids the run."""
+    from fedveil import strategies, tasks
+    from fedveil.config import parse
+    from fedveil.federation.exchange import Exchange
+
+    config = parse(overrides(args.config, args.set))
+    method = strategies.create(config.method.name, config.method.fields)
+    task = tasks.load(config, method.adapter, "cpu")
+    exchange = Exchange(method, config.method.name, task.spec)
+    print("\n".join(explained(exchange, config, args.delta)))
+    if args.policy is None:
+        return 0
+    try:
+        _permit(args.policy, args.app, exchange, config)
+    except PolicyError as error:
+        print(f"\nThis site's policy FORBIDS it: {error}")
+        return 1
+    print(f"\nThis site's policy permits it: {args.policy}")
+    return 0
+
+
+def overrides(file: Path | None, assignments: list[str]) -> dict[str, Any]:
+    """The flat run config from a file and KEY=VALUE pairs; a value that is not TOML is text. Raises ConfigError."""
+    import tomllib
+
+    from fedveil.errors import ConfigError
+
+    flat: dict[str, Any] = {}
+
+    def fill(prefix: str, table: Mapping[str, Any]) -> None:
+        for key, value in table.items():
+            fill(f"{prefix}{key}.", value) if isinstance(value, dict) else flat.update({prefix + key: value})
+
+    if file is not None:
+        try:
+            fill("", tomllib.loads(file.read_text()))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--config: expected a TOML file, found none at {file} ({error})") from None
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set: expected KEY=VALUE, found {text!r}")
+        try:
+            fill("", {key.strip(): tomllib.loads(f"value = {value}")["value"]})
+        except tomllib.TOMLDecodeError:
+            flat[key.strip()] = value
+    return flat
+
+
+def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
+    """The run in plain words, a line each."""
+    from fedveil.console.runs.disclosure import words_of
+    from fedveil.contract.method import REPORT_FIELDS
+    from fedveil.privacy.promised import epsilon
+
+    rounds, share = config.run.rounds, config.cohort.fraction
+    often = "in every round" if share == 1 else f"in about {100 * share:g} of 100 rounds"
+    lines = [
+        f"{exchange.name} on {config.task.name}, base model {config.task.model}: {rounds} rounds, this site {often}.",
+        "",
+        "What would leave this site each time:",
+        *_variants(exchange, "up"),
+        f"  beside it the number of examples, and of the training: {', '.join(sorted(REPORT_FIELDS))}",
+        "What would come in:",
+        *_variants(exchange, "down"),
+        "",
+        f"Over the whole run at most {rounds * largest(exchange, 'up'):,} bytes of fields leave this site.",
+        "Rows, prepared rows and the method's private state stay in this site's own folders.",
+    ]
+    found, budget = epsilon(exchange.method, config, delta), exchange.method.budget
+    if config.run.deterministic:
+        lines.append("Epsilon: not private: seeded noise (run.deterministic).")
+    elif budget is None:
+        lines.append(
+            "Epsilon: infinite. This method gives no differential-privacy guarantee; it leaves out, it adds no noise."
+        )
+    elif math.isinf(found):
+        lines.append(
+            f"Epsilon: infinite at delta = {delta:g} for what leaves this site; the method's own words say why."
+        )
+    else:
+        lines.append(
+            f"Epsilon: at most {found:.3g} at delta = {delta:g} ({budget.neighbours.value}) for any row, over this and all earlier "
+            "runs; this site's ledger stops the run before."
+        )
+    return [*lines, "", *words_of(exchange.name)]
+
+
+def _variants(exchange: Exchange, direction: Direction) -> list[str]:
+    lines = []
+    variants = exchange.layout.variants(direction)
+    for variant in variants:
+        fields = exchange.layout.fields_of(direction, variant)
+        size = sum(_size(field, exchange) for field in fields.values())
+        codecs = ", ".join(sorted({field.codec.name for field in fields.values()})) or "nothing"
+        most = "at most " if any(None in field.shape for field in fields.values()) else ""
+        one_of = f"either {variant!r}: " if len(variants) > 1 else ""
+        lines.append(f"  {one_of}{len(fields)} fields as {codecs}, {most}{size:,} bytes: {_named(list(fields))}")
+    return lines
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} ... {names[-1]}"
+
+
+def largest(exchange: Exchange, direction: Direction) -> int:
+    """Bytes of the fields of the largest variant; where a length is the sender's, those of the whole tensor."""
+    layout = exchange.layout
+    sizes = [
+        sum(_size(field, exchange) for field in layout.fields_of(direction, variant).values())
+        for variant in layout.variants(direction)
+    ]
+    return max(sizes)
+
+
+def _size(field: Field, exchange: Exchange) -> int:
+    if None not in field.shape:
+        return field.codec.nbytes(tuple(n for n in field.shape if n is not None))
+    return field.codec.nbytes((math.prod(exchange.spec[field.name].shape),))
+
+
+def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfig) -> None:
+    """Raises PolicyError as the site would before the run's first round; sizes of fields for those of messages."""
+    from fedveil.client_app.assignment import Assignment, Order
+    from fedveil.client_app.site import policy as policies
+    from fedveil.client_app.site.node_config import Site
+    from fedveil.console.flower.bundle import built
+    from fedveil.guard import signature
+
+    site = Site(policy=str(policy.absolute()))
+    read = policies.of_site(site)
+    bundle = policies.Bundle()
+    if read.app_digests is not None or read.signers is not None:
+        import hashlib
+
+        digest = hashlib.sha256(built(app)).hexdigest()
+        bundle = policies.Bundle(digest, signature.signer(config.run.signature, digest))
+    fields = json.dumps(exchange.method.fields)
+    order = Order(0, True, "", "explain", exchange.name, fields)
+    down, up = largest(exchange, "down"), largest(exchange, "up")
+    policies.check(Assignment(order, config, site), bundle, down)
+    policies.check_upload(site, down, up, read.min_examples)

@@ -1,0 +1,182 @@
+"""`fedveil site`: a site's SuperNode with its warm worker, and what that worker is doing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedveil.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedveil.console.flower.processes import Processes
+
+_STATE = Path("~/.local/state/fedveil")
+_POLL_SECONDS = 0.5
+_EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
+_MEANINGS = {
+    "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
+    "305": "the server does not know the key, or has it online already, or does not answer at that address; the operator "
+    "registers a key with fedveil members, and fedveil doctor says what answers",
+}
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the sub-command."""
+    parser = sub.add_parser("site", help="run a site, or show what its worker holds and does")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    start = actions.add_parser("start", help="start the site's SuperNode and a warm worker; Ctrl-C stops both")
+    start.add_argument("--superlink", required=True, metavar="HOST:PORT", help="the server's fleet port")
+    start.add_argument("--ca", required=True, type=Path, help="the server's ca.crt")
+    start.add_argument(
+        "--key", required=True, type=Path, help="this site's private key, whose public half is registered"
+    )
+    start.add_argument("--name", required=True, help="the site's name, as registered")
+    start.add_argument("--data", default="", help="folder of the site's rows; else the run config names it")
+    start.add_argument("--policy", default="", help="TOML file that says what the site permits")
+    start.add_argument("--device", default="auto", help='"auto", "cpu", "cuda" or "cuda:1"')
+    start.add_argument(
+        "--worker-idle-seconds", type=float, default=900.0, help="a worker without a turn ends after so long"
+    )
+    start.add_argument("--worker-memory-mb", type=int, default=0, help="bound on the worker's memory; 0 = none")
+    start.set_defaults(run=_start)
+    init = actions.add_parser("init", help="make this site's key, and the request that the operator registers")
+    init.add_argument("--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default .")
+    init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go; default: keys, in the kit")
+    init.add_argument(
+        "--secret", type=Path, metavar="FILE", help="where the SuperExec's secret goes; default: there too"
+    )
+    init.add_argument("--print", action="store_true", help="the request goes to stdout, the words to stderr")
+    init.add_argument("--renew", action="store_true", help="another key; the old one stays as node.key.old")
+    init.set_defaults(run=_init)
+    guard = actions.add_parser("guard", help="write the entry point that decides before bundled code: for an image")
+    guard.add_argument("--bin", required=True, type=Path, metavar="FOLDER", help="goes first on the SuperExec's PATH")
+    guard.set_defaults(run=_guard)
+    status = actions.add_parser("status", help="what the workers of this machine's sites hold, and since when")
+    status.add_argument("--follow", action="store_true", help="stay, and show the training as it goes")
+    status.set_defaults(run=_status)
+    warm = actions.add_parser("warm", help="start a worker before the first message: for a container's entry point")
+    warm.add_argument("--name", required=True, help="the site's name")
+    warm.add_argument(
+        "--owner", required=True, type=int, help="process that it shall end with: the SuperNode or SuperExec"
+    )
+    warm.set_defaults(run=_warm)
+    for action in (start, status, warm):
+        action.add_argument("--state-dir", type=Path, default=_STATE, help=f"the site's own folder; default {_STATE}")
+
+
+def _start(args: argparse.Namespace) -> int:
+    from fedveil.client_app.site.node_config import parse_site
+    from fedveil.console.flower.machine import free_ports, toml
+    from fedveil.console.flower.processes import Processes, environment
+    from fedveil.console.flower.site_process import guarded, start_spare, supernode
+
+    for option in ("ca", "key", "policy"):
+        if (file := getattr(args, option)) and not Path(file).is_file():
+            raise ConfigError(f"--{option}: expected a file, found none at {file}; see docs/deploy.md")
+    if args.data and not Path(args.data).exists():
+        raise ConfigError(f"--data: expected a folder of rows, or a file, found none at {args.data}; correct the path")
+    state = args.state_dir.expanduser().absolute()
+    node: dict[str, Any] = {"site": args.name, "state-dir": str(state), "device": args.device}
+    node |= {key: str(Path(value).absolute()) for key in ("data", "policy") if (value := getattr(args, key))}
+    node |= {"worker-idle-seconds": args.worker_idle_seconds, "worker-memory-mb": args.worker_memory_mb}
+    site = parse_site(node)
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    config = state / f"{args.name}.toml"
+    config.write_text(toml(node))
+    (state / "logs").mkdir(mode=0o700, exist_ok=True)
+    processes = Processes(state / "logs")
+    log = processes.log(args.name)
+    env = guarded(environment(state / "flower"), state / "guard", require_policy=bool(args.policy))
+    command = supernode(args.superlink, args.ca.absolute(), args.key.absolute(), free_ports(1)[0], config)
+    try:
+        began = log.stat().st_size if log.exists() else 0
+        processes.start(args.name, command, env)
+        print(f"site {args.name}: SuperNode for {args.superlink}, log {log}", flush=True)
+        card = start_spare(site, processes.pid(args.name), env)
+        print(f"site {args.name}: worker {card.pid} is warm; fedveil site status --follow shows it", flush=True)
+        return _watch(processes, args.name, began)
+    finally:
+        processes.stop()
+
+
+def _watch(processes: Processes, name: str, began: int) -> int:
+    """Until the SuperNode ends. Its log of this start begins at byte `began`."""
+    from fedveil.console.flower.site_process import ONLINE
+
+    online = False
+    while (code := processes.ended(name)) is None:
+        if not online and ONLINE.encode() in processes.log(name).read_bytes()[began:]:
+            online = True
+            print(f"site {name}: online", flush=True)
+        time.sleep(_POLL_SECONDS)
+    log = processes.log(name).read_bytes()[began:].decode(errors="replace")
+    if found := _EXIT_CODE.findall(log):
+        meaning = _MEANINGS.get(found[-1], f"its log ends: {processes.tail(name)}")
+        raise ConfigError(f"site {name}: its SuperNode ended with Flower's exit code {found[-1]}: {meaning}")
+    raise ConfigError(f"site {name}: its SuperNode ended with exit code {code}; its log ends: {processes.tail(name)}")
+
+
+def _warm(args: argparse.Namespace) -> int:
+    from fedveil.client_app.site.node_config import parse_site
+    from fedveil.console.flower.site_process import start_spare
+
+    site = parse_site({"site": args.name, "state-dir": str(args.state_dir)})
+    card = start_spare(site, args.owner, os.environ)
+    print(f"worker {card.pid} is warm, for site {args.name} of process {args.owner}")
+    return 0
+
+
+def _init(args: argparse.Namespace) -> int:
+    import tomllib
+
+    from fedveil.console.provisioning import enrol
+
+    try:
+        about = tomllib.loads((args.kit / "site.toml").read_text())
+        about, ca = {key: about[key] for key in ("federation", "site")}, (args.kit / "ca.crt").read_bytes()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--kit: expected site.toml and ca.crt in {args.kit}, found none ({error}); unpack it"
+        ) from None
+    request, fingerprint = enrol.make(args.out or args.kit / "keys", about, ca, args.renew, args.secret)
+    words = sys.stderr if args.print else sys.stdout
+    if args.print:
+        print(request.read_text())
+    print(f"site {about['site']} of {about['federation']}: key made; it stays here", file=words)
+    print(f"send {request.name} to the operator, and read them this over the telephone: {fingerprint}", file=words)
+    return 0
+
+
+def _guard(args: argparse.Namespace) -> int:
+    from fedveil.console.flower.site_process import write_guard
+
+    print(
+        f'{write_guard(args.bin)}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run'
+    )
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from fedveil.console.runs.workers import described, follow, workers
+
+    console = Console(highlight=False)
+    if args.follow:
+        try:
+            follow(console, args.state_dir)
+        except KeyboardInterrupt:
+            console.print()
+        return 0
+    found = workers(args.state_dir)
+    if not found:
+        print(f"no worker under {args.state_dir.expanduser()}: none has had a turn yet, or its idle time is over")
+        return 1
+    for worker in found:
+        console.print(described(worker), markup=False, soft_wrap=True)
+    return 0

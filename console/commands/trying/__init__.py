@@ -1,0 +1,1 @@
+"""To try and to measure: demo, bench, methods."""

@@ -1,0 +1,118 @@
+"""`fedveil bench`: runs one preset of benchmarks/presets and prints its rows, the paper's numbers beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedveil import places
+from fedveil.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+_METRICS = 6  # a table: more columns break their numbers
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the sub-command."""
+    parser = sub.add_parser("bench", help="run a benchmark preset and print its table")
+    parser.add_argument("preset", nargs="?", help='"<paper>/<table>"')
+    parser.add_argument("--list", action="store_true", help="list the presets")
+    parser.add_argument("--quick", action="store_true", help="the smallest run that still shows the effect")
+    parser.add_argument("--seeds", type=int, default=0, help="number of seeds; 0 = the preset's own")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--out", type=Path, help="file for the JSON; default: in benchmarks/results/, or results/")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Lists the presets, or runs one."""
+    from rich.console import Console
+
+    from fedveil.benchmarks import run as benchmarks
+    from fedveil.console.flower import local_federation
+
+    console = Console(highlight=False)
+    console.width = max(console.width, 160)  # a table that breaks its numbers helps nobody
+    if args.list:
+        console.print("\n".join(benchmarks.names()) or "no presets", markup=False)
+        return 0
+    if args.preset is None:
+        raise ConfigError(f"preset: expected one of {benchmarks.names()}, found none")
+    if args.seeds < 0:
+        raise ConfigError(f"--seeds: expected 0 or more, found {args.seeds}")
+    file: Path = args.out or _results() / f"{args.preset.replace('/', '_')}.json"
+    options = benchmarks.Options(
+        quick=args.quick,
+        seeds=args.seeds,
+        device=args.device,
+        launch=local_federation,
+        say=lambda text: console.print(text, markup=False, style="dim"),
+    )
+    result, files = benchmarks.run_preset(args.preset, options)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    for shown in tables(result):
+        console.print(shown)
+    for line in [*result.get("verdicts", []), *(f"Differs from the paper: {d}" for d in result["differences"])]:
+        console.print(f"- {line}", markup=False)
+    for suffix, content in files.items():
+        (beside := file.with_suffix(f".{suffix}")).write_bytes(content)
+        console.print(f"Beside it: {beside}", soft_wrap=True)
+    console.print(f"Result: {file}", soft_wrap=True)
+    return 0
+
+
+def _results() -> Path:
+    """Beside the committed results in a checkout, in the working directory elsewhere."""
+    at = places.checkout()
+    return at / "benchmarks" / "results" if at else Path("results")
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """The rows, a table for every few metrics: mean [low, high], and what the paper reports."""
+    rows = result["rows"]
+    metrics = list(dict.fromkeys(name for row in rows for name in row.get("metrics", {})))
+    parts = [metrics[i : i + _METRICS] for i in range(0, len(metrics), _METRICS)] or [[]]
+    return [_table(result, part, part is parts[0]) for part in parts]
+
+
+def _table(result: Mapping[str, Any], metrics: Sequence[str], first: bool) -> Table:
+    from rich.table import Table
+
+    rows, paper = result["rows"], result.get("paper", {})
+    if not first:
+        rows = [row for row in rows if any(name in row.get("metrics", {}) for name in metrics)]
+    counts = [
+        key
+        for key in ("upload_bytes", "download_bytes", "rounds", "seconds")
+        if first and any(key in row for row in rows)
+    ]
+    shown = Table("row", title=f"{result['preset']}{' (quick)' if result['quick'] else ''}: {result.get('title', '')}")
+    for name in [*metrics, *(key.replace("_", " ") for key in counts)]:
+        shown.add_column(name, justify="right")
+    for row in rows:
+        reported = paper.get(row["name"], {})
+        cells = [_cell(row.get("metrics", {}).get(name), reported.get(name)) for name in metrics]
+        shown.add_row(row["name"], *cells, *(_count(row.get(key)) for key in counts))
+    return shown
+
+
+def _cell(metric: Mapping[str, float] | None, paper: float | None) -> str:
+    text = "-"
+    if metric:
+        text = f"{metric['mean']:.4g}"
+        if metric["n"] > 1:
+            text += f" \\[{metric['low']:.4g}, {metric['high']:.4g}]"
+    return text if paper is None else f"{text}\npaper {paper:g}"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"

@@ -1,0 +1,111 @@
+"""`fedveil methods`: which methods there are, what each one's fields are, and what it puts on the wire."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fedveil.contract.layout import Direction, Layout
+    from fedveil.contract.method import Method
+    from fedveil.contract.spec import Spec
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the sub-command."""
+    parser = sub.add_parser("methods", help="list the methods, or show one: equations, fields, wire table")
+    parser.add_argument("name", nargs="?", help="a method's name")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the list or one method."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if args.name is None:
+        console.print(_list())
+        console.print("One of them in full: fedveil methods NAME")
+        return 0
+    _show(console, args.name)
+    return 0
+
+
+def _list() -> Table:
+    from rich.table import Table
+
+    from fedveil import strategies
+
+    table = Table("name", "method", "in one line", "adapter")
+    for name in strategies.names():
+        cls = strategies.load(name)
+        title = _first_line(inspect.getdoc(importlib.import_module(cls.__module__)))
+        adapter = type(strategies.create(name).adapter).__name__
+        table.add_row(name, title, _first_line(cls.__doc__), adapter)
+    return table
+
+
+def _show(console: Any, name: str) -> None:
+    from fedveil import strategies
+    from fedveil.adapters.kinds import example_spec
+
+    cls = strategies.load(name)
+    console.print(inspect.getdoc(importlib.import_module(cls.__module__)), markup=False)
+    console.print(_fields(cls))
+    method = strategies.create(name)
+    if method.budget is None and method.uploads != "gradients":
+        console.print(
+            "Clients may train by noisy steps: dp_sgd = {clip, noise, learning_rate, epsilon, delta}", markup=False
+        )
+    spec = example_spec(method.adapter)
+    layout = method.layout(spec)
+    console.print(_wire(layout, "down", spec))
+    console.print(_wire(layout, "up", spec))
+
+
+def _fields(cls: type[Method]) -> Table:
+    from rich.table import Table
+
+    table = Table("field", "type", "default", title='Fields (method.fields = "name = value")')
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        table.add_row(field.name, str(field.type), _default(field))
+    return table
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return repr(field.default)
+    if field.default_factory is not dataclasses.MISSING:
+        return repr(field.default_factory())
+    return "required"
+
+
+def _wire(layout: Layout, direction: Direction, spec: Spec) -> Table:
+    from rich.table import Table
+
+    words = {"down": "server to client", "up": "client to server"}
+    table = Table(title=f"On the wire, {words[direction]}, for a small model ({len(spec)} trained tensors)")
+    table.add_column("field", no_wrap=True)
+    for name in ("variant", "when", "codec", "shape", "unit"):
+        table.add_column(name)
+    table.add_column("bytes", justify="right")
+    for field in layout.fields:
+        if field.direction == direction:
+            shape = [n for n in field.shape if n is not None]
+            nbytes = f"{field.codec.nbytes(tuple(shape)):,}" if len(shape) == len(field.shape) else "varies"
+            form = str(list(field.shape)).replace("None", "any")
+            variants = ", ".join(field.variants) or "every"
+            table.add_row(field.name, variants, field.when, field.codec.name, form, field.unit, nbytes)
+    for word in layout.scalars:
+        if word.direction == direction:
+            table.add_row(word.name, "every", "always", "JSON", f"one of {', '.join(word.choices)}", "word", "-")
+    return table
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]

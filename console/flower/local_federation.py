@@ -1,0 +1,328 @@
+"""A federation on this machine: one SuperLink, a SuperNode for each site, gRPC with TLS and node authentication.
+
+The only Python that knows Flower's ports and flags. Everything that it starts it stops, also after Ctrl-C or an error.
+
+    with LocalFederation([LocalSite("north", data), LocalSite("south", data)]) as federation:
+        run = federation.run(app, {"run.dir": str(runs), "run.name": "first"})
+        ended = federation.wait(run, timeout=600)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import time
+import tomllib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fedveil.client_app.site.node_config import parse_site
+from fedveil.console.flower.bundle import copied
+from fedveil.console.flower.machine import Value, cores, free_ports, listens, toml
+from fedveil.console.flower.processes import LaunchError, Processes, environment, named_error
+from fedveil.console.flower.site_process import ONLINE, guarded, start_spare, supernode
+from fedveil.console.provisioning.keys import write_node_key, write_tls
+
+CONNECTION = "fedveil"
+SUPERLINK = "superlink"
+SERVER_APP = "flwr-serverapp"
+
+
+@dataclass(frozen=True)
+class LocalSite:
+    """A site of the federation: its name, its data ("" = what the run config says), and more of its node config."""
+
+    name: str
+    data: Path | None = None
+    node_config: tuple[tuple[str, Value], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", self.name) or self.name == SUPERLINK:
+            raise LaunchError(f"site name: expected letters, digits, '-', '_' or '.', at most 64, found {self.name!r}")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended."""
+
+    completed: bool
+    reason: str
+    seconds: float
+
+
+class LocalFederation:
+    """Starts on entry, stops on exit. Nothing of it outlives the `with` block.
+
+    Args:
+        sites: the sites; each gets a SuperNode of its own.
+        folder: where keys, logs and the sites' private state go; "" = a temporary folder, removed at the end.
+        device: "cpu" or "cuda", for every site.
+        client_threads: threads of one site's training; 0 = the machine's cores shared out.
+        database: keep the SuperLink's state in a file instead of in memory.
+        start_timeout: seconds until every site must be online.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[LocalSite],
+        folder: Path | None = None,
+        device: str = "cpu",
+        client_threads: int = 0,
+        database: bool = False,
+        start_timeout: float = 120.0,
+    ) -> None:
+        self.sites = {site.name: site for site in sites}
+        if not sites or len(self.sites) != len(sites):
+            raise LaunchError(f"sites: expected at least one, no name twice, found {[site.name for site in sites]}")
+        self.device = device
+        self.client_threads = client_threads or max(1, cores() // len(sites))
+        self._database = database
+        self._start_timeout = start_timeout
+        self._temporary = folder is None
+        self.folder = Path(tempfile.mkdtemp(prefix="fedveil-")) if folder is None else folder.absolute()
+        self.processes = Processes(self.folder / "logs")
+        self._status_files: dict[int, tuple[Path, float]] = {}
+        self._log_starts: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self._prepare()
+            self._start_superlink()
+            self._start_sites()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # Runs
+
+    def run(self, app: Path | None, overrides: Mapping[str, Value]) -> int:
+        """Submits the app in folder `app` (None: this installation's own) with `overrides` of its run config; returns the run's id."""
+        file = self.folder / "overrides.toml"
+        file.write_text(toml(overrides))
+        submitted = time.time()
+        with copied(app) as copy:
+            answer = self._flwr("run", str(copy), CONNECTION, "--format", "json", "-c", str(file))
+        run = int(answer["run-id"])
+        if overrides.get("run.dir") and overrides.get("run.name"):
+            folder = Path(str(overrides["run.dir"])) / str(overrides["run.name"])
+            self._status_files[run] = (folder / "status.json", submitted)
+        return run
+
+    def wait(self, run: int, timeout: float, on_tick: Callable[[dict[str, Any]], None] | None = None) -> Ended:
+        """Waits until the run has ended; calls `on_tick` with its status.json about twice a second.
+
+        A run has also ended when its ServerApp died without a word, or the SuperLink did.
+        """
+        started = asked = time.monotonic()
+        while True:
+            status = self.status(run)
+            if on_tick:
+                on_tick(status)
+            self._require_alive(SUPERLINK)
+            now = time.monotonic()
+            if now - asked >= 60.0 or (now - asked >= 2.0 and not self.processes.runs(SERVER_APP, SUPERLINK)):
+                flower = self.flower_status(run)
+                if flower.startswith("finished"):
+                    return self._ended(run, flower, now - started)
+                asked = time.monotonic()
+            if now - started > timeout:
+                with suppress(LaunchError):
+                    self._flwr("stop", str(run), CONNECTION, "--format", "json")
+                last = status or "none"
+                raise LaunchError(f"run {run}: not finished within {timeout:.0f} s, stopped; last status: {last}")
+            time.sleep(0.5)
+
+    def status(self, run: int) -> dict[str, Any]:
+        """The run's status.json, {} as long as there is none (one of an earlier run does not count)."""
+        file, submitted = self._status_files.get(run, (Path(), 0.0))
+        with suppress(OSError, ValueError):
+            if file.stat().st_mtime >= submitted:
+                return dict(json.loads(file.read_text()))
+        return {}
+
+    def flower_status(self, run: int) -> str:
+        """What Flower says of the run: "running", "finished:completed", "finished:failed"... Costs a CPU-second."""
+        answer = self._flwr("ls", CONNECTION, "--run-id", str(run), "--format", "json")
+        return str(answer["runs"][0]["status"])
+
+    def server_log(self, run: int, lines: int = 15) -> str:
+        """The last lines of what the ServerApp printed."""
+        text = self.processes.call("flwr", ["flwr", "log", str(run), CONNECTION, "--show"], self._env())
+        return "\n".join(text.splitlines()[-lines:])
+
+    # Sites
+
+    def kill_site(self, name: str, grace: float = 0.0) -> None:
+        """SIGKILL for a site's SuperNode and everything that it started, as if the machine had gone.
+
+        With `grace` it may take its leave first: the SuperLink then knows at once that the site is gone.
+        """
+        self.processes.kill(name, grace)
+
+    def start_site(self, name: str) -> None:
+        """Starts a site's SuperNode and a spare worker; its key must be registered. Does not wait until it is online."""
+        log, env = self.processes.log(name), {**self._env(), "OMP_NUM_THREADS": str(self.client_threads)}
+        if "policy" in dict(self.sites[name].node_config):
+            env = guarded(env, self.folder / "guard")
+        self._log_starts[name] = log.stat().st_size if log.exists() else 0
+        self.processes.start(
+            name,
+            supernode(
+                f"127.0.0.1:{self._fleet_port}", self.folder / "ca.crt", self._key(name),
+                self._site_ports[name], self._write_node_config(name),
+            ),
+            env,
+        )  # fmt: skip
+        site = parse_site(tomllib.loads(self._node_file(name).read_text()))
+        start_spare(site, self.processes.pid(name), self.processes.marked(name, env))
+
+    def online(self, name: str) -> bool:
+        """Whether the SuperLink has accepted the site. Raises LaunchError if its SuperNode has ended."""
+        self._require_alive(name)
+        return ONLINE.encode() in self.processes.log(name).read_bytes()[self._log_starts[name] :]
+
+    def last_error(self, name: str) -> str:
+        """The last exception in a site's log, "" where there is none."""
+        return named_error(self.processes.log(name).read_text(errors="replace"))
+
+    # Start and stop
+
+    def stop(self) -> None:
+        """Stops everything, and removes the folder if it was a temporary one."""
+        self.processes.stop()
+        if self._temporary:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _prepare(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.chmod(0o700)
+        for name in ("logs", "keys", "flower", "sites"):
+            (self.folder / name).mkdir(mode=0o700, exist_ok=True)
+        write_tls(self.folder)
+        for name in self.sites:
+            write_node_key(self._key(name))
+        self._control_port, self._fleet_port, *ports = free_ports(2 + len(self.sites))
+        self._site_ports = dict(zip(self.sites, ports, strict=True))
+        address, certificate = f"127.0.0.1:{self._control_port}", str(self.folder / "ca.crt")
+        (self.folder / "flower" / "config.toml").write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
+            + toml({"address": address, "root-certificates": certificate})
+        )
+
+    def _start_superlink(self) -> None:
+        command = [
+            "flower-superlink", "--host", "127.0.0.1", "--port", str(self._control_port),
+            "--fleet-api-type", "grpc-rere", "--fleet-api-address", f"127.0.0.1:{self._fleet_port}",
+            "--ssl-ca-certfile", str(self.folder / "ca.crt"), "--ssl-certfile", str(self.folder / "server.pem"),
+            "--ssl-keyfile", str(self.folder / "server.key"),
+            "--enable-supernode-auth", "--disable-runtime-dependency-installation",
+        ]  # fmt: skip
+        if self._database:
+            command += ["--database", str(self.folder / "superlink.db")]
+        self.processes.start(SUPERLINK, command, self._env())
+        self._until(lambda: listens(self._control_port) and listens(self._fleet_port), SUPERLINK)
+
+    def _start_sites(self) -> None:
+        """Registers each key and starts its SuperNode as soon as that is done, several at a time."""
+        waiting, registering, starting = deque(self.sites), set[str](), set[str]()
+        deadline = time.monotonic() + self._start_timeout
+        while waiting or registering or starting:
+            while waiting and len(registering) < 2 * cores():
+                registering.add(self._register(waiting.popleft()))
+            for name in [n for n in registering if self._registered(n)]:
+                registering.remove(name)
+                starting.add(name)
+                self.start_site(name)
+            starting = {name for name in starting if not self.online(name)}
+            self._require_alive(SUPERLINK)
+            if time.monotonic() > deadline:
+                late = min(starting or registering)
+                raise LaunchError(
+                    f"{late}: not online within {self._start_timeout:.0f} s; its log ends: {self.processes.tail(late)}"
+                )
+            time.sleep(0.1)
+
+    def _register(self, name: str) -> str:
+        public = f"{self._key(name)}.pub"
+        command = ["flwr", "supernode", "register", public, CONNECTION, "--name", name]
+        self.processes.start(f"register-{name}", command, self._env())
+        return name
+
+    def _registered(self, name: str) -> bool:
+        code = self.processes.ended(f"register-{name}")
+        if code:
+            raise LaunchError(f"{name}: its key was not registered: {self.processes.tail(f'register-{name}')}")
+        return code == 0
+
+    # Parts
+
+    def _ended(self, run: int, flower_status: str, seconds: float) -> Ended:
+        status = self.status(run)
+        completed = flower_status == "finished:completed" and status.get("state", "completed") == "completed"
+        reason = str(status.get("reason") or "")
+        if not completed and not reason:
+            with suppress(LaunchError):
+                log = self.server_log(run, 60)
+                reason = named_error(log) or " | ".join(log.splitlines()[-3:])
+        return Ended(completed, reason or flower_status, seconds)
+
+    def _flwr(self, *arguments: str) -> dict[str, Any]:
+        """A `flwr` command with JSON output. Each costs about a CPU-second: ask seldom."""
+        text = self.processes.call("flwr", ["flwr", *arguments], self._env())
+        try:
+            answer = json.loads(text[text.index("{") :])
+        except ValueError:
+            raise LaunchError(f"flwr {arguments[0]}: expected JSON, found {text.strip()[:300]!r}") from None
+        if not answer.get("success"):
+            raise LaunchError(f"flwr {arguments[0]} failed: {answer.get('error-message', answer)}")
+        return dict(answer)
+
+    def _env(self) -> dict[str, str]:
+        local = "localhost,127.0.0.1"
+        return {**environment(self.folder / "flower"), "HF_HUB_OFFLINE": "1", "NO_PROXY": local, "no_proxy": local}
+
+    def _key(self, name: str) -> Path:
+        return self.folder / "keys" / name
+
+    def _write_node_config(self, name: str) -> Path:
+        """A file, for `--node-config` with key=value pairs cannot carry every path."""
+        site = self.sites[name]
+        folder = self.folder / "sites" / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        config: dict[str, Value] = {"site": name, "state-dir": str(folder), "device": self.device}
+        config |= {"partition-id": list(self.sites).index(name), "num-partitions": len(self.sites)}
+        if site.data is not None:
+            config["data"] = str(site.data.absolute())
+        file = self._node_file(name)
+        file.write_text(toml({**config, **dict(site.node_config)}))
+        return file
+
+    def _node_file(self, name: str) -> Path:
+        return self.folder / "sites" / f"{name}.toml"
+
+    def _until(self, ready: Callable[[], bool], name: str) -> None:
+        deadline = time.monotonic() + self._start_timeout
+        while not ready():
+            self._require_alive(name)
+            if time.monotonic() > deadline:
+                tail = self.processes.tail(name)
+                raise LaunchError(f"{name}: not ready within {self._start_timeout:.0f} s; its log ends: {tail}")
+            time.sleep(0.05)
+
+    def _require_alive(self, name: str) -> None:
+        code = self.processes.ended(name)
+        if code is not None:
+            raise LaunchError(f"{name}: ended with exit code {code}; its log ends: {self.processes.tail(name)}")

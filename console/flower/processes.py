@@ -1,0 +1,258 @@
+"""The processes that one federation started: how to start them, how to read their logs, and how to leave none behind.
+
+Flower puts some of its children into sessions of their own, and a child whose parent died belongs to init. So a process
+is recognised by what it inherits and keeps: an environment variable with this federation's random token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from fedveil.errors import FedVeilError
+
+MARK = "FEDVEIL_PROCESS_OWNER"
+
+
+class LaunchError(FedVeilError):
+    """A process that could not be started, or that ended when it should not have."""
+
+
+class Processes:
+    """Starts processes with a common mark, each in its own process group, and stops all that carry the mark.
+
+    Attributes:
+        logs: the folder with one log file a process.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self._token = secrets.token_hex(8)
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._seen: set[int] = set()
+        _adopt_orphans()
+
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Starts `command` under `name`; stdout and stderr go to the log of that name."""
+        self._reap()  # a process of that name that ran before
+        with self.log(name).open("ab") as log:
+            self._children[name] = subprocess.Popen(
+                [_program(command[0], env), *command[1:]],
+                env=self.marked(name, env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def marked(self, name: str, env: Mapping[str, str]) -> dict[str, str]:
+        """`env` for a process that shall be stopped with `name`, whoever starts it."""
+        return {**env, MARK: f"{self._token}:{name}"}
+
+    def pid(self, name: str) -> int:
+        """The number of the process `name`."""
+        return self._children[name].pid
+
+    def ended(self, name: str) -> int | None:
+        """The exit code of `name`, or None while it runs."""
+        return self._children[name].poll()
+
+    def call(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        timeout: float = 120.0,
+        cwd: Path | None = None,
+    ) -> str:
+        """Runs `command` to its end and returns its stdout. Raises LaunchError with the last lines if it fails."""
+        child = subprocess.Popen(
+            [_program(command[0], env), *command[1:]],
+            env=self.marked(name, env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            cwd=cwd,
+        )
+        try:
+            out, err = child.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise LaunchError(f"{' '.join(command[:3])}: no answer within {timeout:.0f} s") from None
+        if child.returncode:
+            raise LaunchError(f"{' '.join(command[:3])} failed: {_last_lines((out + err).decode(errors='replace'), 6)}")
+        return out.decode()
+
+    def log(self, name: str) -> Path:
+        """The log file of `name`."""
+        return self.logs / f"{name}.log"
+
+    def tail(self, name: str, lines: int = 8) -> str:
+        """The last lines of the log of `name`, on one line."""
+        with suppress(OSError):
+            return _last_lines(self.log(name).read_text(errors="replace"), lines)
+        return "(no log)"
+
+    def kill(self, name: str, grace: float = 0.0) -> None:
+        """SIGKILL for `name` and everything that it started; with `grace`, SIGTERM first and that many seconds."""
+        _end(lambda: self._marked(name), grace)
+        self._bury(self._children[name])
+
+    def runs(self, program: str, name: str) -> bool:
+        """Whether `name` has a process of this program running."""
+        return any(_name(process).startswith(program[:15]) for process in self._marked(name))
+
+    def alive(self, name: str | None = None) -> list[psutil.Process]:
+        """Everything that carries the mark and still runs; with `name`, that process and what it started."""
+        return self._marked(name)
+
+    def stop(self, grace: float = 3.0) -> None:
+        """SIGTERM, then after `grace` seconds SIGKILL, until nothing is left. A Ctrl-C meanwhile waits for the end."""
+        with _undisturbed():
+            _end(self._marked, grace)
+            self._bury(*self._children.values())
+
+    def _marked(self, name: str | None = None) -> list[psutil.Process]:
+        own = {child.pid for key, child in self._children.items() if name in (None, key)}
+        mark = f"{self._token}:{name or ''}"
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                value = process.environ().get(MARK, "")
+                if process.pid in own or (value == mark if name else value.startswith(mark)):
+                    found[process.pid] = process
+                    found.update({child.pid: child for child in process.children(recursive=True)})
+        self._seen.update(found)
+        return [process for process in found.values() if _runs(process)]
+
+    def _bury(self, *children: subprocess.Popen[bytes]) -> None:
+        """Takes the exit codes of what was ended. It may take a moment: threads of a dead process end one by one."""
+        deadline = time.monotonic() + 5.0
+        while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        while self._reap() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._seen.clear()
+
+    def _reap(self) -> int:
+        """Takes the exit codes of adopted orphans, or they stay in the process table; returns how many are left."""
+        own, left = {child.pid for child in self._children.values() if child.poll() is None}, 0
+        for process in psutil.Process().children():
+            with suppress(psutil.Error, OSError):
+                ours = process.pid in self._seen or process.name().startswith(("flower-", "flwr"))
+                if ours and process.pid not in own and process.status() == psutil.STATUS_ZOMBIE:
+                    left += os.waitpid(process.pid, os.WNOHANG)[0] == 0
+        return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _name(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return str(process.name())
+    return ""
+
+
+def _adopt_orphans() -> None:
+    """On Linux, processes whose parent died become this process's children, so that it can reap them."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _end(find: Callable[[], list[psutil.Process]], grace: float) -> None:
+    """Ends what `find` finds; asks again after each kill, for a process may have started another one meanwhile."""
+    found = find()
+    if grace:
+        _signal(found, signal.SIGTERM)
+        _wait(found, grace)
+    for _ in range(50):
+        found = find()
+        if not found:
+            return
+        _signal(found, signal.SIGKILL)
+        _wait(found, 2.0)
+
+
+def _wait(processes: Sequence[psutil.Process], timeout: float) -> None:
+    """Until all have ended. psutil's own wait would take the exit codes of our children away from Popen."""
+    deadline = time.monotonic() + timeout
+    while any(_runs(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _signal(processes: Sequence[psutil.Process], number: int) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(number)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM are ignored in here."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _program(name: str, env: Mapping[str, str]) -> str:
+    path = shutil.which(name, path=env.get("PATH"))
+    if path is None:
+        raise LaunchError(f"{name}: command not found beside {Path(sys.executable).name}; next step: make install")
+    return path
+
+
+def _last_lines(text: str, lines: int) -> str:
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    kept = [line.strip() for line in plain.splitlines() if line.strip()]
+    return " | ".join(kept[-lines:]) or "(no output)"
+
+
+def environment(flower_home: Path) -> dict[str, str]:
+    """What Flower's processes, and what they start, find in their environment."""
+    programs = str(Path(sys.executable).parent)
+    return {
+        # Several processes share the cores: threads that spin while they wait cost ten times the work itself.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # Large blocks go back to the system when they are freed. Flower pulls and pushes in threads, whose arenas would
+        # otherwise keep a message's memory several times over. The worker, which trains, does without.
+        "MALLOC_MMAP_THRESHOLD_": "1048576",
+        **{key: value for key, value in os.environ.items() if not key.startswith("FLWR_")},
+        "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
+        "FLWR_HOME": str(flower_home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def named_error(log: str) -> str:
+    """The last line that names an exception, "" where there is none."""
+    pattern = re.compile(r"^\s*([A-Za-z_][\w.]*(?:Error|Exception|Refused)\b.*)$", re.MULTILINE)
+    found: list[str] = pattern.findall(log)
+    return found[-1].strip() if found else ""

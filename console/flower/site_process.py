@@ -1,0 +1,57 @@
+"""What runs at a site: Flower's SuperNode, behind the site's own entry point, and a warm worker beside it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from fedveil.client_app.site.node_config import Site
+from fedveil.client_app.worker.cards import Card, Folder
+from fedveil.client_app.worker.owner import Owner
+from fedveil.console.flower.processes import LaunchError
+
+CLIENT_APP = "flwr-clientapp"
+ONLINE = "SuperNode ID:"  # a SuperNode logs this once the SuperLink has accepted its key
+
+
+def supernode(superlink: str, ca: Path, key: Path, port: int, node_config: Path) -> list[str]:
+    """The command of a site's SuperNode: gRPC with TLS and its own key to `superlink`, its own API on loopback."""
+    return [
+        "flower-supernode", "--grpc-rere", "--root-certificates", str(ca), "--superlink", superlink,
+        "--auth-supernode-private-key", str(key), "--host", "127.0.0.1", "--port", str(port),
+        "--node-config", str(node_config),
+    ]  # fmt: skip
+
+
+def write_guard(folder: Path, require_policy: bool = True) -> Path:
+    """Writes the site's entry point, a `flwr-clientapp` that goes before Flower's own on the PATH (guard/clientapp.py)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / CLIENT_APP
+    says = f"from fedveil.guard.clientapp import main\n\nmain(require_policy={require_policy})\n"
+    script.write_text(f"#!{sys.executable} -P\n{says}")
+    script.chmod(0o755)
+    return script
+
+
+def guarded(env: Mapping[str, str], folder: Path, require_policy: bool = True) -> dict[str, str]:
+    """`env` for a SuperNode or SuperExec whose client processes pass the site's entry point, written to `folder`."""
+    script = write_guard(folder, require_policy)
+    return {**env, "PATH": os.pathsep.join([str(script.parent), env["PATH"]])}
+
+
+def start_spare(site: Site, owner: int, env: Mapping[str, str]) -> Card:
+    """A worker without a run, of this installation's own app, that ends with the process `owner`.
+
+    The first run of the same app version takes it. Raises LaunchError where there is no such process.
+    """
+    folder = Folder(site.state_dir, site.site)
+    try:
+        whose = Owner.of(owner)
+    except psutil.NoSuchProcess:
+        raise LaunchError(f"owner: expected a running process, found none with number {owner}") from None
+    with folder.locked():
+        return folder.start(site, whose, "", env=env)

@@ -1,0 +1,1 @@
+"""What provisioning makes: keys, kits, compose files, checks."""

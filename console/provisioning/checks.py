@@ -1,0 +1,239 @@
+"""What `fedveil doctor` looks at. A check gives its name, a verdict and what it found; none of them changes anything."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import shutil
+import socket
+import ssl
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+from fedveil.errors import FedVeilError
+
+Verdict = Literal["ok", "warn", "fail"]
+_SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse, status SERVING
+_SOON = timedelta(days=30)
+_TIME_ERROR = 5  # adjtimex: the clock is not synchronised
+_GIGABYTE = 1_000_000_000
+_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding."""
+
+    name: str
+    verdict: Verdict
+    text: str
+
+
+def guarded(name: str, check: Callable[[], Check]) -> Check:
+    """The check; an error that it meets is its finding."""
+    try:
+        return check()
+    except (FedVeilError, OSError, ValueError) as error:
+        return Check(name, "fail", " ".join(str(error).split()) or type(error).__name__)
+
+
+def certificate(file: Path, now: datetime | None = None) -> Check:
+    """Until when a PEM certificate is valid."""
+    from cryptography import x509
+
+    found, moment = x509.load_pem_x509_certificate(file.read_bytes()), now or datetime.now(UTC)
+    ends, name = found.not_valid_after_utc, f"certificate {file.name}"
+    if moment < found.not_valid_before_utc:
+        return Check(
+            name,
+            "fail",
+            f"valid from {found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, now is {moment:%Y-%m-%d %H:%M}",
+        )
+    if moment >= ends:
+        return Check(name, "fail", f"expired on {ends:%Y-%m-%d}; the operator renews it: fedveil members renew-server")
+    return Check(name, "warn" if ends - moment < _SOON else "ok", f"until {ends:%Y-%m-%d}")
+
+
+def private_key(file: Path) -> Check:
+    """A node key that Flower takes, and that nobody else can read."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = serialization.load_ssh_private_key(file.read_bytes(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP384R1):
+        return Check("key", "fail", f"expected one on P-384, found another kind at {file}; fedveil site init makes one")
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if mode & 0o077:
+        return Check("key", "fail", f"expected {file} to be readable by its owner only, found mode {mode:o}; chmod 600")
+    return Check("key", "ok", f"{file}, P-384")
+
+
+def fleet(superlink: str, ca: Path) -> Check:
+    """The server's fleet port: reached, with TLS, and a certificate of this federation's CA for that name."""
+    host, port = _address(superlink)
+    context = ssl.create_default_context(cafile=str(ca))
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection((host, port), _TIMEOUT) as plain,
+            context.wrap_socket(plain, server_hostname=host) as link,
+        ):
+            ends = ssl.cert_time_to_seconds(str((link.getpeercert() or {})["notAfter"]))
+    except ssl.SSLCertVerificationError as error:
+        return Check(
+            "fleet port",
+            "fail",
+            f"{superlink}: {error.verify_message}; is ca.crt this federation's, and the clock right?",
+        )
+    except (OSError, ssl.SSLError) as error:
+        return Check(
+            "fleet port", "fail", f"{superlink}: {error}; the firewall must allow this one outgoing connection"
+        )
+    return Check(
+        "fleet port", "ok", f"{superlink}, TLS, its certificate ends {datetime.fromtimestamp(ends, UTC):%Y-%m-%d}"
+    )
+
+
+def closed(host: str, port: int, what: str) -> Check:
+    """A port that must not answer from here."""
+    try:
+        socket.create_connection((host, port), _TIMEOUT).close()
+    except OSError:
+        return Check(what, "ok", f"{host}:{port} does not answer, as it should be")
+    return Check(
+        what, "fail", f"{host}:{port} answers: whoever reaches it can submit code; bind it to the server's loopback"
+    )
+
+
+def health(address: str) -> Check:
+    """The standard gRPC health check, without TLS: for --health-server-address of a SuperLink or SuperNode."""
+    import grpc
+
+    try:
+        with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as link:
+            answer = link.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=_TIMEOUT)
+    except grpc.RpcError as error:
+        return Check("health", "fail", f"{address}: {error.code().name}")
+    return Check(
+        "health", "ok" if answer == _SERVING else "fail", f"{address}: {'serving' if answer == _SERVING else answer!r}"
+    )
+
+
+def clock() -> Check:
+    """Whether the kernel counts its clock as synchronised. Node authentication bears 300 s of difference."""
+    if sys.platform != "linux":
+        return Check("clock", "warn", "not checked on this system")
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes = 0: asks only
+    if state < 0:
+        return Check(
+            "clock", "warn", "the system does not say whether it is synchronised (in a container: look at the host)"
+        )
+    if state == _TIME_ERROR:
+        return Check(
+            "clock",
+            "warn",
+            f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, not synchronised; more than 300 s off, keys are refused",
+        )
+    return Check("clock", "ok", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, synchronised")
+
+
+def versions() -> Check:
+    """Python and the packages that both ends must agree on."""
+    names = ("fedveil", "flwr", "torch", "transformers")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    python = ".".join(map(str, sys.version_info[:3]))
+    right = (
+        (3, 11) <= sys.version_info[:2] <= (3, 12)
+        and found["flwr"].startswith("1.39.")
+        and "missing" not in found.values()
+    )
+    text = ", ".join([f"Python {python}", *(f"{name} {version}" for name, version in found.items())])
+    return Check(
+        "versions", "ok" if right else "fail", text if right else f"{text}; expected Python 3.11 or 3.12 and flwr 1.39"
+    )
+
+
+def gpu(device: str) -> Check:
+    """Whether the site's device is there."""
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+        return Check("gpu", "ok", f"{name}, {free / _GIGABYTE:.0f} of {total / _GIGABYTE:.0f} GB free")
+    wanted = device.startswith("cuda")
+    return Check(
+        "gpu", "fail" if wanted else "ok", f"none that torch {torch.__version__} can use; device is {device!r}"
+    )
+
+
+def disk(folder: Path) -> Check:
+    """Room for private state and messages."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free / _GIGABYTE
+    verdict: Verdict = "fail" if free < 1 else "warn" if free < 10 else "ok"
+    return Check("disk", verdict, f"{free:.1f} GB free at {there}")
+
+
+def data(folder: str, columns: tuple[str, ...]) -> Check:
+    """Rows with the columns that the task asks for; how many, and nothing of what is in them."""
+    from fedveil.rows import reading
+
+    file = reading.split_file(Path(folder), "train")
+    table = reading.read(file, columns)
+    return Check("data", "ok", f"{len(table)} rows in {file}, with {', '.join(columns)}")
+
+
+def policy(file: str) -> Check:
+    """A policy that can be read and names the app."""
+    from fedveil.client_app.site.node_config import Site
+    from fedveil.client_app.site.policy import of_site
+
+    if not file:
+        return Check("policy", "warn", "none: this site permits everything; name a site-policy.toml")
+    found = of_site(Site(policy=file))
+    if found.app_digests is None and found.signers is None:
+        return Check(
+            "policy",
+            "warn",
+            f"{file} names neither app-digests nor signers: any code may come, and could undo the rest",
+        )
+    empty = [name for name in ("methods", "tasks", "models", "app_digests", "signers") if getattr(found, name) == []]
+    words = f", and permits nothing: {', '.join(empty).replace('_', '-')} empty" if empty else ""
+    return Check("policy", "warn" if empty else "ok", f"{file} can be read{words}")
+
+
+def entry_point() -> Check:
+    """Whether a client process that is started from here would pass this site's entry point."""
+    found = shutil.which("flwr-clientapp")
+    if found and b"fedveil.guard.clientapp" in Path(found).read_bytes()[:4096]:
+        return Check("entry point", "ok", f"{found} decides before the app's code runs")
+    return Check(
+        "entry point", "warn", f"flwr-clientapp is {found}, Flower's own: fedveil site start puts ours before it"
+    )
+
+
+def audit_log(file: Path) -> Check:
+    """Whether the site's log is as it was written."""
+    from fedveil.records import audit_log as log
+
+    if not file.exists():
+        return Check("audit log", "ok", "none yet")
+    return Check("audit log", "ok", f"{log.verify(file).lines} lines as they were written, in {file}")
+
+
+def _address(superlink: str) -> tuple[str, int]:
+    host, _, port = superlink.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"superlink: expected HOST:PORT, found {superlink!r}")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,105 @@
+"""A site's start-up kit: everything that a site needs and nothing secret. Its keys are made at the site.
+
+compose.yaml       SuperNode and SuperExec in containers of their own, and the command that makes the keys
+compose.gpu.yaml   the same with a GPU: docker compose -f compose.yaml -f compose.gpu.yaml up
+ca.crt             whom to trust as the server
+site.toml          federation, site, server: public
+node-config.toml   what the site says of itself to its own apps
+site-policy.toml   what it permits: nothing, until somebody at the site has filled it in
+README.md          one page
+SHA256SUMS         of all of the above: sha256sum -c SHA256SUMS
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from pathlib import Path
+
+from fedveil.console.flower.machine import toml
+from fedveil.console.provisioning import compose
+from fedveil.console.provisioning.federation import FederationFile
+
+_POLICY = """\
+# What this site permits. Read at the site, before any of the server's code runs; what is not permitted is refused.
+# As it stands it permits nothing. `fedveil explain` says what a run would send.
+methods = []                     # ["fedrand"]
+tasks = []                       # ["text-generation"]
+models = []                      # ["/models/llama"]
+app-digests = []                 # the SHA-256 of the app that you have looked at: fedveil app digest
+max-rounds = 50
+max-bytes-a-round = 200_000_000
+min-examples = 100
+# signers = ["ssh-ed25519 AAAA..."]     # leave out, or list who may vouch for an app
+# max-epsilon = 8.0                     # refuses every method without a differential-privacy guarantee
+# delta = 1e-5
+# hours = ["20:00-06:00"]
+"""
+
+_README = """\
+# {federation}: start-up kit of site {site}
+
+Nothing in this kit is secret. Your key is made here, by you, and does not leave this machine.
+
+Before: a container engine with compose, and the image `{image}` (`docker load -i`, where you got it as a file).
+
+1. Check the kit, then make your key and your request:
+
+       sha256sum -c SHA256SUMS
+       docker compose run --rm -T init >request.json
+
+   Send `request.json` to the operator, and read the fingerprint that was printed to them over the telephone.
+
+2. Fill in `site-policy.toml`: as delivered it permits nothing. `FEDVEIL_DATA` names the folder of your rows (`train.jsonl` or
+   `train.parquet`), `FEDVEIL_MODELS` the base models; both are mounted read-only, into the container without a way out, and must
+   be readable by user 10001.
+
+3. When the operator has registered your key:
+
+       docker compose up -d --wait
+
+Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing comes in: publish no port.
+
+| to ... | run |
+|---|---|
+| see whether all is well | `docker compose run --rm doctor` |
+| see what was sent, and what was refused | `docker compose exec clientapp fedveil log show /state/audit-log.jsonl` |
+| check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
+| make a new key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then as under 1 and 3 |
+| use a GPU | `docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait`, with an image built for it |
+| leave | `docker compose down`, and tell the operator, who revokes your key |
+
+The server's certificate comes from the operator's own authority: SHA-256 of ca.crt is
+
+    {ca}
+
+Ask for it on a second way before you trust it.
+"""
+
+
+def files(federation: FederationFile, site: str, ca: bytes) -> dict[str, bytes]:
+    """The kit's files by name."""
+    public = {"federation": federation.name, "site": site, "superlink": federation.superlink}
+    words = {**public, "image": federation.image, "ca": hashlib.sha256(ca).hexdigest()}
+    node = {"site": site, "data": "/data", "state-dir": "/state", "policy": "/kit/site-policy.toml"}
+    found = {
+        "compose.yaml": compose.site(federation.name, site, federation.image, federation.superlink),
+        "compose.gpu.yaml": compose.gpu("clientapp"),
+        "site.toml": toml(public),
+        "node-config.toml": toml(node),
+        "site-policy.toml": _POLICY,
+        "README.md": _README.format(**words),
+    }
+    kit = {"ca.crt": ca, **{name: text.encode() for name, text in found.items()}}
+    sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(kit.items()))
+    return {**kit, "SHA256SUMS": sums.encode()}
+
+
+def write(file: Path, federation: FederationFile, site: str, ca: bytes) -> None:
+    """The kit as SITE.tar.gz, one folder in it."""
+    with tarfile.open(file, "w:gz") as archive:
+        for name, data in files(federation, site, ca).items():
+            entry = tarfile.TarInfo(f"{federation.name}-{site}/{name}")
+            entry.size, entry.mode = len(data), 0o644
+            archive.addfile(entry, io.BytesIO(data))

@@ -1,0 +1,78 @@
+"""Runs side by side: summary.json in the one schema of all results, and the same as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedveil.console.runs.folder import Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+BASELINE = "fedavg"
+
+
+def write(file: Path, preset: str, runs: Sequence[Run]) -> None:
+    """Writes the runs in the schema of benchmarks/results."""
+    from fedveil.benchmarks.run import commit, environment
+
+    content = {
+        "preset": preset,
+        "quick": True,
+        "commit": commit(),
+        "environment": environment(),
+        "rows": [_row(run) for run in runs],
+        "paper": {},
+        "differences": ["one seed: low and high are the value itself, not an interval"],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _row(run: Run) -> dict[str, Any]:
+    from fedveil.benchmarks.run import intervals
+
+    return {
+        "name": run.name,
+        "metrics": intervals([run.final]),
+        "upload_bytes": run.upload_bytes,
+        "download_bytes": run.download_bytes,
+        "rounds": run.rounds_done,
+        "seconds": round(run.seconds, 1),
+        "state": run.status.get("state", "unknown"),
+    }
+
+
+def metric_names(runs: Sequence[Run]) -> list[str]:
+    """Every metric that some run has, the loss first."""
+    names = {name for run in runs for name in run.final}
+    return sorted(names, key=lambda name: (name != "loss", name))
+
+
+def upload_ratio(run: Run, runs: Sequence[Run]) -> float | None:
+    """Upload bytes of a run in proportion to the FedAvg run's of equal rounds; None where there is none."""
+    for other in runs:
+        if other.method == BASELINE and other.upload_bytes and other.rounds_done == run.rounds_done:
+            return run.upload_bytes / other.upload_bytes
+    return None
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """The runs as a rich table, a column a run."""
+    from rich.table import Table
+
+    shown = Table("", title="After the last round, on the server's test data", title_justify="left")
+    for run in runs:
+        shown.add_column(run.name, justify="right")
+    for name in metric_names(runs):
+        shown.add_row(name, *(f"{run.final[name]:.4f}" if name in run.final else "-" for run in runs))
+    shown.add_section()
+    shown.add_row("upload bytes", *(f"{run.upload_bytes:,}" for run in runs))
+    shown.add_row("download bytes", *(f"{run.download_bytes:,}" for run in runs))
+    ratios = [upload_ratio(run, runs) for run in runs]
+    shown.add_row("upload / FedAvg", *("-" if ratio is None else f"{ratio:.4f}" for ratio in ratios))
+    shown.add_row("seconds in rounds", *(f"{run.seconds:.1f}" for run in runs))
+    return shown

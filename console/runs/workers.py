@@ -1,0 +1,126 @@
+"""The warm workers of a machine's sites: what each holds, where, since when, and how far its turn is."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from fedveil.client_app.worker.link import channel
+from fedveil.client_app.worker.cards import Card, Folder
+from fedveil.client_app.worker.service import NAME
+
+_POLL_SECONDS = 0.5
+_ANSWER_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker: its site, its card, and what it says of itself."""
+
+    site: str
+    card: Card
+    says: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        """Such as "fedrand/demo, round 3 of 5"."""
+        if "run" not in self.says:
+            return "no run yet"
+        return f"{self.says['run']} ({self.says['method']}), round {self.says['round'] + 1} of {self.says['rounds']}"
+
+    @property
+    def holds(self) -> str:
+        """The base model, where it is, and how much memory that takes."""
+        model = self.says.get("model", "no model yet")
+        memory = f"{self.says.get('memory_mb', 0):,} MB"
+        if "device_memory_mb" in self.says:
+            memory += f" and {self.says['device_memory_mb']:,} MB there"
+        return f"{model} on {self.says.get('device', 'no device yet')}, {memory}"
+
+    @property
+    def pace(self) -> str:
+        """Loss and speed of the training under way, or what the last turn took."""
+        if self.says["state"] == "training":
+            return f"loss {self.says['loss']:.4f}, {self.says['tokens_per_second']:,} tokens/s"
+        last = self.says.get("last")
+        return f"last turn {last['seconds']:.1f} s, {last['load_seconds']:.2f} s of it loading" if last else ""
+
+
+def workers(state_dir: Path) -> list[WorkerStatus]:
+    """Every living worker under a state folder."""
+    found = []
+    for path in sorted((state_dir.expanduser() / "workers").glob("*")):
+        folder = Folder(state_dir, path.name)
+        with folder.locked():
+            cards = folder.living()
+        found += [WorkerStatus(path.name, card, _ask(folder, card)) for card in cards]
+    return found
+
+
+def _ask(folder: Folder, card: Card) -> dict[str, Any]:
+    try:
+        with channel(folder, card) as link:
+            return dict(json.loads(link.unary_unary(f"/{NAME}/Status")(b"", timeout=_ANSWER_SECONDS)))
+    except grpc.RpcError as error:
+        return {"state": f"does not answer ({error.code().name})"}
+
+
+def described(worker: WorkerStatus) -> str:
+    """A few lines on one worker."""
+    since = datetime.fromtimestamp(worker.card.since).strftime("%Y-%m-%d %H:%M:%S")
+    lines = [
+        f"{worker.site}: process {worker.card.pid} since {since}: {worker.says['state']}",
+        f"  run    {worker.where}",
+    ]
+    lines += [f"  holds  {worker.holds}", *([f"  pace   {worker.pace}"] if worker.pace else [])]
+    return "\n".join(lines)
+
+
+def follow(console: Console, state_dir: Path, enough: Callable[[], bool] = lambda: False) -> None:
+    """A bar a worker on a terminal, elsewhere a line whenever something changes; until `enough`, or Ctrl-C."""
+    bars = Progress(
+        TextColumn("{task.fields[site]:<12} {task.fields[where]}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} steps  {task.fields[state]}  {task.fields[note]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    shown: dict[str, TaskID] = {}
+    said: dict[str, tuple[Any, ...]] = {}
+    with bars:
+        while not enough():
+            found = {worker.card.id: worker for worker in workers(state_dir)}
+            for gone in set(shown) - set(found):
+                bars.remove_task(shown.pop(gone))
+            for id_, worker in found.items():
+                if id_ not in shown:
+                    shown[id_] = bars.add_task("", total=1, site=worker.site, where="", state="", note="")
+                _draw(bars, shown[id_], worker)
+                now = (worker.says["state"], worker.where, worker.says.get("step"))
+                if not console.is_terminal and said.get(id_) != now:
+                    said[id_] = now
+                    console.print(_line(worker), markup=False, soft_wrap=True)
+            time.sleep(_POLL_SECONDS)
+
+
+def _draw(bars: Progress, bar: TaskID, worker: WorkerStatus) -> None:
+    says = worker.says
+    note = f"{worker.pace}  {says.get('memory_mb', 0):,} MB"
+    done, total = says.get("step", 0), says.get("steps", 1)
+    if says["state"] == "loading":
+        done = 0
+    bars.update(bar, completed=done, total=total, where=worker.where, state=says["state"], note=note)
+
+
+def _line(worker: WorkerStatus) -> str:
+    step = f"step {worker.says['step']}/{worker.says['steps']}  " if worker.says["state"] == "training" else ""
+    return f"{worker.site}: {worker.says['state']}: {worker.where}  {step}{worker.pace}  {worker.holds}"

@@ -1,0 +1,79 @@
+"""Context vectors before the class names of a frozen CLIP."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, final
+
+from fedveil.errors import ConfigError
+
+
+@final
+@dataclass(frozen=True)
+class Prompt:
+    """Context vectors before the class names of a frozen CLIP, in the space of its token embeddings (Zhou et al. 2022).
+
+    b = length, d = the width of the token embeddings, k = rank. All tensors start from N(0, std^2).
+
+    | form | further tensors | the text of a class has the context |
+    |---|---|---|
+    | "one" | | prompt |
+    | "sum" | `prompt.local` (b x d) | prompt + prompt.local |
+    | "factored" | `prompt.u` (b x k), `prompt.v` (k x d) | prompt + prompt.u prompt.v |
+    | "transport" | `prompt.local` (b x d) | both, two texts; an image's patches are transported to them |
+
+    Attributes:
+        length: b, context vectors.
+        form: see above.
+        rank: k, of the form "factored".
+        std: of the initial entries.
+        mass: of the form "transport": gamma, the part of an image's patches that is transported.
+        contrast: of the form "factored": mu, weight of the contrastive term in the loss; 0 = none.
+        temperature: of the contrastive term.
+    """
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    length: int = 16
+    form: Literal["one", "sum", "factored", "transport"] = "one"
+    rank: int = 4
+    std: float = 0.02
+    mass: float = 0.8
+    contrast: float = 0.0
+    temperature: float = 0.5
+    kind: Literal["prompt"] = "prompt"
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ConfigError(f"adapter.length: expected an integer of at least 1, found {self.length}")
+        if self.form == "factored" and not 1 <= self.rank <= self.length:
+            raise ConfigError(
+                f"adapter.rank: expected 1 to {self.length}, the prompt's length, found {self.rank}; lower it, or raise "
+                "adapter.length"
+            )
+        if not 0.0 < self.mass <= 1.0:
+            raise ConfigError(f"adapter.mass: expected a part above 0 and at most 1, found {self.mass}")
+        for name, value, least in (
+            ("std", self.std, "at least 0"),
+            ("contrast", self.contrast, "at least 0"),
+            ("temperature", self.temperature, "above 0"),
+        ):
+            if not (0.0 <= value < math.inf) or (least == "above 0" and value == 0.0):
+                raise ConfigError(f"adapter.{name}: expected a finite number {least}, found {value}")
+        if self.contrast > 0 and self.form != "factored":
+            raise ConfigError(f'adapter.contrast: expected 0 with form = "{self.form}", found {self.contrast}')
+
+    def shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """The tensors' shapes for token embeddings of that width."""
+        whole = (self.length, width)
+        match self.form:
+            case "one":
+                return {"prompt": whole}
+            case "factored":
+                return {"prompt": whole, "prompt.u": (self.length, self.rank), "prompt.v": (self.rank, width)}
+            case _:
+                return {"prompt": whole, "prompt.local": whole}
+
+    def example_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Prompts of a small model: for wire tables and for tests over every method."""
+        return self.shapes(width=12)

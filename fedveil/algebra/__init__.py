@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: means, masks, codes, steps. No file, no network, no model."""

@@ -1,0 +1,43 @@
+"""Columns of weights: the output features of a layer, whichever axis holds them. Masks over them, and their algebra.
+
+A mask has one bit a column, True where the column is visible. A weight and its bias share it, and so do an embedding and
+an output head that is not tied to it: their columns are the features of the hidden state. A tied head is one tensor
+with the embedding and so has its mask anyway.
+
+    pack(x, M)[..., j'] = x[..., j] for the visible columns j, in their order
+    unpack(pack(x, M), M) = x where M is True, 0 elsewhere
+
+| case | result |
+|---|---|
+| every column visible | `pack` copies; `unpack` of it is the tensor |
+| no column visible | an empty tensor; `unpack` gives zeros |
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Shaped
+from torch import Tensor
+
+
+def along(row: Shaped[Tensor, " n"], axis: int, ndim: int) -> Shaped[Tensor, "..."]:
+    """One value a column, as a view that broadcasts over a tensor of `ndim` axes."""
+    return row.reshape([-1 if i == axis else 1 for i in range(ndim)])
+
+
+def pack(x: Shaped[Tensor, "..."], visible: Bool[Tensor, " n"], axis: int) -> Shaped[Tensor, "..."]:
+    """The visible columns, contiguous."""
+    return x.index_select(axis, visible.nonzero().squeeze(1).to(x.device))
+
+
+def packed_shape(shape: tuple[int, ...], visible: Bool[Tensor, " n"], axis: int) -> tuple[int, ...]:
+    """The shape of `pack` of a tensor of `shape`."""
+    return (*shape[:axis], int(visible.sum()), *shape[axis + 1 :])
+
+
+def unpack(
+    packed: Shaped[Tensor, "..."], visible: Bool[Tensor, " n"], axis: int, shape: tuple[int, ...]
+) -> Shaped[Tensor, "..."]:
+    """The columns back in their places, zeros elsewhere; `packed` has the shape `packed_shape`."""
+    whole = torch.zeros(shape, dtype=packed.dtype, device=packed.device)
+    return whole.index_copy_(axis, visible.nonzero().squeeze(1).to(packed.device), packed)

@@ -1,0 +1,196 @@
+"""Block-wise quantisation of weights: code tables, codes with one scale a block, and back.
+
+    c_b   = max |x| over block b of the flat tensor                             the scale, fp32
+    code  = index of the level nearest to x / c_b                               table "nf_sym", "nf"
+    code  = round(x / c_b * (2^(w-1) - 1)) + 2^(w-1) - 1                        table "absmax" (FedQSN, Eq. 4)
+    x~    = level[code] * c_b
+
+| table | levels | w | which |
+|---|---|---|---|
+| "nf_sym" | 2^w + 1 | 1 to 4 | 0, and +- the 2^(w-1) normal quantiles of `_quantiles`, over the largest of them |
+| "nf" | 2^w; 3 for w = 1 | 1 to 4 | as "nf_sym" with 2^(w-1) - 1 negative quantiles (-1, 0, 1 for w = 1); w = 4 is NF4 |
+| "absmax" | 2^w - 1 | 2 to 8 | even steps from -1 to 1 |
+
+On CUDA a table of normal quantiles goes through bitsandbytes' block-wise kernels where they know the block's size;
+everything else is torch. Both give the same codes but for values halfway between two levels, to within rounding.
+
+| case | result |
+|---|---|
+| a block of zeros | scale 0, codes of the level 0; zeros again |
+| a last block that is short | its own largest value; nothing is padded on the wire |
+| an entry of 0 | 0 again, whatever its block |
+| the largest entry of a block | itself again, bit for bit |
+| halfway between two levels | the lower one; "absmax" rounds to the even step |
+| NaN, infinity | TaskError |
+| empty tensor | no code, no scale |
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fedveil.contract.codec import Coded
+from fedveil.errors import ConfigError, TaskError
+from fedveil.wire.codes import Codes
+
+Table = Literal["nf_sym", "nf", "absmax"]
+
+_OFFSET = 0.9677083  # the outermost quantile of the normal-float tables
+_BITS = {"nf_sym": (1, 4), "nf": (1, 4), "absmax": (2, 8)}
+_CHUNK = 1 << 17  # entries: half a megabyte stays in cache, and a call of torch is worth its overhead
+_ALONE = threading.Lock()  # the number of torch's threads is the process's own
+_KERNEL_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # what bitsandbytes has kernels for
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """A code table of `bits` bits a weight, over blocks of `block` entries."""
+
+    table: Table = "nf_sym"
+    bits: int = 2
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        low, high = _BITS[self.table]
+        if not low <= self.bits <= high:
+            why = "; with 1 bit Eq. 4 makes every weight 0" if (self.table, self.bits) == ("absmax", 1) else ""
+            raise ConfigError(f'bits: expected {low} to {high} with "{self.table}", found {self.bits}{why}')
+        if self.block < 1:
+            raise ConfigError(f"block: expected a block size of at least 1 entry, found {self.block}")
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """From -1 to 1, ascending; 0 is among them."""
+        return _levels(self.table, self.bits)
+
+    @property
+    def codec(self) -> Codes:
+        """How the codes go over the wire."""
+        return Codes(len(self.levels), self.block)
+
+    def quantise(self, x: Float[Tensor, "*s"]) -> Coded:
+        """Codes (uint8, the shape of x) and scales (fp32, one a block), on the device of x. Raises TaskError."""
+        flat = x.detach().reshape(-1)
+        if flat.is_cuda and self.table != "absmax" and self.block in _KERNEL_BLOCKS:
+            codes, scales = _by_kernel(flat, self)
+        else:
+            codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
+            scales = torch.empty(-(-len(flat) // self.block), device=flat.device)
+            _each(flat, self.block, lambda part, rows: _quantise(flat[part], self, codes[part], scales[rows]))
+        if not torch.isfinite(scales).all():
+            raise TaskError(
+                "weights: expected finite values to quantise, found NaN or infinity; lower the learning rate"
+            )
+        return Coded(codes.reshape(x.shape), scales)
+
+    def dequantise(self, coded: Coded) -> Float[Tensor, "..."]:
+        """level[code] * scale, fp32, on the device of the codes."""
+        codes, scales = coded.codes.reshape(-1), coded.scales
+        out = torch.empty(codes.shape, device=codes.device)
+        table = torch.tensor(self.levels, device=codes.device)
+
+        def restore(part: slice, rows: slice) -> None:
+            torch.index_select(table, 0, codes[part].to(torch.int32), out=out[part])
+            _by_block(out[part], scales[rows], self.block, torch.mul)
+
+        _each(codes, self.block, restore)
+        return out.reshape(coded.codes.shape)
+
+
+@cache
+def _levels(table: Table, bits: int) -> tuple[float, ...]:
+    half = 2 ** (bits - 1)
+    if table == "absmax":
+        return tuple(i / (half - 1) for i in range(1 - half, half))
+    negative = half if table == "nf_sym" else max(1, half - 1)
+    return (*(-q for q in _quantiles(negative)), 0.0, *reversed(_quantiles(half)))
+
+
+def _quantiles(count: int) -> list[float]:
+    """Normal quantiles at `count` even steps from _OFFSET towards, not to, 1/2, over the first of them; descending."""
+    found = [NormalDist().inv_cdf(_OFFSET + (0.5 - _OFFSET) * i / count) for i in range(count)]
+    return [q / found[0] for q in found]
+
+
+def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> None:
+    """`work` on every chunk, by as many threads as torch has on the CPU, each of them alone.
+
+    Torch's own threads would meet at the end of every operation on a chunk, a dozen a chunk; where another process has one of
+    the cores, each of these meetings lasts until the scheduler comes round: 0.01 GB/s.
+    """
+    chunks = _chunks(len(flat), block)
+    if flat.is_cuda:
+        for chunk in chunks:
+            work(*chunk)
+        return
+    with _ALONE:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # also for threads that start from now on
+        try:
+            if min(threads, len(chunks)) < 2:
+                for chunk in chunks:
+                    work(*chunk)
+                return
+            with ThreadPoolExecutor(threads, "codes") as pool:
+                list(pool.map(lambda chunk: work(*chunk), chunks))
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _chunks(count: int, block: int) -> list[tuple[slice, slice]]:
+    """Entries and their blocks' scales, in pieces of whole blocks."""
+    rows = max(1, _CHUNK // block)
+    return [
+        (slice(i * block, min((i + rows) * block, count)), slice(i, min(i + rows, -(-count // block))))
+        for i in range(0, -(-count // block), rows)
+    ]
+
+
+def _quantise(x: Tensor, how: Quantiser, codes: Tensor, scales: Tensor) -> None:
+    """Fills `codes` and `scales` of whole blocks, the last of which may be short."""
+    x, whole = x.to(torch.float32, copy=True), len(x) - len(x) % how.block
+    torch.amax(x[:whole].view(-1, how.block).abs(), 1, out=scales[: whole // how.block])
+    if whole < len(x):
+        scales[-1] = x[whole:].abs().amax()
+    _by_block(x, torch.where(scales == 0, 1.0, scales), how.block, torch.div)
+    if how.table == "absmax":
+        half = 2 ** (how.bits - 1) - 1
+        codes.copy_(x.mul_(half).round_().add_(half))
+        return
+    levels = how.levels
+    codes.zero_()
+    for low, high in itertools.pairwise(levels):
+        codes.add_(x > (low + high) / 2)
+
+
+def _by_block(x: Tensor, scales: Tensor, block: int, operation: object) -> None:
+    """x <- operation(x, its block's scale), in place."""
+    assert callable(operation)
+    whole = len(x) - len(x) % block
+    rows = x[:whole].view(-1, block)
+    operation(rows, scales[: len(rows), None], out=rows)
+    if whole < len(x):
+        operation(x[whole:], scales[-1], out=x[whole:])
+
+
+def _by_kernel(flat: Tensor, how: Quantiser) -> tuple[Tensor, Tensor]:
+    """bitsandbytes' kernel takes a table of 256 entries; the last level fills it up."""
+    from bitsandbytes.functional import quantize_blockwise
+
+    levels = how.levels
+    code = torch.tensor([*levels, *[1.0] * (256 - len(levels))], device=flat.device)
+    codes, state = quantize_blockwise(flat.contiguous(), code=code, blocksize=how.block)
+    codes = codes.clamp_(max=len(levels) - 1)
+    empty = (state.absmax == 0).repeat_interleave(how.block)[: len(codes)]  # the kernel divides by it
+    return codes.masked_fill_(empty, levels.index(0.0)), state.absmax.to(torch.float32)

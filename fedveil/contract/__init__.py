@@ -1,0 +1,1 @@
+"""The interfaces between methods, tasks, sites and servers, and their value types. Nothing concrete."""

@@ -1,0 +1,121 @@
+"""What every task offers to the apps, the in-process runner and the benchmarks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Local
+from fedveil.rng import Stream
+
+Examples = Sequence[Mapping[str, Any]]
+Rows = Sequence[Any]  # examples as the task's model takes them
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a data folder is one site's: partition `index` of `count`, as the run config says how to cut."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """How far a local training is.
+
+    Attributes:
+        step, steps: steps done, and planned.
+        loss: mean over the last of them.
+        tokens: read so far, padding apart; 0 where a task has none.
+        seconds: since the first step began.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says about one row, on the CPU, fp32.
+
+    Attributes:
+        logits: (positions, classes) by slice: "target" (each position predicts one token of the row's own target, its end
+            among them; a classifier has one position), and where the task has them "image" (the positions of the image's
+            own tokens) and "generated" (each position predicts one token that the model wrote by itself).
+        wanted: (positions,) the target's tokens or class, for the slice "target".
+    """
+
+    logits: Mapping[str, Tensor]
+    wanted: Tensor
+
+
+Watch = Callable[[Step], None]  # may raise, and so end the training
+
+
+def unwatched(step: Step) -> None:
+    """Nobody looks."""
+
+
+class Task(ABC):
+    """A base model with an adapter attached, and what to do with it.
+
+    The base is loaded once, at the first need; tensors of the adapter go in and out by name. Nothing here is
+    shared between two tasks, so two sites in one process do not meet.
+    """
+
+    @property
+    @abstractmethod
+    def spec(self) -> Spec:
+        """Names, shapes and dtypes of what is trained."""
+
+    @abstractmethod
+    def initial(self, rng: Stream) -> Weights:
+        """Initial adapter weights, drawn from `rng` (LoRA: A random, B zero) or read from the base (all weights)."""
+
+    @abstractmethod
+    def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
+        """Rows of one split ("train", "test") of a data folder or file; `share` cuts out one site's part.
+
+        Raises:
+            TaskError: the path, a split or a column is not there.
+        """
+
+    @abstractmethod
+    def prepare(self, examples: Examples) -> Rows:
+        """The examples as the model takes them, tokenised or decoded. Costs time: once for all rounds.
+
+        Raises:
+            TaskError: a row that cannot be read, by its column.
+        """
+
+    @abstractmethod
+    def local(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> Local:
+        """One client's training on prepared rows; `rng` orders the batches, `watch` sees how far it is.
+
+        Raises:
+            TaskError: no rows.
+        """
+
+    @abstractmethod
+    def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
+        """Scores of the model with `weights`: always "loss", with `generate` the task's quality metrics too."""
+
+    @abstractmethod
+    def predict(self, weights: Weights, rows: Rows, generate: bool = False) -> Iterator[Prediction]:
+        """What the model with `weights` says about each row, in their order; `generate` adds the slice "generated".
+
+        A batch at a time, so that the logits of many rows are never held at once.
+
+        Raises:
+            TaskError: weights that are not the spec's.
+        """

@@ -1,0 +1,1 @@
+"""Who exchanges what with whom, without Flower."""

@@ -1,0 +1,1 @@
+"""Base models: loading, attaching an adapter, where their tensors stand."""

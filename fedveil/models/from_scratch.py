@@ -1,0 +1,52 @@
+"""Models of images that start from scratch: from a configuration without weights, drawn from a named stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedveil import rng
+from fedveil.config import RunConfig
+from fedveil.contract.spec import Weights
+from fedveil.errors import TaskError
+from fedveil.models.library import quiet
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+TINY_VIT = {
+    "image_size": 32, "patch_size": 4, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 384,
+}  # fmt: skip
+
+
+def config_of(where: str, is_local: bool, config: RunConfig) -> Any:
+    """The config of a model that has no weights; None where it has some. Raises TaskError where it should have some."""
+    from transformers import AutoConfig, ViTConfig
+
+    classes = config.task.classes
+    if where == "tiny":
+        return ViTConfig(**TINY_VIT, num_labels=classes)
+    if not is_local or any(True for pattern in WEIGHTS for _ in Path(where).glob(pattern)):
+        return None
+    if not config.task.from_scratch:
+        raise TaskError(
+            f'task.model: expected weights beside config.json in "{where}", found none; copy them there, or set '
+            "task.from-scratch = true to train from scratch"
+        )
+    return AutoConfig.from_pretrained(where, local_files_only=True, num_labels=classes)
+
+
+def drawn(bare: Any, stream: rng.Stream) -> Any:
+    """A model of that config, fp32, its weights drawn from `stream`."""
+    from transformers import AutoModelForImageClassification
+
+    with torch.random.fork_rng(devices=[]):  # the library draws from the global generator alone
+        torch.default_generator.manual_seed(stream.torch_generator().initial_seed())
+        return AutoModelForImageClassification.from_config(bare, dtype=torch.float32)
+
+
+def draw(bare: Any, stream: rng.Stream) -> Weights:
+    """Its tensors by name."""
+    with quiet():
+        return {name: parameter.detach() for name, parameter in drawn(bare, stream).named_parameters()}

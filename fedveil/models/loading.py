@@ -1,0 +1,272 @@
+"""Loading a Hugging Face base model, with its adapter, from a folder or the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedveil import rng
+from fedveil.adapters.kinds import Adapter, trains_base
+from fedveil.config import RunConfig
+from fedveil.contract.spec import Place, Weights
+from fedveil.errors import ConfigError, TaskError
+from fedveil.models import from_scratch, tiny
+from fedveil.models import places as layers
+from fedveil.models.attach import attach
+from fedveil.models.library import first_line, quiet
+
+NEXT = 'give "tiny", a folder made with save_pretrained, or a hub id that this machine can reach or has cached'
+PREPROCESSOR = "preprocessor_config.json"
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model with its adapter.
+
+    Attributes:
+        model: in eval mode (4-bit layers apart, which drop nothing), so nothing is dropped out; only `trained` asks for gradients.
+        tokenizer: has an end token. None for a classifier of images.
+        trained: the adapter's parameters by their canonical names, fp32, in the model's order.
+        context: longest sequence of tokens; None where the model sets no limit.
+        processor: of a model that sees: images (and text) to its inputs. None where a model comes without one.
+        image_token: of a model that sees: the token id that stands for a part of an image.
+        places: of a language model whose own tensors are trained: where they stand in it.
+        draw: of a model that came without weights: all its parameters drawn from a stream.
+    """
+
+    model: Any
+    tokenizer: Any
+    trained: Mapping[str, nn.Parameter]
+    context: int | None
+    processor: Any = None
+    image_token: int | None = None
+    draw: Callable[[rng.Stream], Weights] | None = None
+    places: Mapping[str, Place] = field(default_factory=dict)
+
+
+def find(name: str, task: str = "text-generation") -> tuple[str, bool]:
+    """Where `task.model` lies: (folder or hub id, whether it is a folder). The hub is not asked here.
+
+    "tiny" stays as it is for a task without such a folder: it makes its tiny base in code, or refuses it.
+
+    Raises:
+        TaskError: a path has no folder with a model.
+    """
+    if name == "tiny":
+        return str(tiny.folder(task) or name), True
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise TaskError(
+                f'task.model: expected a model folder with config.json, found none in "{name}" '
+                f"(it has {_some(sorted(p.name for p in folder.iterdir()))}); {NEXT}"
+            )
+        return str(folder), True
+    if not name or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
+        raise TaskError(f'task.model: expected a folder with a model, found none at "{name}"; {NEXT}')
+    return name, False
+
+
+def pick_device(device: str) -> torch.device:
+    """The device that "auto", "cpu", "cuda" or "cuda:1" means. Raises ConfigError where it is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = device.partition(":")
+    there = kind == "cpu" or (kind == "cuda" and int(index or 0) < torch.cuda.device_count())
+    if not there:
+        raise ConfigError(
+            f'device: expected "auto", "cpu" or one of {torch.cuda.device_count()} CUDA devices, found "{device}"; '
+            f'use "auto" to take what the machine has'
+        )
+    return torch.device(device)
+
+
+def load_causal(config: RunConfig, adapter: Adapter, device: torch.device) -> Base:
+    """The causal language model of `config.task.model` with `adapter` attached, on `device`.
+
+    A base that is only read is kept as bf16 under `train.precision = bf16`, or quantised; what is trained is fp32.
+
+    Raises:
+        TaskError: the base or its tokenizer cannot be loaded whole.
+        ConfigError: the adapter fits no layer of it, or it is not made for task.max-tokens.
+    """
+    with quiet():
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        kind = "a causal language model with its tokenizer"
+        model, tokenizer = loaded(config, adapter, device, AutoModelForCausalLM, AutoTokenizer, kind)
+        trained = attach(model, adapter)
+    base = Base(_ready(model, config, device), tokenizer, trained, _context(model, config))
+    return replace(base, places=layers.places(model, trained))
+
+
+def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device) -> Base:
+    """The image-text-to-text model of `config.task.model`; the adapter is on its language model, all else is frozen.
+
+    Names of trained tensors are those inside the language model. Precision as in `load_causal`.
+
+    Raises:
+        TaskError: as `load_causal`; a model of another kind, or a processor without image processor or chat template.
+        ConfigError: as `load_causal`.
+    """
+    name = config.task.model
+    with quiet():
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        kind = "an image-text-to-text model with its processor"
+        model, processor = loaded(config, adapter, device, AutoModelForImageTextToText, AutoProcessor, kind)
+        if not hasattr(processor, "image_processor"):
+            raise TaskError(f'task.model: expected a processor of images and text, found none in "{name}"; {NEXT}')
+        if not getattr(processor, "chat_template", None):
+            raise TaskError(
+                f'task.model: expected a processor with a chat template, found none in "{name}"; add chat_template.jinja '
+                f"to its folder, or take an instruction-tuned model"
+            )
+        language = getattr(model.base_model, "language_model", None)
+        if language is None:
+            raise TaskError(
+                f"task.model: expected a model made of vision tower and language model, found {type(model).__name__} in "
+                f'"{name}"; {NEXT}'
+            )
+        model.requires_grad_(False)
+        trained = attach(language.requires_grad_(True), adapter)
+    base = Base(_ready(model, config, device), processor.tokenizer, trained, _context(model, config), processor)
+    image_token = getattr(model.config, "image_token_id", None)
+    return replace(base, image_token=image_token, places=layers.places(language, trained))
+
+
+def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -> Base:
+    """The image classification model of `config.task.model` with `adapter` attached, on `device`.
+
+    "tiny", and under task.from-scratch a folder with config.json but no weights, start from scratch with task.classes
+    classes: under an adapter the frozen weights are drawn from a public stream of run.seed, so that every site has the same.
+
+    Raises:
+        TaskError: a model of another kind or not whole, or one that cannot start from scratch.
+        ConfigError: the adapter fits no layer of it, or a quantised base without weights.
+    """
+    name, draw = config.task.model, None
+    with quiet():
+        from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+        where, is_local = find(name, config.task.name)
+        try:
+            bare = from_scratch.config_of(where, is_local, config)
+            processor = None
+            if not is_local or (where != "tiny" and (Path(where) / PREPROCESSOR).is_file()):
+                processor = AutoImageProcessor.from_pretrained(where, local_files_only=is_local)
+            if bare is None:
+                model, info = AutoModelForImageClassification.from_pretrained(
+                    where, local_files_only=is_local, output_loading_info=True, **_precision(config, adapter, device)
+                )
+                _check_whole(name, info)
+            else:
+                model = from_scratch.drawn(bare, rng.initial(config.run.seed, "base model"))
+        except (TaskError, ConfigError):
+            raise
+        except Exception as error:  # as in `loaded`
+            raise TaskError(
+                f'task.model: expected an image classification model, found that "{name}" does not load '
+                f"({first_line(error)}); {NEXT}"
+            ) from None
+        if bare is not None:
+            if config.train.quantized_base != "none":
+                raise ConfigError(
+                    f'train.quantized-base: expected "none" with a model without weights, found '
+                    f'"{config.train.quantized_base}"; set it to "none"'
+                )
+            if any(at.endswith("running_mean") for at, _ in model.named_buffers()):
+                raise TaskError(
+                    f"task.model: expected a model without batch normalisation to start from scratch, found "
+                    f'{type(model).__name__} in "{name}"; take one with weights, or a ViT'
+                )
+            model = model.to(_precision(config, adapter, device)["dtype"])
+            draw = partial(from_scratch.draw, bare)
+        trained = attach(model, adapter)
+    return Base(_ready(model, config, device), None, trained, None, processor, draw=draw)
+
+
+def loaded(
+    config: RunConfig, adapter: Adapter, device: torch.device, model_of: Any, processor_of: Any, kind: str
+) -> tuple[Any, Any]:
+    """Model and processor (or tokenizer) by transformers' own classes, all weights in place."""
+    name = config.task.model
+    where, is_local = find(name, config.task.name)
+    if where == "tiny":
+        raise TaskError(
+            f'task.model: expected the folder of the tiny base of "{config.task.name}", found none; {tiny.HOW_TO_GET_IT}'
+        )
+    try:
+        processor = processor_of.from_pretrained(where, local_files_only=is_local)
+        model, info = model_of.from_pretrained(
+            where, local_files_only=is_local, output_loading_info=True, **_precision(config, adapter, device)
+        )
+    except Exception as error:  # the library raises OSError, ValueError, KeyError, SafetensorError, ...
+        raise TaskError(
+            f'task.model: expected {kind}, found that "{name}" does not load ({first_line(error)}); {NEXT}'
+        ) from None
+    _check_whole(name, info)
+    if getattr(processor, "tokenizer", processor).eos_token_id is None:
+        raise TaskError(
+            f'task.model: expected a tokenizer with an end token, found none in "{name}"; set its eos_token'
+        )
+    return model, processor
+
+
+def _context(model: Any, config: RunConfig) -> int | None:
+    context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and config.task.max_tokens > context:
+        raise ConfigError(
+            f"task.max-tokens: expected at most {context}, the context of {config.task.model}, "
+            f"found {config.task.max_tokens}; lower it"
+        )
+    return context
+
+
+def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
+    """On its device, dropping nothing, with no sampling defaults of its own."""
+    if model.can_generate():
+        model.generation_config = type(model.generation_config)()
+    model = (model.to(device) if config.train.quantized_base == "none" else model).eval()
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            # In eval mode bitsandbytes repacks the base on some CPUs: lossy, and only for widths that are multiples of 64.
+            module.training = True
+    return model
+
+
+def _precision(config: RunConfig, adapter: Adapter, device: torch.device) -> dict[str, Any]:
+    is_frozen = not trains_base(adapter)
+    dtype = torch.bfloat16 if is_frozen and config.train.precision == "bf16" else torch.float32
+    if config.train.quantized_base == "none":
+        return {"dtype": dtype}
+    from transformers import BitsAndBytesConfig
+
+    if config.train.quantized_base == "4bit":
+        quantisation = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
+        )
+    else:
+        quantisation = BitsAndBytesConfig(load_in_8bit=True)
+    return {"dtype": dtype, "quantization_config": quantisation, "device_map": {"": str(device)}}
+
+
+def _check_whole(name: str, info: Mapping[str, Any]) -> None:
+    """The library would fill absent tensors with random values, and only say so."""
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if absent:
+        raise TaskError(
+            f'task.model: expected all weights of the model, found that "{name}" lacks {_some(absent)} or has them '
+            f"in another shape; {NEXT}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    """The first few of `names` for a message."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "nothing"

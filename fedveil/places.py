@@ -1,0 +1,85 @@
+"""Where the files of this installation lie: of a wheel, of a checkout, or of the bundle that Flower installed.
+
+| file | in a wheel | in a checkout |
+|---|---|---|
+| the rooms `strategies`, `server_app`, ... and `data` | inside the package `fedveil` | beside it |
+| pyproject.toml, constraints.txt, LICENSE | `fedveil/checkout` | beside it |
+
+Nothing else in FedVeil guesses a folder from `__file__`. Imports neither torch nor Flower.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import fedveil
+from fedveil.errors import ConfigError
+
+APP_ROOMS = ("client_app", "fedveil", "server_app", "strategies")  # what the bundle carries
+_OTHER_ROOMS = ("attacks", "benchmarks", "console", "data", "guard")
+_NO_SOURCE = ("build", "dist", "*.egg-info", ".*", "runs", "__pycache__")
+_BESIDE = "checkout"  # in a wheel, the folder inside the package with the files that a checkout has beside it
+
+
+def package() -> Path:
+    """The folder of the package `fedveil` that runs."""
+    return Path(fedveil.__path__[0]).absolute()
+
+
+def root() -> Path:
+    """The folder that must be on Python's path to import what runs now."""
+    return package().parent
+
+
+def checkout() -> Path | None:
+    """The checkout, or the bundle, that this is; None for a wheel."""
+    return root() if (root() / "pyproject.toml").is_file() and (root() / "strategies").is_dir() else None
+
+
+def folder(name: str) -> Path:
+    """A room or a data folder of this installation: "data/e2e", "benchmarks/presets". Raises ConfigError where it is not."""
+    for place in map(Path, fedveil.__path__):
+        if (place / name).is_dir():
+            return (place / name).absolute()
+    raise ConfigError(
+        f"installation: expected the folder {name}, found none below {list(fedveil.__path__)}; install anew"
+    )
+
+
+def file(name: str) -> Path:
+    """pyproject.toml, constraints.txt or LICENSE of this installation. Raises ConfigError where it is not."""
+    for place in (checkout(), package() / _BESIDE):
+        if place and (place / name).is_file():
+            return place / name
+    raise ConfigError(
+        f"installation: expected {name}, found none in {package()}; install fedveil from a wheel or a checkout"
+    )
+
+
+def lay_out(target: Path, source: Path | None = None) -> Path:
+    """Writes a checkout, or this installation as a checkout has it, to the new folder `target`: to build a wheel from."""
+    if at := source or checkout():
+        return Path(shutil.copytree(at, target, ignore=shutil.ignore_patterns(*_NO_SOURCE)))
+    rooms = [room for room in (*APP_ROOMS, *_OTHER_ROOMS) if room != "fedveil"]
+    shutil.copytree(package() / _BESIDE, target, ignore=shutil.ignore_patterns(*_NO_SOURCE))
+    shutil.copytree(package(), target / "fedveil", ignore=shutil.ignore_patterns(*_NO_SOURCE))
+    shutil.rmtree(target / "fedveil" / _BESIDE)
+    for room in rooms:
+        (target / "fedveil" / room).rename(target / room)
+    return target
+
+
+def app_sources(at: Path | None = None) -> dict[str, Path]:
+    """The Python files of the app, by their names in its bundle, sorted. `at`: a folder to import from; default: `root()`."""
+    at = at or root()
+    beside = (at / "strategies").is_dir()
+    found: dict[str, Path] = {}
+    for room in APP_ROOMS:
+        base = at / room if beside or room == "fedveil" else at / "fedveil" / room
+        for source in base.rglob("*.py"):
+            name = source.relative_to(base)
+            inside = not beside and room == "fedveil" and name.parts[0] in {*APP_ROOMS, *_OTHER_ROOMS, _BESIDE}
+            if not inside:
+                found[f"{room}/{name.as_posix()}"] = source
+    return dict(sorted(found.items()))

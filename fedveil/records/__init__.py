@@ -1,0 +1,1 @@
+"""What outlives a process: states, audit logs, checkpoints."""

@@ -1,0 +1,56 @@
+"""States on disk: one safetensors file, its scalars as JSON in the file's metadata. Written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from fedveil.contract.codec import raw
+from fedveil.contract.method import State
+from fedveil.contract.spec import Weights
+from fedveil.errors import StateError
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes a file so that a reader, or a crash, sees the old one or the new one. Readable by its owner only."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_state(state: State, path: Path) -> None:
+    """The state as one file."""
+    tensors = {name: t.detach().cpu().contiguous() for name, t in state.tensors.items()}
+    write_atomic(path, save(tensors, {"scalars": json.dumps(dict(state.scalars))}))
+
+
+def load_state(path: Path) -> State:
+    """The state that `save_state` wrote. Raises StateError for a missing or damaged file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            scalars = json.loads((file.metadata() or {})["scalars"])
+            return State({name: file.get_tensor(name) for name in file.keys()}, scalars)  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise StateError(f"{path}: expected a state file, found none that can be read ({error})") from None
+
+
+def digest(weights: Weights) -> str:
+    """SHA-256 of the weights: names, dtypes, shapes and bytes. Equal digests mean bit-identical weights."""
+    h = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name]
+        h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        h.update(raw(tensor))
+    return h.hexdigest()

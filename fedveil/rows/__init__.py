@@ -1,0 +1,1 @@
+"""Rows of a data set: reading, decoding, cutting into sites' parts, batches."""

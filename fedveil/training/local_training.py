@@ -1,0 +1,282 @@
+"""Local training: AdamW over a site's rows, the same for every task that offers `Trainable`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from fedveil.config import RunConfig, TrainConfig
+from fedveil.contract.budget import Sampling
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.task import Rows, Watch, unwatched
+from fedveil.contract.trainer import Batch, FeatureGradients, PerSample, Trained
+from fedveil.errors import TaskError
+from fedveil.rng import Stream
+from fedveil.rows import batches
+from fedveil.rows.batches import AnyBatch
+from fedveil.training import per_sample
+from fedveil.training.progress import Progress
+
+RECEIVED_ROWS = 64  # rows of the site behind "loss_received"
+
+
+class Trainable(Protocol):
+    """What a task offers to local training."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The train and run sections are read."""
+        ...
+
+    @property
+    def spec(self) -> Spec:
+        """What is trained."""
+        ...
+
+    @property
+    def trained(self) -> Mapping[str, Tensor]:
+        """The parameters behind the spec; they hold whatever was put in last."""
+        ...
+
+    def put(self, weights: Weights) -> None:
+        """Puts weights in. Raises TaskError where they are not the spec's."""
+        ...
+
+    def training(self) -> contextlib.AbstractContextManager[None]:
+        """What the training steps need around them. Raises ConfigError where this model cannot have it."""
+        ...
+
+    def collate(self, rows: Rows) -> AnyBatch:
+        """One batch, on the CPU."""
+        ...
+
+    def loss_sum(self, batch: Any) -> Tensor:
+        """Summed loss of a batch of `collate` on the parameters' device. Waits for nothing that the device computes."""
+        ...
+
+    def mean_loss(self, encoded: Rows) -> float:
+        """Mean loss of the rows with the weights put in last."""
+        ...
+
+
+@final
+class LocalTraining:
+    """One client's training: AdamW anew at each call, a constant learning rate, every row once an epoch.
+
+    A step takes train.accumulate batches of train.batch-size rows. Its loss is the mean over the target tokens of all of
+    them, so that its gradient is that of one batch of all its rows. `watch` is told about twice a second, and once after
+    the last step.
+    """
+
+    def __init__(self, task: Trainable, rows: Rows, rng: Stream, watch: Watch = unwatched) -> None:
+        if not rows:
+            raise TaskError("task.data: expected at least one row to train on, found none; add rows")
+        self._task = task
+        self._rows = rows
+        self._rng = rng
+        self._watch = watch
+
+    @property
+    def num_examples(self) -> int:
+        """Rows of this client."""
+        return len(self._rows)
+
+    @property
+    def spec(self) -> Spec:
+        """The task's spec."""
+        return self._task.spec
+
+    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+        """Trains from `weights`, which stay as they are; without a step they come back bit for bit. So does what is `frozen`.
+
+        The report has loss_received (of `weights`, on the site's first RECEIVED_ROWS rows), loss_trained (mean over the
+        steps; without one, loss_received), steps, tokens (all that the steps read, padding apart) and train_seconds.
+
+        Raises:
+            TaskError: weights that are not the spec's, or a loss that is no longer finite.
+            ConfigError: train.checkpointing or train.compile, where they cannot be had.
+        """
+        started = time.perf_counter()
+        task = self._task
+        task.put(weights)
+        with _threads(1 if task.config.run.deterministic else torch.get_num_threads()):
+            received = task.mean_loss(self._rows[:RECEIVED_ROWS])
+            with task.training():
+                losses, tokens = self._steps(frozen or {})
+        if losses:
+            after = {name: p.detach().to(weights[name].device, copy=True) for name, p in task.trained.items()}
+        else:
+            after = {name: weights[name].clone() for name in task.trained}
+        report = {
+            "loss_received": received,
+            "loss_trained": sum(losses) / len(losses) if losses else received,
+            "steps": float(len(losses)),
+            "tokens": float(tokens),
+            "train_seconds": time.perf_counter() - started,
+        }
+        return Trained(after, report)
+
+    def gradient(self, weights: Weights) -> Trained:
+        """The gradient of the mean loss of one batch at `weights`, which stay as they are. No optimiser has a part in it.
+
+        The batch is the first of the epoch that `train` would run now: train.batch-size rows, whatever train.accumulate,
+        train.epochs and train.max-steps are. A tensor that the loss does not reach has a gradient of zeros.
+        The report has loss_received (of this batch), steps (1), tokens and train_seconds.
+
+        Raises:
+            TaskError: weights that are not the spec's, or a loss that is not finite.
+            ConfigError: train.checkpointing or train.compile, where they cannot be had.
+        """
+        started = time.perf_counter()
+        task, train = self._task, self._task.config.train
+        task.put(weights)
+        parameters = list(task.trained.values())
+        order = batches.order(self._rows, train.batch_size, self._rng.torch_generator(), train.bucketing)
+        rows = [self._rows[i] for i in order[: train.batch_size]]
+        progress = Progress(1, train.learning_rate, self._watch)
+        with _threads(1 if task.config.run.deterministic else torch.get_num_threads()), task.training():
+            _forget(parameters)  # a training that an error ended may have left a part of a step's gradient
+            ((batch,),) = batches.load([rows], self._collated, parameters[0].device)
+            progress.add(self._backward([batch]), batch.tokens)
+            progress.read()
+        found = {
+            name: torch.zeros_like(weights[name]) if p.grad is None else p.grad.to(weights[name].device)
+            for name, p in task.trained.items()
+        }
+        _forget(parameters)
+        report = {"loss_received": progress.losses[0], "steps": 1.0, "tokens": float(batch.tokens)}
+        return Trained(found, {**report, "train_seconds": time.perf_counter() - started})
+
+    @property
+    def batch_size(self) -> int:
+        """train.batch-size."""
+        return self._task.config.train.batch_size
+
+    @property
+    def steps(self) -> int:
+        """See Local; train.accumulate has no part in it. Raises ConfigError for a batch that is larger than the site."""
+        train = self._task.config.train
+        return per_sample.steps(len(self._rows), train.batch_size, train.epochs, train.max_steps)
+
+    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
+        """See Local."""
+        return per_sample.draw(sampling, len(self._rows), self.batch_size, steps, rng, skip)
+
+    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
+        """See Local."""
+        with _threads(1 if self._task.config.run.deterministic else torch.get_num_threads()):
+            return per_sample.gradients(self._task, self.spec, [self._rows[i] for i in batch.rows], weights)
+
+    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        """See Local."""
+        threads = 1 if self._task.config.run.deterministic else torch.get_num_threads()
+        with _threads(threads):
+            found = per_sample.feature_gradients(self._task, self.spec, [self._rows[i] for i in batch.rows], weights)
+
+        def pull(gradient: Tensor) -> Weights:
+            with _threads(threads):
+                return found.pull(gradient)
+
+        return FeatureGradients(found.left, found.right, pull)
+
+    def _backward(self, step: list[AnyBatch]) -> Tensor:
+        """Adds the gradient of the mean loss over the terms of all batches of a step; that loss, on the device."""
+        terms = sum(batch.terms for batch in step)
+        losses: list[Tensor] = []
+        for batch in step:
+            loss = self._task.loss_sum(batch) / terms
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return reduce(torch.add, losses)
+
+    def _steps(self, frozen: Weights) -> tuple[list[float], int]:
+        """The loss of each step, and the tokens that all of them read."""
+        held = _Held(self._task.trained, frozen)
+        train, task = self._task.config.train, self._task
+        parameters = list(task.trained.values())
+        optimiser = _adamw(parameters, train)
+        optimiser.zero_grad()  # a training that an error ended may have left a part of a step's gradient
+        progress = Progress(self._planned, train.learning_rate, self._watch)
+        with contextlib.closing(batches.load(self._batches(), self._collated, parameters[0].device)) as steps:
+            for step in steps:
+                loss = self._backward(step)
+                optimiser.step()
+                held.restore()
+                optimiser.zero_grad()
+                progress.add(loss, sum(batch.tokens for batch in step))
+        progress.read()
+        return progress.losses, progress.tokens
+
+    def _collated(self, rows: Rows) -> list[AnyBatch]:
+        """The batches of one step."""
+        size = self._task.config.train.batch_size
+        return [self._task.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+    @property
+    def _planned(self) -> int:
+        """Steps of one participation."""
+        train = self._task.config.train
+        steps = train.epochs * math.ceil(len(self._rows) / (train.batch_size * train.accumulate))
+        return min(steps, train.max_steps) if train.max_steps else steps
+
+    def _batches(self) -> Iterator[Rows]:
+        """Rows of each step of every epoch, each epoch in an order of its own; at most train.max-steps where set."""
+        train = self._task.config.train
+        generator = self._rng.torch_generator()
+        size = train.batch_size * train.accumulate
+        left = self._planned
+        for _ in range(train.epochs):
+            order = batches.order(self._rows, train.batch_size, generator, train.bucketing)
+            for i in range(0, len(order), size):
+                if left == 0:
+                    return
+                left -= 1
+                yield [self._rows[j] for j in order[i : i + size]]
+
+
+@final
+class _Held:
+    """Entries that stay as they are: AdamW treats each entry by itself, so putting them back after a step is exact."""
+
+    def __init__(self, trained: Mapping[str, Tensor], frozen: Weights) -> None:
+        if unknown := sorted(set(frozen) - set(trained)):
+            raise TaskError(f"frozen: expected tensors of the spec, found {unknown[0]}; use one adapter on both sides")
+        self._held = [
+            (p, mask := frozen[name].to(p.device), p.detach().masked_select(mask))
+            for name, p in trained.items()
+            if name in frozen
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for parameter, mask, kept in self._held:
+            parameter.masked_scatter_(mask, kept)
+
+
+def _forget(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _adamw(parameters: list[Tensor], train: TrainConfig) -> torch.optim.AdamW:
+    """On a GPU the whole step is one kernel for many tensors; elsewhere it is torch's own choice."""
+    fused = True if all(p.is_cuda for p in parameters) else None
+    return torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """`count` threads inside: how a sum is split over threads shows in its last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

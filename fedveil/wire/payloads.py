@@ -1,0 +1,43 @@
+"""Dense payloads: the part that every method writes the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from fedveil.contract.layout import Direction, Field, Payload
+from fedveil.contract.spec import Spec, Weights
+from fedveil.wire.dense import Dense
+
+WireDtype = Literal["float32", "bfloat16", "float16"]
+
+
+def dense_fields(
+    spec: Spec,
+    direction: Direction,
+    dtype: WireDtype,
+    variants: tuple[str, ...] = (),
+    when: str = "always",
+    prefix: str = "",
+) -> tuple[Field, ...]:
+    """One dense field a tensor of `spec`."""
+    codec = Dense(getattr(torch, dtype))
+    return tuple(Field(prefix + n, direction, codec, t.shape, "weight", variants, when) for n, t in spec.items())
+
+
+def cast_to(weights: Mapping[str, Tensor], dtype: WireDtype) -> dict[str, Tensor]:
+    """The weights in the wire's dtype; the same tensors where they have it already."""
+    return {name: w.to(getattr(torch, dtype)) for name, w in weights.items()}
+
+
+def tensors_of(payload: Payload) -> dict[str, Tensor]:
+    """The fields of a payload that holds dense tensors only."""
+    return cast("dict[str, Tensor]", dict(payload.fields))
+
+
+def as_spec(weights: Weights, spec: Spec) -> dict[str, Tensor]:
+    """Received weights in the dtypes of the spec."""
+    return {name: w.to(spec[name].dtype) for name, w in weights.items()}

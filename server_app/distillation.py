@@ -1,0 +1,81 @@
+"""Distillation on the server, before round 0: a layer-sharing proxy learns the hidden states of the model it stands for.
+
+    loss = mean over layers, tokens and features of (h_l(proxy) - h_l(model))^2,  l = 0 (embeddings) to the last
+
+Without a prefix on either side: prefixes are what is tuned later. AdamW, as everywhere; one batch of rows a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from fedveil.adapters.prefix import Prefix
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Rows
+from fedveil.errors import ConfigError, TaskError
+from fedveil.rng import Stream
+from fedveil.rows import batches
+from fedveil.rows.batches import Batch
+from fedveil.tasks.text_generation import TextGeneration
+
+
+@final
+class Distillation:
+    """What a server may do by itself: see `fedveil.contract.method.Preparing`.
+
+    Arguments: the proxy's task (an adapter with cells), the model's (one without), rows of the server's own.
+    """
+
+    def __init__(self, proxy: TextGeneration, model: TextGeneration, rows: Rows, rng: Stream) -> None:
+        for task, has_cells in ((proxy, True), (model, False)):
+            if not isinstance(task.adapter, Prefix) or (task.adapter.cells > 0) != has_cells:
+                raise ConfigError(
+                    f"adapter: expected a prefix {'with' if has_cells else 'without'} cells, found another"
+                )
+        if not rows:
+            raise TaskError("task.server-data: expected at least one row to distil on, found none; add rows")
+        self._proxy, self._model, self._rows, self._rng = proxy, model, rows, rng
+
+    def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:
+        """`weights` after `steps` steps. Raises TaskError for a loss that is not finite."""
+        self._proxy.put(weights)
+        parameters = list(self._proxy.trained.values())
+        optimiser = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+        optimiser.zero_grad()
+        size, generator = self._proxy.config.train.batch_size, self._rng.torch_generator()
+        order: list[int] = []
+        for step in range(steps):
+            if not order:
+                order = batches.order(self._rows, size, generator, False)
+            batch = self._proxy.collate([self._rows[i] for i in order[:size]]).to(self._proxy.device)
+            order = order[size:]
+            loss = self.loss(batch)
+            if not math.isfinite(loss.item()):
+                raise TaskError(f"distil_rate: expected a finite loss, found {loss.item()} at step {step}; lower it")
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            optimiser.zero_grad()
+        return {n: p.detach().to("cpu", copy=True) for n, p in self._proxy.trained.items()}
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean squared difference of the hidden states; padding apart."""
+        with torch.no_grad():
+            wanted = _states(self._model, batch)
+        found, there = _states(self._proxy, batch), batch.mask.bool()
+        return torch.stack(
+            [(f[there] - w[there].to(f.dtype)).square().mean() for f, w in zip(found, wanted, strict=True)]
+        ).mean()
+
+
+def _states(task: TextGeneration, batch: Batch) -> tuple[Tensor, ...]:
+    """Hidden states, (rows, length, width), of embeddings and every layer; the decoder alone, which knows no prefix."""
+    decoder: Any = task.base.model.base_model
+    bf16 = task.config.train.precision == "bf16"
+    with torch.autocast(task.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():
+        out = decoder(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False, output_hidden_states=True)
+    return tuple(out.hidden_states)

@@ -1,0 +1,193 @@
+"""The shadow attack on a classifier by hand: it wins where a target learned its rows by heart, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from fedveil.attacks.membership import nets, shadow
+from fedveil.attacks.membership.shadow import Records, Settings, Target
+from fedveil.attacks.statistics import verdict
+
+CLASSES, WIDTH, ROWS = 4, 24, 40
+SETTINGS = Settings(shadows=12, epochs=100)
+
+
+def rows(seed: int, count: int = ROWS):
+    """Points whose classes are drawn apart from them: only its own training can teach a row."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % CLASSES
+    return list(zip(torch.randn(count, WIDTH, generator=generator), labels.tolist(), strict=True))
+
+
+def labels(of):
+    return [label for _, label in of]
+
+
+def trained(of, number: int, steps: int = 150):
+    """A linear classifier; without a step an untrained one."""
+    inputs, wanted = torch.stack([x for x, _ in of]), torch.tensor(labels(of))
+    weights = torch.zeros(WIDTH, CLASSES, requires_grad=True)
+    for _ in range(steps):
+        (gradient,) = torch.autograd.grad(torch.nn.functional.cross_entropy(inputs @ weights, wanted), weights)
+        weights = (weights - 0.5 * gradient).detach().requires_grad_()
+    return {"w": weights.detach() + 1e-3 * torch.randn(WIDTH, CLASSES, generator=torch.Generator().manual_seed(number))}
+
+
+def says(weights, of):
+    return np.asarray((torch.stack([x for x, _ in of]) @ weights["w"]).double().softmax(-1).numpy())
+
+
+POOL, MINE, OTHERS = rows(1, 80), rows(2), rows(3, 60)
+
+
+@cache
+def played(steps: int, target_steps: int | None = None):
+    rng = np.random.default_rng(5)
+    found = shadow.records(lambda of, n: trained(of, n, steps), says, POOL, labels(POOL), SETTINGS, rng)
+    weights = trained(MINE, 99, steps if target_steps is None else target_steps)
+    at = shadow.target(says, weights, MINE, (MINE, labels(MINE)), (OTHERS, labels(OTHERS)), POOL)
+    return found, at, shadow.attack(found, at, SETTINGS, rng)
+
+
+@pytest.mark.parametrize("kind", ["per class", "global"])
+def test_it_wins_against_a_target_that_knows_its_rows_by_heart(kind):
+    outcome = played(150)[2][kind]
+    assert outcome.accuracy.value > 0.85
+    assert verdict(outcome.accuracy.low, outcome.accuracy.high) == "above"
+    assert outcome.pooled_auroc.low > 0.8
+    assert outcome.auroc.value > 0.9
+    assert outcome.tpr_at_1.value > 0.2
+    assert outcome.pooled_tpr_at_1.high > 0.2
+    assert (outcome.classes, outcome.rows, outcome.by_global_net) == (CLASSES, ROWS, 0)
+
+
+@pytest.mark.parametrize("kind", ["per class", "global"])
+def test_it_loses_against_an_untrained_target_and_says_so_for_each_class(kind):
+    outcome = played(150, 0)[2][kind]
+    assert verdict(outcome.pooled_auroc.low, outcome.pooled_auroc.high) == "contains"
+    assert abs(outcome.auroc.value - 0.5) < 0.2
+
+
+def test_members_that_were_not_trained_on_are_refused_and_would_score_a_half():
+    strangers = rows(7)
+    with pytest.raises(ValueError, match="members: expected rows that the target was trained on, found 40 others"):
+        shadow.target(says, trained(MINE, 0), MINE, (strangers, labels(strangers)), (OTHERS, labels(OTHERS)), POOL)
+    found, at, _ = played(150)
+    wrong = replace(at, members=says(trained(MINE, 99), strangers), member_labels=np.array(labels(strangers)))
+    outcome = shadow.attack(found, wrong, SETTINGS, np.random.default_rng(5))["global"]
+    assert verdict(outcome.pooled_auroc.low, outcome.pooled_auroc.high) == "contains"
+
+
+def test_rows_of_the_wrong_side_are_refused():
+    weights = trained(MINE, 0, 0)
+    with pytest.raises(ValueError, match="others: expected rows that the target was not trained on, found 1"):
+        shadow.target(says, weights, MINE, (MINE[1:], labels(MINE[1:])), (MINE[:1], [0]), POOL)
+    with pytest.raises(ValueError, match="pool: expected no row of the target, found 40"):
+        shadow.target(says, weights, MINE, (MINE, labels(MINE)), (OTHERS, labels(OTHERS)), POOL + MINE)
+
+
+def test_records_are_those_of_the_shadows_and_balanced_in_every_class():
+    got = []
+
+    def train(of, number):
+        got.append([id(row) for row in of])
+        return {"w": torch.full((WIDTH, CLASSES), float(number))}
+
+    def number_of(weights, of):
+        return np.full((len(of), CLASSES), float(weights["w"][0, 0]))
+
+    settings = Settings(shadows=6)
+    found = shadow.records(train, number_of, POOL, labels(POOL), settings, np.random.default_rng(1))
+    for number, given in enumerate(got):
+        assert given == [id(row) for row, member in zip(POOL, found.members[number], strict=True) if member]
+        assert (found.vectors[number] == number).all()
+    assert (found.members.sum(0) == 3).all()
+    assert found.labels.tolist() == labels(POOL)
+    assert len({tuple(given) for given in got}) == 6
+
+
+def made_up(rng, shadows=8, per_class=(12, 3), informative=(True, True)):
+    """Records in which the probability of the first class says membership in classes that inform."""
+    found = np.repeat(np.arange(len(per_class)), per_class)
+    members = np.zeros((shadows, len(found)), dtype=bool)
+    for first in range(0, shadows, 2):
+        members[first] = rng.permuted(np.arange(len(found)) % 2 == 0)
+        members[first + 1] = ~members[first]
+    signal = np.where(np.array(informative)[found] & members, 0.9, 0.5) + 0.02 * rng.standard_normal(members.shape)
+    return Records(np.stack([signal, 1 - signal], -1), found, members)
+
+
+def told(classes, values):
+    values = np.asarray(values, dtype=float)
+    return np.stack([values, 1 - values], -1), np.asarray(classes)
+
+
+def test_a_class_with_few_rows_is_scored_by_the_global_net():
+    rng = np.random.default_rng(0)
+    (members, m), (others, o) = told([0, 0, 1, 1], [0.9] * 4), told([0, 0, 1, 1], [0.5] * 4)
+    outcome = shadow.attack(made_up(rng), Target(members, others, m, o), Settings(shadows=8), rng)
+    assert outcome["per class"].by_global_net == 1
+    assert outcome["global"].by_global_net == 0
+    assert outcome["per class"].accuracy.value == outcome["global"].accuracy.value == 1.0
+
+
+def test_the_global_net_reads_the_class():
+    """In class 0 a high first probability is a member, in class 1 a low one: without the class nothing could be told."""
+    rng = np.random.default_rng(0)
+    found = made_up(rng, per_class=(12, 12))
+    turned = np.where(found.labels == 1, 1.4 - found.vectors[..., 0], found.vectors[..., 0])
+    found = replace(found, vectors=np.stack([turned, 1 - turned], -1))
+    (members, m), (others, o) = told([0, 0, 1, 1], [0.9, 0.9, 0.5, 0.5]), told([0, 0, 1, 1], [0.5, 0.5, 0.9, 0.9])
+    outcome = shadow.attack(found, Target(members, others, m, o), Settings(shadows=8), rng)["global"]
+    assert outcome.accuracy.value == 1.0
+
+
+def test_both_sides_have_as_many_rows_of_each_class_and_classes_of_one_side_are_left_out():
+    rng = np.random.default_rng(0)
+    members, m = told([0] * 5 + [1] * 2, [0.9] * 7)
+    others, o = told([0] * 2, [0.5] * 2)
+    outcome = shadow.attack(made_up(rng), Target(members, others, m, o), Settings(shadows=8), rng)["per class"]
+    assert (outcome.classes, outcome.rows) == (1, 2)
+    with pytest.raises(ValueError, match="expected a class with members and non-members"):
+        shadow.attack(made_up(rng), Target(members, others, m * 0 + 1, o), Settings(shadows=8), rng)
+
+
+def test_held_out_shadows_stop_a_net_that_learns_noise():
+    """With nothing to learn the best held-out loss is near ln 2; the nets of the last epoch know their records by heart."""
+    rng = np.random.default_rng(3)
+    noise = made_up(rng, shadows=8, per_class=(12, 12), informative=(False, False))
+    vectors = rng.random((*noise.vectors.shape[:2], 30))
+    labels_of = noise.members[:6].ravel().astype(np.int64), noise.members[6:].ravel().astype(np.int64)
+    sides = [
+        (torch.from_numpy(part.reshape(-1, 30)).float(), torch.from_numpy(of))
+        for part, of in zip((vectors[:6], vectors[6:]), labels_of, strict=True)
+    ]
+    net = nets.fit(*sides, 0.01, 200, 200, torch.Generator().manual_seed(0))
+    held = float(torch.nn.functional.cross_entropy(net.logits(sides[1][0], net.weights), sides[1][1]))
+    assert held < 0.75
+    assert float(torch.nn.functional.cross_entropy(net.logits(sides[0][0], net.weights), sides[0][1])) > 0.4
+
+
+def test_one_seed_gives_one_outcome():
+    found, at, _ = played(150)
+    first, second = (shadow.attack(found, at, SETTINGS, np.random.default_rng(8)) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"shadows": 3}, "shadows: "),
+        ({"shadows": 2}, "shadows: "),
+        ({"held_out": 1.0}, "held_out: "),
+        ({"epochs": 0}, "epochs"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(fields, named):
+    with pytest.raises(ValueError, match=named):
+        Settings(**fields)

@@ -1,0 +1,118 @@
+"""The privacy ledger in a site's own turn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedveil import rng, strategies, tasks
+from fedveil.client_app import app as client
+from fedveil.client_app import turn
+from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.worker import link
+from fedveil.contract.budget import Neighbours, Plan
+from fedveil.contract.method import RoundContext
+from fedveil.errors import BudgetError, ConfigError
+from fedveil.federation.exchange import Exchange
+from fedveil.privacy import accounting
+from tests.prompt_toy import LENGTH, PromptTask, examples
+
+FIELDS = {"rank": 3, "adapter": {"length": LENGTH}, "noise_local": 20.0, "noise_global": 20.0, "sampling": "disjoint"}
+ROWS = examples(12)
+
+
+def assignment(tmp_path, round_=0, run="r", deterministic=False, **fields) -> Assignment:
+    (tmp_path / "data").mkdir(exist_ok=True)
+    order = {
+        "round": round_, "is-new": round_ == 0, "site": "s", "run": run, "method": "dp_fpl",
+        "fields": json.dumps({**FIELDS, **fields}),
+    }  # fmt: skip
+    config = {"method.name": "dp_fpl", "train.batch-size": 4, "run.deterministic": deterministic}
+    return Assignment.of(order, config, {"state-dir": str(tmp_path / "state"), "data": str(tmp_path / "data")})
+
+
+@pytest.fixture
+def take(monkeypatch):
+    """A turn in a process of its own."""
+
+    def go(what: Assignment, rows=ROWS) -> bytes:
+        monkeypatch.setattr(tasks, "load", lambda config, adapter, device: PromptTask(config, rows))
+        method = strategies.create_from_json("dp_fpl", what.order.fields)
+        exchange = Exchange(method, "dp_fpl", PromptTask().spec)
+        server = method.init(exchange.spec, PromptTask().initial(rng.initial(0, "w")), rng.initial(0, "m"))
+        ctx = RoundContext(what.order.round, "s", what.order.is_new, bytes(32))
+        found = turn.Turns().take(lambda: exchange.broadcast(server, ctx), what)
+        up = exchange.receive(b"".join(found.parts), what.order.round)
+        assert torch.isfinite(up.payload.fields["prompt"]).all()
+        return b"".join(found.parts)
+
+    return go
+
+
+def allowed(epochs: float) -> float:
+    charges = {("gaussian", 0, 0, 20 / 2**0.5): epochs}
+    return accounting.epsilon(charges, 1e-5, Neighbours.REPLACE_ONE) * 1.001
+
+
+def test_a_run_ends_for_a_site_whose_records_have_spent_their_budget(tmp_path, take):
+    """3 batches an epoch, one a round: the budget of two epochs lasts six rounds, over restarts and over runs."""
+    for round_ in range(3):
+        take(assignment(tmp_path, round_, epsilon=allowed(2)))
+    for round_ in range(3):
+        take(assignment(tmp_path, round_, "another", epsilon=allowed(2)))
+    ledger = tmp_path / "state" / ".ledger" / "s.json"
+    before = ledger.read_bytes()
+    for run in ("r", "another", "third"):
+        with pytest.raises(BudgetError, match="replace-one"):
+            take(assignment(tmp_path, 3, run, epsilon=allowed(2)))
+    assert ledger.read_bytes() == before
+    take(assignment(tmp_path, 3, "third", epsilon=allowed(3)))
+
+
+def test_the_order_of_the_rows_does_not_matter_and_new_rows_start_anew(tmp_path, take):
+    for round_ in range(3):
+        take(assignment(tmp_path, round_, epsilon=allowed(1)))
+    for rows in (ROWS[::-1], [{**row, "fedveil row": "moved"} for row in ROWS]):
+        with pytest.raises(BudgetError):
+            take(assignment(tmp_path, 3, epsilon=allowed(1)), rows)
+    take(assignment(tmp_path, 3, epsilon=allowed(1)), examples(12, seed=2))
+
+
+def test_without_an_epsilon_the_ledger_counts_and_stops_nothing(tmp_path, take):
+    take(assignment(tmp_path))
+    assert (tmp_path / "state" / ".ledger" / "s.json").exists()
+
+
+def test_a_deterministic_turn_is_refused_with_an_epsilon_and_not_charged_without(tmp_path, take):
+    with pytest.raises(ConfigError, match="run.deterministic"):
+        take(assignment(tmp_path, deterministic=True, epsilon=3.0))
+    assert take(assignment(tmp_path, deterministic=True)) == take(assignment(tmp_path, deterministic=True))
+    assert not (tmp_path / "state" / ".ledger").exists()
+
+
+def test_the_server_learns_why():
+    assert "spent" in client.public_reason(BudgetError("epsilon: 3 spent"))
+    assert "spent" in client.public_reason(link.TurnError("BudgetError", "epsilon: 3 spent"))
+    assert "row" not in client.public_reason(link.TurnError("ValueError", "row 4711"))
+
+
+def test_a_server_refuses_a_deterministic_run_with_an_epsilon_before_it_contacts_anybody(tmp_path):
+    from fedveil.config import parse
+    from fedveil.server_app.app import prepare
+    from fedveil.server_app.record import RunFolder
+
+    config = parse({"run.deterministic": True, "method.name": "dp_fpl", "method.fields": "epsilon = 2.0"})
+    with pytest.raises(ConfigError, match="run.deterministic"):
+        prepare(config, RunFolder(tmp_path / "run"), "r")
+
+
+def test_plans_of_the_ledger_and_of_the_whole_run_agree():
+    method = strategies.create_from_json("dp_fpl", json.dumps(FIELDS))
+    whole = method.privacy_spent(Plan(6, 1, 4, 12, Neighbours.REPLACE_ONE))
+    assert list(whole.values()) == [2]
+    assert replace(method, exchange="epoch").privacy_spent(Plan(6, 3, 4, 12, Neighbours.REPLACE_ONE)) == {
+        next(iter(whole)): 6
+    }

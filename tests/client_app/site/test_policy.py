@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from datetime import datetime
+
+import pytest
+
+from fedveil.client_app import app as client
+from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.policy import Bundle, check, check_upload, epsilon
+from fedveil.errors import PolicyError
+from tests.server_app.grid import LocalGrid, use_toy_task
+from tests.server_app.test_strategy import initial, strategy
+
+ORDER = {"round": 3, "is-new": False, "site": "north", "run": "r", "method": "fedrand", "fields": "{}"}
+
+
+def assignment(tmp_path, text: str | None, config=None, order=None) -> Assignment:
+    file = tmp_path / "site-policy.toml"
+    if text is not None:
+        file.write_text(text)
+    return Assignment.of(ORDER | (order or {}), config or {}, {"policy": str(file), "state-dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", 'methods = ["fedrand"]', 'tasks = ["text-generation"]\nmodels = ["tiny", "gpt2"]\nmax-rounds = 5'],
+)
+def test_what_the_policy_permits_passes(text, tmp_path):
+    check(assignment(tmp_path, text))
+
+
+def test_without_a_policy_everything_passes():
+    check(Assignment.of(ORDER, {}, {}))
+
+
+@pytest.mark.parametrize(
+    "text,reason",
+    [
+        ('methods = ["fedavg"]', r"method.name: this site permits \['fedavg'\], found \"fedrand\""),
+        ("methods = []", r"method.name: this site permits \[\]"),
+        ('tasks = ["image-classification"]', "task.name: this site permits"),
+        ('models = ["gpt2"]', 'task.model: this site permits .* found "tiny"'),
+        ("max-rounds = 4", "run.rounds: this site permits at most 4, found 5"),
+        (None, r"policy: expected a readable policy file, found none \(FileNotFoundError\)"),
+        ("methods = fedavg", r"found none \(TOMLDecodeError\)"),
+        ("method = []", "found none .method: Extra inputs are not permitted"),
+        ('methods = "fedavg"', "found none .methods: Input should be a valid list"),
+    ],
+)
+def test_it_fails_closed_and_names_the_key(text, reason, tmp_path):
+    with pytest.raises(PolicyError, match=reason):
+        check(assignment(tmp_path, text))
+
+
+def test_a_round_beyond_what_the_config_says_is_counted(tmp_path):
+    with pytest.raises(PolicyError, match="at most 5, found 9"):
+        check(assignment(tmp_path, "max-rounds = 5", order={"round": 8}))
+
+
+def test_a_refusal_reaches_the_server_with_its_reason_and_no_data_is_opened(tmp_path, monkeypatch):
+    task = use_toy_task(monkeypatch)
+    opened = []
+    monkeypatch.setattr(type(task), "examples", lambda self, *a, **k: opened.append(a) or [{}] * 3)
+    (tmp_path / "site-policy.toml").write_text('methods = ["dp_fpl"]')
+    grid = LocalGrid(client.app, ["north", "south", "west"], tmp_path / "state", {"run.deterministic": True})
+    grid.node_config = {"west": {"policy": str(tmp_path / "site-policy.toml")}}
+    ours = strategy()
+    ours.start(grid, initial(task), num_rounds=1)
+    (record,) = ours.history
+    assert record.accepted == ["north", "south"]
+    assert record.failed["west"].startswith("PolicyError: method.name: this site permits ['dp_fpl'], found \"fedrand\"")
+    assert len(opened) == 2
+
+
+DIGEST, KEY = "5f" * 32, "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAOhB7/zzhC+HXDdGOdLwJln5NYwm6UNXx3chmQSVTG4"
+
+
+@pytest.mark.parametrize(
+    "text,bundle,permitted",
+    [
+        (f'app-digests = ["{DIGEST}"]', Bundle(DIGEST), True),
+        (f'app-digests = ["{DIGEST}"]', Bundle("0" * 64), False),
+        (f'app-digests = ["{DIGEST}"]', None, False),
+        ("app-digests = []", Bundle(DIGEST), False),
+        (f'signers = ["{KEY} a comment"]', Bundle(DIGEST, KEY), True),
+        (f'signers = ["{KEY}"]', Bundle(DIGEST), False),
+        (f'signers = ["{KEY}"]', Bundle(DIGEST, KEY[:-1] + "5"), False),
+        (f'signers = ["{KEY}"]\napp-digests = ["{DIGEST}"]', Bundle("0" * 64, KEY), False),
+        ("", None, True),
+    ],
+)
+def test_the_bundle_must_be_one_that_the_entry_point_has_looked_at(text, bundle, permitted, tmp_path):
+    if permitted:
+        check(assignment(tmp_path, text), bundle)
+        return
+    with pytest.raises(PolicyError, match="app (digest|signer): this site permits"):
+        check(assignment(tmp_path, text), bundle)
+
+
+@pytest.mark.parametrize(
+    "hours,inside,outside",
+    [
+        ('"20:00-06:00"', ["20:00", "23:59", "00:00", "05:59"], ["06:00", "12:00", "19:59"]),
+        ('"08:30-17:00"', ["08:30", "16:59"], ["08:29", "17:00", "00:00"]),
+        ('"00:00-24:00"', ["00:00", "23:59"], []),
+        ('"01:00-02:00", "03:00-04:00"', ["01:30", "03:30"], ["02:30", "00:30"]),
+    ],
+)
+def test_hours_hold_their_first_minute_and_not_their_last(hours, inside, outside, tmp_path):
+    asked = assignment(tmp_path, f"hours = [{hours}]")
+    for time in inside:
+        check(asked, now=datetime.fromisoformat(f"2026-03-01T{time}"))
+    for time in outside:
+        with pytest.raises(PolicyError, match=f"hours: this site permits .* found {time}"):
+            check(asked, now=datetime.fromisoformat(f"2026-03-01T{time}"))
+
+
+@pytest.mark.parametrize(
+    "text", ['hours = ["8:00-9:00"]', 'hours = ["08:00-25:00"]', 'app-digests = ["5f"]', 'signers = ["ssh-rsa AAAA"]',
+             'max-epsilon = "8"', "max-epsilon = inf", "delta = 1.0", "max-bytes-a-round = 0", "min-examples = true"]
+)  # fmt: skip
+def test_a_value_of_another_kind_closes_the_site(text, tmp_path):
+    with pytest.raises(PolicyError, match="expected a readable policy file, found none"):
+        check(assignment(tmp_path, text))
+
+
+def test_bytes_are_bounded_before_and_with_the_upload(tmp_path):
+    asked = assignment(tmp_path, "max-bytes-a-round = 1000")
+    check(asked, down_bytes=1000)
+    check_upload(asked.site, 400, 600, 1)
+    with pytest.raises(PolicyError, match="at most 1000, found 1001 in the server's message alone"):
+        check(asked, down_bytes=1001)
+    with pytest.raises(PolicyError, match=r"at most 1000, found 1001 \(400 here, 601 back\)"):
+        check_upload(asked.site, 400, 601, 1)
+
+
+@pytest.mark.parametrize(
+    "found,permitted", [(30, True), (31, True), (29, False), ("31", False), (None, False), (True, False)]
+)
+def test_an_upload_needs_its_examples_and_the_server_does_not_learn_how_many(found, permitted, tmp_path):
+    site = assignment(tmp_path, "min-examples = 30").site
+    if permitted:
+        check_upload(site, 0, 0, found)
+        return
+    with pytest.raises(PolicyError, match="with at least 30, found fewer"):
+        check_upload(site, 0, 0, found)
+
+
+def test_a_truth_is_not_a_number_of_examples(tmp_path):
+    with pytest.raises(PolicyError, match="with at least 1, found fewer"):
+        check_upload(assignment(tmp_path, "min-examples = 1").site, 0, 0, True)
+
+
+def test_an_upload_of_too_few_examples_does_not_leave(tmp_path, monkeypatch):
+    task = use_toy_task(monkeypatch)
+    (tmp_path / "site-policy.toml").write_text("min-examples = 5")
+    grid = LocalGrid(client.app, ["north", "south", "west"], tmp_path / "state", {"run.deterministic": True})
+    policy = {"policy": str(tmp_path / "site-policy.toml")}
+    grid.node_config = {"west": policy, "south": policy}  # of 5 and of 4 rows
+    ours = strategy()
+    ours.start(grid, initial(task), num_rounds=1)
+    assert ours.history[0].accepted == ["north", "west"]
+    assert ours.history[0].failed["south"].startswith("PolicyError: examples: this site takes part with at least 5")
+
+
+@pytest.mark.slow
+def test_epsilon_of_a_method_without_a_guarantee_is_beyond_any_bound(tmp_path):
+    with pytest.raises(PolicyError, match="epsilon: this site permits at most 8 at delta = 1e-05, found inf"):
+        check(assignment(tmp_path, "max-epsilon = 8.0"))
+
+
+@pytest.mark.parametrize(
+    "found,permitted", [(8.0, True), (0.0, True), (8.001, False), (float("inf"), False), (float("nan"), False)]
+)
+def test_epsilon_is_compared_and_closes_on_what_is_no_number(found, permitted, tmp_path, monkeypatch):
+    asked = []
+
+    def run(command, input, **kwargs):
+        asked.append(json.loads(input))
+        return subprocess.CompletedProcess(command, 0, json.dumps({"epsilon": found}), "")
+
+    monkeypatch.setattr("subprocess.run", run)
+    order = {"round": 11, "fields": '{"rho": 0.25}'}
+    if permitted:
+        check(assignment(tmp_path, "max-epsilon = 8\ndelta = 1e-6", order=order))
+    else:
+        with pytest.raises(PolicyError, match="epsilon: this site permits at most 8"):
+            check(assignment(tmp_path, "max-epsilon = 8\ndelta = 1e-6", order=order))
+    (question,) = asked
+    assert (question["method"], question["fields"], question["delta"]) == ("fedrand", '{"rho": 0.25}', 1e-6)
+
+
+def test_an_epsilon_that_cannot_be_had_closes_the_site(tmp_path):
+    with pytest.raises(
+        PolicyError, match="epsilon: expected one from the method, found none .*unknown field of fedrand"
+    ):
+        epsilon(assignment(tmp_path, "", order={"fields": '{"nothing": 1}'}), 1e-5)

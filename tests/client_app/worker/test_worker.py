@@ -1,0 +1,451 @@
+"""The warm worker: a process of its own, real gRPC on its socket, a toy task (tests/server_app/toy_task.py) in a copied app."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import torch
+
+from fedveil.client_app.assignment import Assignment, Order
+from fedveil.client_app.site.node_config import Site
+from fedveil.client_app.site.private import PrivateStore
+from fedveil.client_app.worker import cards, link
+from fedveil.client_app.worker.cards import Folder
+from fedveil.client_app.worker.owner import Owner
+from fedveil.config import parse
+from fedveil.contract.method import RoundContext
+from fedveil.contract.spec import TensorSpec
+from fedveil.errors import ConfigError, WorkerError
+from fedveil.federation.exchange import Exchange
+from fedveil.strategies.fedrand import FedRand
+from fedveil.wire.slices import sliced
+from tests.conftest import ROOT
+
+HERE = Owner.of(os.getpid())
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory) -> Path:
+    """A copy of the app with the toy task in it: a task is found by its file name."""
+    root = tmp_path_factory.mktemp("app")
+    shutil.copy(ROOT / "pyproject.toml", root)  # by which fedveil/__init__.py knows a bundle
+    for package in ("client_app", "fedveil", "strategies"):
+        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__", "assets"))
+    shutil.copy(ROOT / "tests" / "server_app" / "toy_task.py", root / "fedveil" / "tasks" / "toy.py")
+    return root
+
+
+class Bench:
+    """One site with its data and state folders. Every worker of it is dead after the test."""
+
+    def __init__(self, tmp_path: Path, app: Path) -> None:
+        self.app, self.data, self.state = app, tmp_path / "data", tmp_path / "state"
+        self.data.mkdir()
+        self.site = Site(site="north", data=str(self.data), state_dir=self.state, device="cpu")
+        self.folder = Folder(self.state, "north")
+        self.orders()
+
+    def orders(self, **orders) -> None:
+        (self.data / "orders.json").write_text(json.dumps(orders))
+
+    def assignment(self, round_=0, run="first", **site) -> Assignment:
+        method = json.dumps({"rho": 0.0})
+        config = {"run.deterministic": True, "task.name": "toy", "task.model": "toy-base", "method.name": "fedrand"}
+        config |= {"task.data": str(self.data)}
+        order = Order(round_, round_ == 0, "north", run, "fedrand", method)
+        return Assignment(order, parse(config), self.site.model_copy(update=site))
+
+    def message(self, round_=0) -> bytes:
+        entries = json.loads((self.data / "orders.json").read_text()).get("entries", 1000)
+        spec = {"h.lora_A": TensorSpec((1, 5)), "h.lora_B": TensorSpec((entries, 1))}
+        exchange = Exchange(FedRand(rho=0.0), "fedrand", spec)
+        state = exchange.method.init(spec, {n: torch.ones(t.shape) for n, t in spec.items()}, None)
+        return exchange.broadcast(state, RoundContext(round_, "north", round_ == 0, b"s" * 32))
+
+    def turn(self, round_=0, run="first", owner=HERE, app=None, **site) -> bytes:
+        """A whole turn through the worker."""
+        slices = sliced([self.message(round_)])
+        return b"".join(link.take_part(slices, self.assignment(round_, run, **site), owner, app or self.app))
+
+    def workers(self) -> list[cards.Card]:
+        with self.folder.locked():
+            return self.folder.living()
+
+    def private(self, run="first") -> bytes | None:
+        file = self.state / run / "north" / "private.safetensors"
+        return file.read_bytes() if file.exists() else None
+
+    def lines(self) -> list[dict]:
+        return [json.loads(line) for line in self.folder.turns.read_text().splitlines()]
+
+
+@pytest.fixture
+def bench(tmp_path, app):
+    bench = Bench(tmp_path, app)
+    yield bench
+    kill(bench)
+
+
+def kill(bench: Bench) -> None:
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if str(bench.folder.path) in process.cmdline():
+                process.kill()
+                process.wait()
+
+
+def until(condition, seconds=10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def unbroken(tmp_path, app, rounds=1, **orders) -> Bench:
+    """What the turns give where nothing goes wrong."""
+    tmp_path.mkdir()
+    other = Bench(tmp_path, app)
+    other.orders(**orders)
+    other.uploads = [other.turn(r) for r in range(rounds)]
+    kill(other)
+    return other
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_warm_turn_is_the_turn_of_a_fresh_process_bit_for_bit_and_loads_nothing(bench, tmp_path):
+    bench.orders(load=0.5)
+    warm = [bench.turn(r) for r in range(3)]
+    code = (
+        "import sys; from pathlib import Path; from fedveil.client_app.assignment import Assignment; from client_app import app;"
+        "text, *messages = [Path(p).read_bytes() for p in sys.argv[2:]];"
+        "[Path(sys.argv[1], str(i)).write_bytes(b''.join(app._in_this_process(iter([m]), "
+        'Assignment.from_json(text.decode().replace(\'"round": 0, "is_new": true\', f\'"round": {i}, "is_new": {str(i == 0).lower()}\')))))'
+        " for i, m in enumerate(messages)]"
+    )
+    cold = bench.assignment()
+    cold = replace(cold, site=cold.site.model_copy(update={"state_dir": tmp_path / "cold"}))
+    files = [tmp_path / "text", *(tmp_path / f"m{i}" for i in range(3))]
+    for file, content in zip(files, [cold.to_json().encode(), *map(bench.message, range(3))], strict=True):
+        file.write_bytes(content)
+    (tmp_path / "out").mkdir()
+    subprocess.run([sys.executable, "-P", "-c", code, tmp_path / "out", *files], env={**os.environ, "PYTHONPATH": str(bench.app)}, check=True)  # fmt: skip
+    assert warm == [(tmp_path / "out" / str(i)).read_bytes() for i in range(3)]
+    assert bench.private() == (tmp_path / "cold" / "first" / "north" / "private.safetensors").read_bytes()
+    first, *later = bench.lines()
+    assert first["load_seconds"] > 0.5
+    assert all(line["load_seconds"] < 0.1 and line["pid"] == first["pid"] for line in later)
+
+
+def test_rows_that_changed_on_disk_are_read_anew(bench):
+    bench.turn(0)
+    bench.orders(steps=7)
+    upload = bench.turn(1)
+    assert Exchange(FedRand(rho=0.0), "fedrand", spec_of(1000)).receive(upload, 1).report["steps"] == 7
+    assert len({line["pid"] for line in bench.lines()}) == 1
+
+
+def spec_of(entries: int):
+    return {"h.lora_A": TensorSpec((1, 5)), "h.lora_B": TensorSpec((entries, 1))}
+
+
+def test_socket_and_files_are_the_site_s_own(bench):
+    bench.turn()
+    assert {p.stat().st_mode & 0o777 for p in bench.folder.path.iterdir()} == {0o600}
+    assert bench.folder.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_path_longer_than_a_socket_address_works(bench, tmp_path):
+    deep = tmp_path / ("d" * 100) / ("e" * 60)
+    bench.folder = Folder(deep, "north")
+    assert bench.turn(state_dir=deep)
+    assert len(str(bench.folder.socket("0" * 8))) > 108
+
+
+def test_two_runs_at_once_get_a_worker_each_and_do_not_meet(bench):
+    ends = {}
+    threads = [threading.Thread(target=lambda r=r: ends.update({r: bench.turn(run=r)})) for r in ("first", "second")]
+    bench.orders(pause=0.2)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ends["first"]) == len(ends["second"])
+    assert len({card.key for card in bench.workers()}) == len({card.pid for card in bench.workers()}) == 2
+    assert bench.private("first") == bench.private("second")  # the same draws, each in its own place
+
+
+def test_under_a_memory_bound_an_idle_worker_of_another_run_ends_first(bench):
+    bench.turn(run="first", worker_memory_mb=4000)
+    (first,) = bench.workers()
+    bench.turn(run="second", worker_memory_mb=4000)
+    (second,) = bench.workers()
+    assert first.key != second.key
+    assert until(lambda: gone(first.pid))
+
+
+def test_another_app_version_gets_another_worker(bench, tmp_path):
+    bench.turn(0)
+    newer = tmp_path / "newer"
+    shutil.copytree(bench.app, newer)
+    (newer / "fedveil" / "later.py").write_text("# a later version\n")
+    bench.turn(1, app=newer)
+    assert len({card.app for card in bench.workers()}) == 2
+
+
+def test_a_changed_base_gets_another_worker(bench, tmp_path):
+    assignment = bench.assignment()
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(b"1")
+    config = parse(assignment.config.flat() | {"task.model": str(base)})
+    before = link.run_key(replace(assignment, config=config), bench.app)
+    assert before == link.run_key(replace(assignment, config=config), bench.app)
+    (base / "model.safetensors").write_bytes(b"22")
+    assert before != link.run_key(replace(assignment, config=config), bench.app)
+    assert before != link.run_key(replace(assignment, order=replace(assignment.order, run="other"), config=config))
+
+
+def test_a_spare_of_the_same_app_is_taken_by_the_first_run(bench):
+    with bench.folder.locked():
+        spare = bench.folder.start(bench.site, HERE, "", bench.app)
+        other = bench.folder.start(bench.site, HERE, "", ROOT)  # of another version
+    bench.turn(0)
+    bench.turn(0, run="second")
+    pids = [line["pid"] for line in bench.lines()]
+    assert pids[0] == spare.pid
+    assert pids[1] not in (spare.pid, other.pid)
+
+
+def test_after_its_run_s_last_round_a_worker_holds_nothing_of_it_and_the_next_run_takes_it(bench):
+    bench.orders(load=0.3)
+    bench.turn(4)  # the last of 5
+    (card,) = bench.workers()
+    assert card.key == ""
+    with link.channel(bench.folder, card) as channel:
+        shown = json.loads(channel.unary_unary("/fedveil.Worker/Status")(b""))
+    assert shown["state"] == "spare"
+    assert "run" not in shown
+    bench.turn(0, run="second")
+    first, second = bench.lines()
+    assert first["pid"] == second["pid"]
+    assert second["load_seconds"] > 0.3
+    assert [c.key != "" for c in bench.workers()] == [True]
+
+
+def shell_python(tmp_path: Path, deaths: int) -> str:
+    """A python that kills itself at its first starts."""
+    script = tmp_path / "python"
+    script.write_text(
+        f'#!/bin/sh\nn=$(ls {tmp_path}/start-* 2>/dev/null | wc -l)\nif [ "$n" -lt {deaths} ]; then\n'
+        f'  touch {tmp_path}/start-$n; kill -9 $$\nfi\nexec {sys.executable} "$@"\n'
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_killed_at_start_one_more_is_started(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shell_python(tmp_path, 1))
+    assert bench.turn()
+
+
+def test_killed_at_start_twice_is_an_error_that_names_the_log(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shell_python(tmp_path, 2))
+    with pytest.raises(
+        WorkerError, match="expected it to start, found that it ended with exit code -9; see .*worker.log"
+    ):
+        bench.turn()
+    assert bench.workers() == []
+
+
+def test_killed_in_training_the_turn_is_repeated_once_and_ends_as_if_unbroken(bench, tmp_path):
+    whole = unbroken(tmp_path / "whole", bench.app, rounds=2)
+    uploads = [bench.turn(0)]
+    bench.orders(deaths=1)
+    uploads.append(bench.turn(1))
+    assert (bench.data / "died-0").exists()
+    assert uploads == whole.uploads
+    assert bench.private() == whole.private()
+
+
+def test_killed_in_training_twice_is_an_error_and_the_private_state_stays(bench):
+    bench.turn(0)
+    before = bench.private()
+    bench.orders(deaths=2)
+    with pytest.raises(WorkerError, match=r"expected an upload, found it gone after .* \(UNAVAILABLE\); its log is"):
+        bench.turn(1)
+    assert bench.private() == before
+    assert bench.workers() == []
+    bench.orders()
+    assert bench.turn(1)
+
+
+def test_killed_while_replying_the_turn_is_repeated_from_the_same_private_state(bench, tmp_path, monkeypatch):
+    entries = 4_000_000  # 16 MB: more than the sockets on the way can hold
+    whole = unbroken(tmp_path / "whole", bench.app, rounds=2, entries=entries)
+    bench.orders(entries=entries)
+    uploads = [bench.turn(0)]
+    (worker,) = bench.workers()
+    seen = []
+
+    def killing(answers):
+        for part in sliced(answers):
+            seen.append(len(part))
+            if len(seen) == 1:
+                os.kill(worker.pid, signal.SIGKILL)
+            yield part
+
+    monkeypatch.setattr(link, "sliced", killing)
+    uploads.append(bench.turn(1))
+    assert len({line["pid"] for line in bench.lines()}) == 2
+    assert [line["round"] for line in bench.lines()] == [0, 1, 1]
+    assert uploads == whole.uploads
+    assert bench.private() == whole.private()
+
+
+def test_a_stale_socket_and_a_broken_card_are_removed(bench):
+    bench.folder.path.mkdir(parents=True, mode=0o700)
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(bench.folder.socket("deadbeef")))
+    left.close()
+    key = link.run_key(bench.assignment(), bench.app)
+    bench.folder.write(cards.Card("deadbeef", 1, HERE, cards.app_digest(bench.app), key, 0.0))
+    (bench.folder.path / "feedbeef.json").write_text("{")
+    assert bench.turn()
+    assert not bench.folder.socket("deadbeef").exists()
+    assert len(list(bench.folder.path.glob("*.json"))) == 1
+
+
+def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(bench):
+    bench.orders(entries=200_000)
+    bench.turn(0)
+    before, (worker,) = bench.private(), bench.workers()
+    resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    with pytest.raises(link.TurnError, match=r"next.safetensors: expected to write the private state, found .*; free space") as error:  # fmt: skip
+        bench.turn(1)
+    assert error.value.kind == "StateError"
+    assert bench.private() == before
+    assert [p.name for p in (bench.state / "first" / "north").iterdir()] == ["private.safetensors"]
+    resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    bench.turn(1)
+    assert bench.private() != before
+    assert bench.workers() == [worker]
+
+
+def test_a_turn_whose_upload_was_never_whole_commits_nothing(tmp_path):
+    from fedveil.contract.method import State
+
+    store = PrivateStore.of(tmp_path, "run", "north")
+    store.prepare(State({"w": torch.ones(2)}, {}))
+    assert store.load() is None
+    store.prepare(None)  # of a later turn that keeps nothing
+    store.commit()
+    assert store.load() is None
+    store.prepare(State({"w": torch.ones(3)}, {}))
+    store.commit()
+    assert store.load().tensors["w"].shape == (3,)
+
+
+@pytest.fixture
+def another():
+    """Another SuperNode's process."""
+    with subprocess.Popen(["sleep", "100"]) as process:
+        yield process
+        process.kill()
+
+
+def test_another_supernode_of_the_same_site_cannot_reach_the_worker(bench, another):
+    bench.turn(0)
+    (worker,) = bench.workers()
+    with pytest.raises(
+        ConfigError, match=f"expected one SuperNode for site north here, found process {os.getpid()} too"
+    ):
+        bench.turn(1, owner=Owner.of(another.pid))
+    for metadata in ((("owner", str(Owner.of(another.pid))),), ()):
+        with link.channel(bench.folder, worker) as channel:
+            answers = channel.stream_stream("/fedveil.Worker/Take")(iter([b"{}"]), metadata=metadata)
+            with pytest.raises(grpc.RpcError) as refused:
+                next(answers)
+        assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert bench.workers() == [worker]
+
+
+def test_a_worker_ends_with_its_supernode_and_leaves_no_file(bench, another):
+    bench.turn(0, owner=Owner.of(another.pid))
+    (worker,) = bench.workers()
+    another.kill()
+    another.wait()
+    assert until(lambda: gone(worker.pid), 3.0)
+    assert sorted(p.name for p in bench.folder.path.iterdir()) == ["lock", "turns.jsonl", "worker.log"]
+    assert bench.turn(1)  # of the SuperNode that came after
+
+
+def test_an_idle_worker_ends(bench):
+    bench.turn(0, worker_idle_seconds=0.5)
+    (worker,) = bench.workers()
+    assert until(lambda: gone(worker.pid), 5.0)
+    assert bench.workers() == []
+    assert "idle for 0.5 s" in bench.folder.log.read_text()
+
+
+def test_beyond_its_memory_the_turn_fails_and_the_worker_ends(bench):
+    bench.orders(hold_mb=600)
+    with pytest.raises(link.TurnError, match="worker-memory-mb: expected at most 500 MB, found") as error:
+        bench.turn(0, worker_memory_mb=500)
+    assert error.value.kind == "WorkerError"
+    assert until(lambda: bench.workers() == [])
+
+
+@pytest.mark.parametrize("kind,stays", [("TaskError", True), ("ValueError", False)])
+def test_after_an_error_that_nobody_foresaw_the_worker_ends(kind, stays, bench):
+    bench.orders(raises=kind)
+    with pytest.raises(link.TurnError, match="row 4711") as error:
+        bench.turn(0)
+    assert error.value.kind == kind
+    assert "row 4711" in bench.folder.log.read_text()
+    if stays:
+        assert len(bench.workers()) == 1
+    else:
+        assert until(lambda: bench.workers() == [])
+
+
+def test_a_turn_whose_caller_has_gone_is_given_up(bench):
+    bench.orders(pause=0.1, steps=1000)
+    assignment = bench.assignment()
+    key = link.run_key(assignment, bench.app)
+    card = link.find(bench.folder, assignment, key, HERE, bench.app)
+    with link.channel(bench.folder, card) as channel:
+        head = {"assignment": assignment.to_json(), "key": key, "bytes": len(bench.message())}
+        requests = iter([json.dumps(head).encode(), bench.message()])
+        call = channel.stream_stream("/fedveil.Worker/Take")(requests, metadata=(("owner", str(HERE)),))
+        status = channel.unary_unary("/fedveil.Worker/Status")
+        assert until(lambda: json.loads(status(b""))["state"] == "training")
+        shown = json.loads(status(b""))
+        assert {k: shown[k] for k in ("run", "round", "steps", "model")} == {"run": "first", "round": 0, "steps": 1000, "model": "toy-base"}  # fmt: skip
+        assert shown["step"] >= 1
+        assert shown["tokens_per_second"] == 200
+        assert shown["memory_mb"] > 50
+        call.cancel()
+        assert until(lambda: json.loads(status(b""))["state"] == "idle")
+    assert bench.private() is None
+    bench.orders()
+    assert bench.turn(0)

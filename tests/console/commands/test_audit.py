@@ -1,0 +1,175 @@
+"""`fedveil audit` on a small run made in process: files, figures, the report, and what bad arguments get."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedveil import rng, strategies, tasks
+from fedveil.config import parse
+from fedveil.console.commands.running import audit, report
+from fedveil.console.main import main
+from fedveil.console.runs import folder as runs
+from fedveil.contract.method import State
+from fedveil.contract.task import Share
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.records.state import save_state
+from fedveil.wire.tap import Tap
+
+DATA = Path(__file__).parents[3] / "data" / "e2e"
+SITES = ["site-2", "site-10"]  # by their numbers the first and the second
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory) -> Path:
+    """Two sites, two rounds of FedRand, known nearly by heart: 12 rows each, the rest of the data left out."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    settings = {
+        "method.name": "fedrand",
+        "method.fields": "adapter = {rank = 4}",
+        "task.max-examples": 12,
+        "train.batch-size": 8,
+        "train.epochs": 4,
+        "train.learning-rate": 5e-3,
+        "run.rounds": 2,
+        "run.deterministic": True,
+    }
+    config = parse(settings)
+    method = strategies.create("fedrand", config.method.fields)
+    task = tasks.load(config, method.adapter, "cpu")
+    rows = {site: task.prepare(task.examples(DATA, "train", Share(i, 2))) for i, site in enumerate(SITES)}
+    exchange = Exchange(method, "fedrand", task.spec)
+    state = method.init(task.spec, task.initial(rng.initial(0, "weights")), rng.initial(0, "method init"))
+    federation = Federation(
+        exchange, config, lambda s, ctx: task.local(rows[s], ctx.rng("batches")), SITES, state, tap=Tap(folder / "tap")
+    )
+    federation.run()
+    save_state(State(federation.deployed()["server"]), folder / "final" / "server.safetensors")
+    (folder / "config.json").write_text(
+        json.dumps({"config": config.flat(), "method": {"name": "fedrand", "fields": {}}})
+    )
+    (folder / "status.json").write_text(json.dumps({"state": "completed", "round": 1, "rounds": 2, "reason": ""}))
+    lines = [{"round": r, "site": s, "direction": d, "bytes": 1, "payload_bytes": 1, "fields": []}
+             for r in range(2) for s in SITES for d in ("down", "up")]  # fmt: skip
+    (folder / "disclosure.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def audited(run_folder) -> dict:
+    assert main(["audit", str(run_folder), "--data", str(DATA), "--max-rows", "24"]) == 0
+    return json.loads((run_folder / "audit.json").read_text())
+
+
+def test_controls_and_models_stand_beside_each_other(audited):
+    by = {(f["model"], f["attack"]): f for f in audited["findings"]}
+    assert by["overfitted FedAvg", "loss"]["verdict"] == "above"
+    assert by["overfitted FedAvg", "alignment"]["verdict"] == "above"
+    assert by["round 0", "calibrated"]["auroc"] == [0.5, 0.5, 0.5]
+    assert {f["model"] for f in audited["findings"]} >= {"round 0", "overfitted FedAvg", "server", *SITES}
+    assert ("site-2", "alignment, wrong site") in by
+    assert by["server", "loss"]["members"] == 24
+    assert by["server", "loss"]["non_members"] == 24
+    assert {r["site"]: r["coverage"] for r in audited["rebuilt"]}.keys() == set(SITES)
+    assert any(note.startswith("loss: ") for note in audited["notes"])
+
+
+def test_members_are_the_rows_of_the_site(run_folder):
+    """site-2 is the first share and site-10 the second, though "site-10" sorts first."""
+    config = parse(json.loads((run_folder / "config.json").read_text())["config"])
+    task = tasks.load(config, strategies.create("fedrand").adapter, "cpu")
+    args = type("Args", (), {"site": [], "data": DATA, "non_members": None})()
+    members = audit._members(args, config, runs.load(run_folder), task, SITES)
+    assert members == {site: task.examples(DATA, "train", Share(i, 2)) for i, site in enumerate(SITES)}
+    others = audit._non_members(args, config, members, 2)
+    used = {row["fedveil row"] for rows in members.values() for row in rows}
+    assert len(used) == 24
+    assert not used & {row["fedveil row"] for row in others}
+    assert {row["fedveil row"].partition(" of ")[2] for row in others} == {str(DATA / "train.jsonl")}
+
+
+def test_the_report_has_a_section_of_it(run_folder, audited):
+    page = report.html([runs.load(run_folder)])
+    assert "What attacks found" in page
+    assert "overfitted FedAvg" in page
+    assert "What the server could rebuild of each site" in page
+
+
+def test_a_report_without_an_audit_has_none(make_run):
+    assert "What attacks found" not in report.html([runs.load(make_run())])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], r"--data: expected the folder of the sites' rows, found none .* give --data, or --site"),
+        (["--data", "nowhere"], "expected a folder or file of rows, found none at"),
+        (["--site", "x=y"], "--site: expected a site of the run .site-10, site-2., found x"),
+        (["--site", "site-2"], "--site: expected NAME=FOLDER"),
+        (["--data", str(DATA), "--max-rows", "3"], "--max-rows: expected at least 20, found 3"),
+        (["--data", str(DATA), "--device", "cuda:99"], "device: expected"),
+    ],
+)
+def test_bad_arguments_get_one_line(run_folder, capsys, arguments, said):
+    assert main(["audit", str(run_folder), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    import re
+
+    assert re.search(said, error)
+
+
+def test_a_run_without_a_tap_says_how_to_get_one(make_run, capsys):
+    assert main(["audit", str(make_run()), "--data", str(DATA)]) == 2
+    assert "expected a tap (index.jsonl), found none; run with run.tap = true" in capsys.readouterr().err
+
+
+def pictures_of(tmp_path, fields: str):
+    """What an audit reads off the gradients of two sites with a picture of noise each."""
+    import numpy as np
+    import torch
+
+    from fedveil import rng, tasks
+    from fedveil.attacks.audit import Sample
+    from fedveil.attacks.base import View
+    from fedveil.attacks.reconstruction import pictures
+    from fedveil.config import parse
+    from fedveil.federation.exchange import Exchange
+    from fedveil.federation.inprocess import Federation
+    from fedveil.strategies import create
+    from fedveil.tasks.image_classification import Picture
+    from fedveil.wire.tap import Tap
+
+    noise = torch.from_numpy(np.random.default_rng(7).uniform(-1, 1, (2, 3, 32, 32))).float()
+    members = {site: Sample([Picture(lambda i=i: noise[i], i)], [""]) for i, site in enumerate("ab")}
+    config = parse(
+        {"task.name": "image-classification", "train.batch-size": 1, "run.rounds": 1, "run.deterministic": True}
+    )
+    method = create("random_binary", fields)
+    task = tasks.load(config, method.adapter, "cpu")
+    exchange = Exchange(method, "random_binary", task.spec)
+    state = method.init(task.spec, task.initial(rng.initial(0, "weights")), rng.initial(0, "method init"))
+    tap = Tap(tmp_path / "tap")
+    local_for = lambda site, ctx: task.local(members[site].rows, ctx.rng("batches"))  # noqa: E731
+    Federation(exchange, config, local_for, list("ab"), state, tap=tap).run()
+    found = pictures.reconstructed(View.server(tap, exchange), task, config, members)
+    assert found is not None
+    (tmp_path / pictures.FILE).write_bytes(found[0])
+    return found[1], pictures.html(tmp_path)
+
+
+def test_pictures_are_read_off_whole_gradients_and_shown(tmp_path):
+    notes, shown = pictures_of(tmp_path, "rate = 0.0")
+    assert "2 of 2 recovered" in notes[0]
+    assert len(notes) == 1
+    assert shown is not None
+    assert 'src="data:image/png;base64,' in shown
+
+
+def test_a_closed_form_that_fails_is_no_safety(tmp_path):
+    notes, _ = pictures_of(tmp_path, "rate = 0.5")
+    assert "0 of 2 recovered" in notes[0]
+    assert "NOT shown to be safe" in notes[1]

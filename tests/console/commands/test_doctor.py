@@ -1,0 +1,177 @@
+"""`fedveil doctor`: every check once where it is right and once where it is not."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+
+from fedveil.console.main import main
+from fedveil.console.provisioning import checks
+from fedveil.console.provisioning.keys import new_ca, write_certificate, write_node_key, write_server, write_tls
+from fedveil.records import audit_log
+from tests.conftest import ROOT
+
+
+@contextmanager
+def tls_server(folder: Path) -> Iterator[str]:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            try:
+                connection, _ = listener.accept()
+                with context.wrap_socket(connection, server_side=True) as link:
+                    link.recv(1)
+            except OSError:
+                return  # the client hung up, as it must where it does not trust us
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"localhost:{listener.getsockname()[1]}"
+        thread.join(10)
+
+
+def test_the_fleet_port_must_show_a_certificate_of_this_ca(tmp_path):
+    write_tls(tmp_path)
+    with tls_server(tmp_path) as address:
+        assert checks.fleet(address, tmp_path / "ca.crt").verdict == "ok"
+    other, _ = new_ca("FedVeil CA", timedelta(days=1))  # of the same name
+    write_certificate(tmp_path / "other.crt", other)
+    with tls_server(tmp_path) as address:
+        found = checks.fleet(address, tmp_path / "other.crt")
+    assert found.verdict == "fail"
+    assert "is ca.crt this federation's" in found.text
+
+
+def test_the_fleet_port_must_have_the_name_that_the_site_uses_and_a_valid_certificate(tmp_path):
+    for names, days, reason in ((["fl.example.org"], 1, "mismatch"), (["localhost"], -1, "expired")):
+        ca, key = new_ca("CA", timedelta(days=2))
+        write_certificate(tmp_path / "ca.crt", ca)
+        if days < 0:
+            write_expired(tmp_path, ca, key)
+        else:
+            write_server(tmp_path, ca, key, names, timedelta(days=days))
+        with tls_server(tmp_path) as address:
+            found = checks.fleet(address, tmp_path / "ca.crt")
+        assert (found.verdict, reason in found.text) == ("fail", True), found
+    write_server(tmp_path, ca, key, ["localhost"], timedelta(days=1))
+    with tls_server(tmp_path) as address:  # the certificate is valid, and not for this way to the server
+        assert "mismatch" in checks.fleet(address.replace("localhost", "127.0.0.1"), tmp_path / "ca.crt").text
+
+
+def write_expired(folder: Path, ca, key) -> None:
+    """Valid from five minutes ago until one second after: the past."""
+    write_server(folder, ca, key, ["localhost"], timedelta(minutes=-4))
+
+
+def test_what_does_not_listen_or_is_plain_is_said(tmp_path):
+    write_tls(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert checks.closed("127.0.0.1", port, "control port").verdict == "fail"
+    assert checks.closed("127.0.0.1", port, "control port").verdict == "ok"
+    assert "the firewall must allow" in checks.fleet(f"127.0.0.1:{port}", tmp_path / "ca.crt").text
+    assert checks.guarded("fleet port", lambda: checks.fleet("host", tmp_path / "ca.crt")).text.endswith("found 'host'")
+
+
+def test_a_certificate_is_judged_by_its_days(tmp_path):
+    ca, _ = new_ca("CA", timedelta(days=90))
+    write_certificate(tmp_path / "ca.crt", ca)
+    now = datetime.now(UTC)
+    for days, verdict in ((-1, "fail"), (0, "ok"), (59, "ok"), (61, "warn"), (91, "fail")):
+        assert checks.certificate(tmp_path / "ca.crt", now + timedelta(days=days)).verdict == verdict, days
+
+
+def test_a_key_must_be_p384_and_its_owners_alone(tmp_path):
+    write_node_key(tmp_path / "key")
+    assert checks.private_key(tmp_path / "key").verdict == "ok"
+    (tmp_path / "key").chmod(0o640)
+    assert "mode 640" in checks.private_key(tmp_path / "key").text
+    assert checks.guarded("key", lambda: checks.private_key(tmp_path / "none")).verdict == "fail"
+
+
+@pytest.mark.parametrize("answer,verdict", [(b"\x08\x01", "ok"), (b"\x08\x02", "fail"), (b"", "fail")])
+def test_the_health_check_is_the_standard_one(answer, verdict):
+    server = grpc.server(ThreadPoolExecutor(1))
+    check = grpc.unary_unary_rpc_method_handler(lambda request, context: answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert checks.health(f"127.0.0.1:{port}").verdict == verdict
+        assert main(["doctor", "--health", f"127.0.0.1:{port}"]) == (verdict == "fail")
+    finally:
+        server.stop(None).wait()
+    assert checks.health(f"127.0.0.1:{port}").text.endswith("UNAVAILABLE")
+
+
+def test_the_policy_check_warns_of_one_that_names_no_app(tmp_path):
+    file = tmp_path / "site-policy.toml"
+    for text, verdict, words in (
+        ('methods = ["fedrand"]', "warn", "neither app-digests nor signers"),
+        (f'app-digests = ["{"ab" * 32}"]', "ok", "can be read"),
+        ("app-digests = []", "warn", "permits nothing: app-digests empty"),
+    ):
+        file.write_text(text)
+        found = checks.policy(str(file))
+        assert (found.verdict, words in found.text) == (verdict, True), found
+    file.write_text("methods = 3")
+    assert checks.guarded("policy", lambda: checks.policy(str(file))).verdict == "fail"
+    assert checks.policy("").verdict == "warn"
+
+
+def test_versions_clock_disk_and_entry_point_of_this_machine(tmp_path, monkeypatch):
+    from fedveil.console.flower.site_process import write_guard
+
+    assert checks.versions().verdict == "ok"
+    assert checks.clock().verdict in ("ok", "warn")
+    assert checks.disk(tmp_path / "not" / "yet").text.endswith(f"free at {tmp_path}")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 5e8})())
+    assert checks.disk(tmp_path).verdict == "fail"
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.40.0")
+    assert checks.versions().verdict == "fail"
+    assert checks.entry_point().verdict == "warn"
+    write_guard(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert checks.entry_point().verdict == "ok"
+
+
+def test_a_site_from_its_kit(tmp_path, capsys):
+    kit = tmp_path / "kit"
+    kit.mkdir()
+    write_tls(kit)
+    (kit / "keys").mkdir()
+    write_node_key(kit / "keys" / "node.key")
+    (kit / "site.toml").write_text('federation = "p"\nsite = "north"\nsuperlink = "127.0.0.1:1"\n')
+    (kit / "site-policy.toml").write_text(f'app-digests = ["{"ab" * 32}"]')
+    rows = [json.dumps({"mr": f"name[{i}]", "ref": "text"}) for i in range(3)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    node = {
+        "site": "north",
+        "state-dir": str(tmp_path / "state"),
+        "data": str(tmp_path),
+        "policy": str(kit / "site-policy.toml"),
+    }
+    (kit / "node-config.toml").write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in node.items()))
+    audit_log.append(tmp_path / "state" / audit_log.NAME, "sent", {})
+    assert main(["doctor", "--kit", str(kit)]) == 1
+    found = {line[6:28].strip(): line[:5].strip() for line in capsys.readouterr().out.splitlines()}
+    assert (found["fleet port"], found["certificate ca.crt"]) == ("fail", "warn")  # a demo's CA lasts 30 days
+    assert {found[name] for name in ("key", "control port", "policy", "audit log", "data", "versions")} == {"ok"}
+    (tmp_path / "state" / audit_log.NAME).write_text("{}\n")
+    assert main(["doctor", "--kit", str(kit), "--set", "task.source-column=nothing"]) == 1
+    shown = capsys.readouterr().out
+    assert 'expected column "nothing"' in shown
+    assert "line 1: expected a whole line with its own hash" in shown
+    assert main(["doctor", "--kit", str(ROOT)]) == 2

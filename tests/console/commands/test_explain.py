@@ -1,0 +1,79 @@
+"""`fedveil explain`: the figures that it names are those of a real message."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedveil import strategies
+from fedveil.config import parse
+from fedveil.console.commands.site import explain
+from fedveil.console.main import main
+from fedveil.contract.method import RoundContext
+from fedveil.contract.spec import spec_of
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import Exchange
+from fedveil.privacy.promised import epsilon
+from fedveil.wire.envelope import describe
+from tests.conftest import ToyLocal
+
+
+@pytest.mark.parametrize(
+    "name,fields",
+    [("fedavg", ""), ("fedrand", ""), ("random_binary", 'wire = "seeded"'), ("random_binary", "rate = 0.9")],
+)
+def test_the_largest_upload_is_what_is_sent_or_a_bound_of_it(name, fields, lora_spec, lora_weights):
+    method = strategies.create(name, fields)
+    exchange = Exchange(method, name, lora_spec)
+    server = method.init(spec_of(lora_weights), lora_weights, None)
+    sizes = []
+    for seed in range(4):
+        ctx = RoundContext(0, "north", True, bytes([seed]) * 32)
+        _, parts = exchange.participate(exchange.broadcast(server, ctx), None, ToyLocal(lora_spec), ctx)
+        sizes.append(describe(b"".join(parts))["payload_bytes"])
+    bound = explain.largest(exchange, "up")
+    assert max(sizes) <= bound
+    if name != "random_binary":
+        assert max(sizes) == bound
+    down = describe(exchange.broadcast(server, RoundContext(0, "north", True, b"s" * 32)))["payload_bytes"]
+    assert explain.largest(exchange, "down") == down
+
+
+def test_a_run_in_plain_words(tmp_path, capsys):
+    policy = tmp_path / "site-policy.toml"
+    policy.write_text('methods = ["fedrand"]\nmax-bytes-a-round = 10_000_000')
+    chosen = ["--set", "method.name=fedrand", "--set", "run.rounds=7", "--set", "cohort.fraction=0.5"]
+    assert main(["explain", *chosen, "--policy", str(policy)]) == 0
+    shown = capsys.readouterr().out
+    assert "fedrand on text-generation, base model tiny: 7 rounds, this site in about 50 of 100 rounds." in shown
+    assert "either 'A': " in shown
+    assert "either 'B': " in shown
+    assert "Epsilon: infinite." in shown
+    assert "The server learns:" in shown
+    assert "policy permits it" in shown
+    policy.write_text('methods = ["fedrand"]\nmax-bytes-a-round = 1000')
+    assert main(["explain", *chosen, "--policy", str(policy)]) == 1
+    assert "FORBIDS it: bytes a round: this site permits at most 1000" in capsys.readouterr().out
+
+
+def test_the_run_config_comes_from_a_file_and_from_pairs(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[method]\nname = "fedavg"\n[run]\nrounds = 3\n')
+    assert explain.overrides(file, ["run.rounds=4", 'task.model="/models/x"', "task.data=plain text"]) == {
+        "method.name": "fedavg",
+        "run.rounds": 4,
+        "task.model": "/models/x",
+        "task.data": "plain text",
+    }
+    with pytest.raises(ConfigError, match="expected KEY=VALUE"):
+        explain.overrides(None, ["run.rounds"])
+    with pytest.raises(ConfigError, match="expected a TOML file"):
+        explain.overrides(tmp_path / "none", [])
+
+
+def test_epsilon_is_the_methods_budget_and_infinite_where_nothing_keeps_it():
+    config = parse({})
+    private = strategies.create("dp_fpl", "epsilon = 2.0\ndelta = 1e-6")
+    assert epsilon(private, config, 1e-6) == epsilon(private, config, 1e-5) == 2.0
+    assert epsilon(private, config, 1e-7) == float("inf")
+    assert epsilon(private, parse({"run.deterministic": True}), 1e-5) == float("inf")
+    assert epsilon(strategies.create("fedavg"), config, 1e-5) == float("inf")

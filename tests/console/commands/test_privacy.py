@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from fedveil.console.commands.running import report
+from fedveil.console.commands.site import privacy
+from fedveil.console.main import main
+from fedveil.console.runs.folder import Run
+
+PLAN = ["privacy", "plan", "--rounds", "20", "--batch", "8", "--sites", "40", "240"]
+
+
+def epsilons(text: str) -> list[float]:
+    return [float(e) for e in re.findall(r"epsilon ([\d.]+) at", text)]
+
+
+def test_a_plan_there_and_back(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main([*PLAN, "--sampling", "disjoint", "--epsilon", "2"]) == 0
+    there = capsys.readouterr().out
+    assert there.count("(replace-one)") == 2
+    worst, better = epsilons(there)
+    assert better < worst <= 2
+    assert worst > 1.98
+    z = re.search(r"noise_local = ([\d.]+)", there)[1]
+    assert main([*PLAN, "--sampling", "disjoint", "--noise-local", z, "--noise-global", z]) == 0
+    assert epsilons(capsys.readouterr().out) == pytest.approx([worst, better])
+
+
+def test_a_plan_of_dp_sgd_there_and_back(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    steps = ["--exchange", "epoch", "--steps", "3"]
+    assert main([*PLAN, *steps, "--epsilon", "2"]) == 0
+    there = capsys.readouterr().out
+    z = re.search(r"dp_sgd, .*: noise = ([\d.]+)", there)[1]
+    assert main([*PLAN, *steps, "--noise", z]) == 0
+    back = capsys.readouterr().out
+    assert epsilons(back) == pytest.approx(epsilons(there), rel=1e-3)
+    assert max(epsilons(back)) <= 2
+
+
+@pytest.mark.parametrize(
+    "extra, named",
+    [
+        (["--epsilon", "0"], "epsilon"),
+        (["--epsilon", "-1"], "epsilon"),
+        (["--epsilon", "1", "--delta", "0"], "delta"),
+        (["--epsilon", "1", "--noise-local", "2"], "--epsilon"),
+        (["--noise-local", "2"], "--epsilon"),
+        (["--noise", "2", "--epsilon", "1"], "--epsilon"),
+        (["--noise", "-2"], "--noise-local"),
+        (["--noise-local", "-2", "--noise-global", "2"], "--noise-local"),
+        (["--epsilon", "1", "--steps", "3"], "--steps"),
+        (["--epsilon", "1", "--batch", "41"], "batch-size"),
+        (["--epsilon", "1", "--sampling", "fixed", "--neighbours", "add-or-remove-one"], "sampling"),
+    ],
+)
+def test_bad_plans_are_refused(capsys, extra, named):
+    assert main([*PLAN, *extra]) == 2
+    assert named in capsys.readouterr().err
+
+
+def run_of(method: str = "dp_fpl", deterministic: bool = False, **fields) -> Run:
+    config = {"run.deterministic": deterministic, "train.batch-size": 8}
+    attempts = [
+        {"round": r, "cohort": ["a", "b"], "reports": {"a": {"num_examples": 40, "steps": 1.0}}, "weights": "x"}
+        for r in (0, 1, 1, 2)
+    ]
+    return Run(Path("run"), {"config": config, "method": {"name": method, "fields": fields}}, {}, attempts, {}, [])
+
+
+def test_the_report_states_the_honest_epsilon_of_every_site():
+    first, a, b = privacy.statements(run_of(noise_local=4.0, noise_global=4.0))
+    assert "trusted" not in first
+    assert "nominal" not in first
+    assert "a: 40 rows, 4 participations of 1 steps: at most epsilon" in a
+    assert "(replace-one)" in a
+    assert "not known" in b
+    mean = privacy.statements(run_of(mode="code", epsilon=0.1, sampling="disjoint", rounds=3))
+    assert "nominal epsilon was 0.1" in mean[0]
+    assert "but the server" in mean[0]
+    assert epsilons(mean[1])[0] > 1  # a batch of 8, clipped as a whole
+    assert "(replace-one), this run alone" in report._privacy(run_of())
+
+
+def test_a_repeated_round_is_charged_twice():
+    from fedveil.contract.budget import Neighbours
+    from fedveil.privacy import accounting
+
+    (found,) = epsilons(privacy.statements(run_of(sampling="disjoint", noise_local=9.0, noise_global=9.0))[1])
+    # 5 batches an epoch: rounds 0 to 2 meet a row once, the repetition once more
+    charges = {("gaussian", 0, 0, 9 / math.sqrt(2)): 2}
+    assert found == pytest.approx(accounting.epsilon(charges, 1e-5, Neighbours.REPLACE_ONE), rel=1e-3)
+
+
+def test_seeded_noise_and_methods_without_a_claim_say_so():
+    assert privacy.statements(run_of(deterministic=True)) == [
+        "Not private: seeded noise (run.deterministic = true). Epsilon infinite."
+    ]
+    assert "no claim" in privacy.statements(run_of("fedavg"))[0]
+    assert "rho" in privacy.statements(run_of("fedavg", rho=1))[0]

@@ -1,0 +1,143 @@
+"""`fedveil site`: what a worker holds and does, as shown; and the worker that a container's entry point starts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+
+import psutil
+import pytest
+from rich.console import Console
+
+from fedveil.client_app.worker.cards import Card, Folder
+from fedveil.client_app.worker.owner import Owner
+from fedveil.console.commands.site import site
+from fedveil.console.flower.processes import Processes
+from fedveil.console.main import main
+from fedveil.console.runs import workers
+from fedveil.console.runs.workers import WorkerStatus, described, follow
+from fedveil.errors import ConfigError
+from tests.conftest import ROOT
+
+CARD = Card("ab", 41, Owner(7, 1.0), "app", "key", 1_700_000_000.0)
+RUN = {
+    "run": "pilot",
+    "round": 2,
+    "rounds": 5,
+    "method": "fedrand",
+    "model": "tiny",
+    "memory_mb": 1234,
+    "device": "cpu",
+}
+TRAINING = RUN | {"state": "training", "step": 3, "steps": 16, "loss": 2.5, "tokens_per_second": 5210}
+IDLE = RUN | {"state": "idle", "last": {"seconds": 4.25, "load_seconds": 0.001}}
+
+
+def status(says: dict) -> WorkerStatus:
+    return WorkerStatus("north", CARD, says)
+
+
+def test_a_worker_is_described_with_what_it_holds_where_and_since_when():
+    text = described(status(IDLE | {"device": "H200", "device_memory_mb": 20480}))
+    assert "north: process 41 since 2023-11-14" in text
+    assert "pilot (fedrand), round 3 of 5" in text
+    assert "tiny on H200, 1,234 MB and 20,480 MB there" in text
+    assert "last turn 4.2 s, 0.00 s of it loading" in text
+
+
+def test_a_spare_says_that_it_has_no_run():
+    assert "no run yet" in described(status({"state": "spare", "memory_mb": 60}))
+
+
+def followed(monkeypatch, states: list[list[WorkerStatus]], terminal: bool) -> str:
+    remaining = iter(states)
+    out, ticks = io.StringIO(), iter(range(len(states) + 1))
+    monkeypatch.setattr(workers, "workers", lambda state_dir: next(remaining))
+    monkeypatch.setattr(workers, "_POLL_SECONDS", 0.0)
+    console = Console(file=out, force_terminal=terminal, width=160, highlight=False)
+    follow(console, ROOT, enough=lambda: next(ticks) == len(states))
+    return out.getvalue()
+
+
+def test_following_prints_a_line_whenever_something_changes(monkeypatch):
+    later = TRAINING | {"step": 4, "loss": 2.25}
+    shown = followed(monkeypatch, [[status(s)] for s in (TRAINING, TRAINING, later, IDLE)] + [[]], terminal=False)
+    assert shown.splitlines() == [
+        "north: training: pilot (fedrand), round 3 of 5  step 3/16  loss 2.5000, 5,210 tokens/s  tiny on cpu, 1,234 MB",
+        "north: training: pilot (fedrand), round 3 of 5  step 4/16  loss 2.2500, 5,210 tokens/s  tiny on cpu, 1,234 MB",
+        "north: idle: pilot (fedrand), round 3 of 5  last turn 4.2 s, 0.00 s of it loading  tiny on cpu, 1,234 MB",
+    ]
+
+
+def test_on_a_terminal_there_is_a_bar_with_step_loss_speed_and_memory(monkeypatch):
+    shown = followed(monkeypatch, [[status(TRAINING)]], terminal=True)
+    for text in ("north", "3/16 steps", "training", "loss 2.5000", "5,210 tokens/s", "1,234 MB", "━"):
+        assert text in shown
+
+
+def test_without_a_worker_it_says_why_there_may_be_none(tmp_path, capsys):
+    assert main(["site", "status", "--state-dir", str(tmp_path)]) == 1
+    assert f"no worker under {tmp_path}" in capsys.readouterr().out
+
+
+def test_a_worker_started_for_a_container_is_shown_and_ends_with_its_owner(tmp_path, capsys):
+    with subprocess.Popen(["sleep", "100"]) as owner:
+        assert main(["site", "warm", "--name", "north", "--state-dir", str(tmp_path), "--owner", str(owner.pid)]) == 0
+        assert main(["site", "status", "--state-dir", str(tmp_path)]) == 0
+        shown = capsys.readouterr().out
+        (card,) = Folder(tmp_path, "north").living()
+        assert f"north: process {card.pid} since" in shown
+        assert "spare" in shown
+        owner.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(card.pid).wait(5)
+    assert Folder(tmp_path, "north").living() == []
+
+
+@pytest.mark.parametrize(
+    "arguments,reason",
+    [
+        (["start", "--ca", "/nowhere/ca.crt", "--key", "k"], "--ca: expected a file, found none at /nowhere/ca.crt"),
+        (["start", "--ca", __file__, "--key", "/nowhere/key"], "--key: expected a file, found none at /nowhere/key"),
+        (
+            ["start", "--ca", __file__, "--key", __file__, "--policy", "/nowhere/p"],
+            "--policy: expected a file, found none",
+        ),
+        (
+            ["start", "--ca", __file__, "--key", __file__, "--data", "/nowhere/d"],
+            "--data: expected a folder .* /nowhere/d",
+        ),
+        (["start", "--ca", __file__, "--key", __file__, "--device", "tpu"], "node config: device: .* found 'tpu'"),
+        (["start", "--ca", __file__, "--key", __file__, "--worker-memory-mb", "-1"], "worker-memory-mb: .* found -1"),
+        (["warm", "--owner", "999999999"], "owner: expected a running process, found none with number 999999999"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(arguments, reason, tmp_path, capsys):
+    action, *rest = arguments
+    rest += ["--superlink", "127.0.0.1:1"] if action == "start" else []
+    assert main(["site", action, "--name", "north", "--state-dir", str(tmp_path), *rest]) == 2
+    error = capsys.readouterr().err
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(error)
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "code,reason",
+    [
+        ("305", "Flower's exit code 305: the server does not know the key, or has it online already"),
+        ("302", "Flower's exit code 302: the key is of another kind than elliptic curve"),
+        ("600", "Flower's exit code 600: its log ends: .*could not"),
+    ],
+)
+def test_why_a_supernode_ended_is_said_in_words(code, reason, tmp_path):
+    """Of this start alone: the log has an earlier end too."""
+    earlier = "see ref-exit-codes/302.html\n" if code != "302" else "see ref-exit-codes/305.html\n"
+    processes = Processes(tmp_path)
+    processes.log("north").write_text(
+        earlier + f"could not start\n<https://flower.ai/docs/ref-exit-codes/{code}.html>\n"
+    )
+    processes.ended = lambda name: 1
+    with pytest.raises(ConfigError, match=reason):
+        site._watch(processes, "north", len(earlier))

@@ -1,0 +1,111 @@
+"""`fedveil submit`: the run's own folder says what became of it, and the exit code with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fedveil.console.flower.bundle import copied
+from fedveil.console.main import main
+
+
+@pytest.fixture
+def flower(monkeypatch, tmp_path):
+    """Flower that takes every app and then knows the run as failed; what it was given."""
+    given = []
+
+    class Fake:
+        def __init__(self, home):
+            given.append(home)
+
+        def submit(self, app, settings):
+            given.append((app, settings))
+            return "77"
+
+        def run_status(self, number):
+            given.append(number)
+            return "finished:failed"
+
+    monkeypatch.setattr("fedveil.console.flower.command_line.Flower", Fake)
+    return given
+
+
+def folder(tmp_path, state, number="77", name="first"):
+    made = tmp_path / "runs" / name
+    made.mkdir(parents=True)
+    (made / "flower-run").write_text(number)
+    (made / "status.json").write_text(
+        json.dumps({"state": state, "round": 0, "rounds": 1, "reason": "round 0: too few"})
+    )
+    attempt = {"round": 0, "accepted": ["a"], "cohort": ["a", "b"], "failed": {"b": "PolicyError: no"}, "seconds": 3.14}
+    (made / "metrics.jsonl").write_text(json.dumps(attempt | {"upload_bytes": 27182}) + "\n")
+
+
+def submitted(tmp_path, *more):
+    return main(
+        ["submit", str(tmp_path), "--federation", str(tmp_path), "--set", f"run.dir={tmp_path / 'runs'}", *more]
+    )
+
+
+@pytest.mark.parametrize("state,code", [("completed", 0), ("failed", 1)])
+def test_the_exit_code_is_what_the_run_says_of_itself(tmp_path, flower, capsys, state, code):
+    folder(tmp_path, state)
+    assert submitted(tmp_path, "--set", "run.name=first", "--set", "run.rounds=1") == code
+    assert flower[1][1] == {"run.dir": str(tmp_path / "runs"), "run.name": "first", "run.rounds": 1}
+    assert "77" not in flower
+    shown = capsys.readouterr().out
+    assert "round 0: 1 of 2 sites, 3 s, up 27,182 bytes; b: PolicyError: no" in shown
+    assert shown.count("round 0: 1 of 2") == 1
+
+
+def test_a_round_is_shown_once(tmp_path, flower, capsys, monkeypatch):
+    folder(tmp_path, "running")
+    file = tmp_path / "runs" / "first" / "status.json"
+
+    def run_status(self, number):
+        file.write_text(file.read_text().replace("running", "completed"))
+        return "finished:completed"
+
+    monkeypatch.setattr("fedveil.console.flower.command_line.Flower.run_status", run_status)
+    assert submitted(tmp_path, "--set", "run.name=first") == 0
+    assert capsys.readouterr().out.count("round 0: 1 of 2") == 1
+
+
+def test_an_earlier_run_of_that_name_does_not_count(tmp_path, flower):
+    folder(tmp_path, "completed", number="76")
+    assert submitted(tmp_path, "--set", "run.name=first") == 1
+    assert flower[-1] == "77"
+
+
+def test_a_run_without_a_name_is_found_by_its_number(tmp_path, flower):
+    folder(tmp_path, "completed", name="run-77")
+    assert submitted(tmp_path) == 0
+
+
+def test_a_wrong_key_is_refused_before_anything_is_sent(tmp_path, flower, capsys):
+    assert submitted(tmp_path, "--set", "run.round=1") == 2
+    assert flower == []
+    assert "run.round" in capsys.readouterr().err
+
+
+def test_flower_gets_a_copy_without_what_no_bundle_holds(tmp_path):
+    """And nothing is left of it; a folder that is no app is handed on as it is, for Flower's own words."""
+    for name in (
+        "pyproject.toml",
+        ".gitignore",
+        "fedveil/a.py",
+        "fedveil/.hidden",
+        ".venv/b.py",
+        ".git/c",
+        "runs/d",
+        "build/e.py",
+    ):
+        (tmp_path / "app" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "app" / name).touch()
+    with copied(tmp_path / "app") as copy:
+        found = sorted(p.relative_to(copy).as_posix() for p in copy.rglob("*") if p.is_file())
+    assert found == [".gitignore", "fedveil/.hidden", "fedveil/a.py", "pyproject.toml"]
+    assert not copy.exists()
+    with copied(tmp_path) as same:
+        assert same == tmp_path

@@ -1,0 +1,127 @@
+"""`fedveil watch` and `fedveil status`: what became of a run, as an exit code and in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+
+import pytest
+
+from fedveil.console.commands.running import status, watch
+from fedveil.console.main import main
+
+
+def ended(states, said=(), timeout=0.0):
+    """until_ended on a clock that goes as it sleeps; the last of `states` and of `said` stays."""
+    now = [0.0]
+    states, said, asked = list(states), list(said) or [""], []
+
+    def read():
+        return states.pop(0) if len(states) > 1 else states[0]
+
+    def ask():
+        asked.append(now[0])
+        return said.pop(0) if len(said) > 1 else said[0]
+
+    def sleep(seconds):
+        now[0] += seconds
+        assert now[0] < 1000
+
+    code, why = watch.until_ended(read, ask, timeout, lambda: now[0], sleep)
+    return code, why, asked
+
+
+RUNNING, DONE, FAILED = {"state": "running"}, {"state": "completed"}, {"state": "failed", "reason": "round 1: too few"}
+
+
+@pytest.mark.parametrize(
+    "states,said,code,words",
+    [
+        ([RUNNING, DONE], [], 0, "completed"),
+        ([RUNNING, FAILED], [], 1, "failed round 1: too few"),
+        ([RUNNING], ["running", "finished:failed"], 1, "failed: so says Flower"),
+        ([RUNNING], ["running", "finished:stopped"], 3, "stopped: so says Flower"),
+        ([RUNNING], ["finished:completed"], 1, "does not say that it completed"),
+        ([{}], ["running", "finished:completed"], 0, "completed: so says Flower"),
+        ([{}], ["finished:failed"], 1, "failed: so says Flower"),
+        ([RUNNING], ["finished:what-is-this"], 1, "what-is-this"),
+        ([RUNNING, DONE], ["finished:completed"], 0, "completed"),
+    ],
+)
+def test_the_exit_code_is_what_became_of_the_run(states, said, code, words):
+    found, why, _ = ended(states, said)
+    assert (found, words in why) == (code, True), why
+
+
+def test_flower_is_asked_seldom_and_time_may_run_out():
+    code, why, asked = ended([RUNNING], ["running"], timeout=35.0)
+    assert code == 4
+    assert "still going after 35 s" in why
+    assert asked == [0.0, 10.0, 20.0, 30.0]
+
+
+def test_watching_a_folder_ends_with_its_status(make_run, capsys):
+    folder = make_run(method="fedavg")
+    assert main(["watch", str(folder)]) == 0
+    folder = make_run(method="fedrand", state="failed")
+    assert main(["watch", str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert "failed round 3: expected at least 2 accepted uploads" in shown
+    assert "site-1: ValueError: <no rows>" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments,reason",
+    [
+        (["12345"], "a number needs --federation or --flower-home"),
+        (["no-such-folder"], "expected a run folder or a number"),
+        (["12345", "--flower-home", "nowhere"], "expected config.toml in nowhere"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(arguments, reason, capsys):
+    assert main(["watch", *arguments]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_status_names_each_run_and_why_it_failed(make_run, tmp_path, capsys):
+    assert status.runs(tmp_path) == ([f"no run under {tmp_path}"], True)
+    make_run(method="fedavg")
+    assert main(["status", str(tmp_path)]) == 0
+    make_run(method="fedrand", state="failed")
+    assert main(["status", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "fedavg                   completed  3/5 rounds" in shown
+    assert "round 3: expected at least 2 accepted uploads" in shown
+
+
+def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, tmp_path):
+    folder = make_run(method="fedavg", state="running")
+    assert "running" in status.runs(tmp_path)[0][0]
+    assert status.runs(tmp_path)[1]
+    lines, well = status.runs(tmp_path, now=time.time() + 7200)
+    assert "silent" in lines[0]
+    assert "nothing written for 120 minutes" in lines[0]
+    assert not well
+    (folder / "status.json").write_text("{")
+    assert "cannot be read" in status.runs(tmp_path)[0][0]
+    assert json.loads((folder / "config.json").read_text())
+    assert os.listdir(tmp_path) == ["fedavg"]
+
+
+@pytest.mark.parametrize(
+    "state,flower,words",
+    [
+        ("invited", None, "has not been registered"),
+        ("revoked", None, r"its key is revoked \(its last day was 2026-05-01\)"),
+        ("expired", None, "its key is expired"),
+        ("registered", "online", "^$"),
+        ("registered", "offline", "stopped or cut off"),
+        ("registered", "registered", "never been online with its registered key"),
+        ("registered", None, "not known to Flower"),
+    ],
+)
+def test_why_a_member_is_not_online(state, flower, words):
+    entry = {"state": state} | ({} if state == "invited" else {"node": "7", "until": "2026-05-01T00:00:00+00:00"})
+    assert re.search(words, status._why(entry, {"7": flower} if flower else {"8": "online"}))

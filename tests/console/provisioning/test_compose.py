@@ -1,0 +1,82 @@
+"""compose.yaml of the repository against the files that provisioning writes: the same federation, on one host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from fedveil.console.provisioning import compose
+from tests.conftest import ROOT
+
+SERVER = yaml.safe_load(compose.server("trial", "fedveil:0.2.0", 9092, "/federation/trial"))["services"]
+SITE = yaml.safe_load(compose.site("trial", "North.1", "fedveil:0.2.0", "superlink:9092"))
+TRIAL = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SITES = ("north", "south", "west")
+LASTING = [name for name in TRIAL["services"] if name in SERVER or name.endswith(("-supernode", "-clientapp"))]
+
+
+def flags(service: dict[str, Any]) -> set[str]:
+    """A command without the paths of its files, which differ by host."""
+    return {word.partition("=/")[0] for word in service["command"]}
+
+
+@pytest.mark.parametrize("name", ["superlink", "serverapp"])
+def test_the_server_is_the_same_on_one_host_as_on_its_own(name):
+    assert flags(TRIAL["services"][name]) == flags(SERVER[name])
+    assert TRIAL["services"][name]["network_mode"] == SERVER[name]["network_mode"] == "service:pod"
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("name", ["supernode", "clientapp"])
+def test_a_site_is_the_same_on_one_host_as_on_its_own(site, name):
+    assert flags(TRIAL["services"][f"{site}-{name}"]) == flags(SITE["services"][name])
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_every_service_is_locked_down_and_the_same(name):
+    service = TRIAL["services"][name]
+    assert service["read_only"] is True
+    assert service["user"] == "10001:10001"
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["environment"] == SITE["services"]["clientapp"]["environment"]
+    assert service["environment"]["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert service["environment"]["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    assert service["environment"]["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
+    assert "ports" not in service or service["ports"] == ["${FEDVEIL_FLEET_PORT:-9092}:9092"]
+    assert name == "pod" or "ports" not in service
+
+
+def test_sites_share_no_network_and_what_runs_apps_has_no_way_out():
+    services, networks = TRIAL["services"], TRIAL["networks"]
+    for site in SITES:
+        assert set(services[f"{site}-clientapp"]["networks"]) == {site}
+        assert set(services[f"{site}-supernode"]["networks"]) == {site, f"{site}-fleet"}
+        assert networks[site] == networks[f"{site}-fleet"] == {"internal": True}
+    assert set(services["pod"]["networks"]) == {"public", *(f"{site}-fleet" for site in SITES)}
+
+
+def test_a_sites_keys_are_seen_by_its_own_init_and_supernode_alone():
+    for site in SITES:
+        seers = [
+            name for name, s in TRIAL["services"].items() if any(f"{site}-keys:" in v for v in s.get("volumes", ()))
+        ]
+        assert seers == [f"{site}-init", f"{site}-supernode"]
+    seers = [name for name, s in TRIAL["services"].items() if any(v.startswith("ca:") for v in s.get("volumes", ()))]
+    assert seers == ["setup"]
+
+
+def test_a_name_fits_a_compose_project():
+    assert SITE["name"] == "fedveil-north-1"
+
+
+def test_gpus_are_an_override():
+    override = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
+    assert set(override) == {f"{site}-clientapp" for site in SITES}
+    (devices,) = yaml.safe_load(compose.gpu("clientapp"))["services"]["clientapp"]["deploy"]["resources"][
+        "reservations"
+    ]["devices"]
+    assert override["north-clientapp"]["deploy"]["resources"]["reservations"]["devices"] == [devices]
+    assert devices == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}

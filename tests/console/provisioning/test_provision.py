@@ -1,0 +1,285 @@
+"""What a federation's operator and its sites do before there is any run: certificates, kits, keys, members."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import stat
+import subprocess
+import tarfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from fedveil.client_app.site.policy import Policy
+from fedveil.console.main import main
+from fedveil.console.provisioning import enrol
+from fedveil.console.provisioning.federation import Members, parse
+from fedveil.errors import ConfigError
+from tests.conftest import extract
+
+TEXT = 'name = "pilot"\nserver = ["fl.example.org", "10.1.0.5"]\nsites = ["north", "south"]\nfleet-port = 9443\nkey-days = 10\n'
+
+
+@pytest.fixture
+def federation(tmp_path, capsys) -> Path:
+    (tmp_path / "federation.toml").write_text(TEXT)
+    assert main(["provision", str(tmp_path / "federation.toml")]) == 0
+    capsys.readouterr()
+    return tmp_path / "pilot"
+
+
+def unpacked(federation: Path, site: str = "north") -> Path:
+    extract(federation / "kits" / f"{site}.tar.gz", federation.parent / "sites")
+    return federation.parent / "sites" / f"pilot-{site}"
+
+
+def enrolled(federation: Path, capsys, site: str = "north", *options: str) -> tuple[Path, str]:
+    """The kit at the site, and the fingerprint that it was told."""
+    kit = unpacked(federation, site)
+    assert main(["site", "init", "--kit", str(kit), *options]) == 0
+    return kit, re.findall(r"SHA256:\S+", capsys.readouterr().out)[-1]
+
+
+def register(federation: Path, kit: Path, fingerprint: str) -> int:
+    request = str(kit / "keys" / "request.json")
+    return main(["members", "register", str(federation), request, "--fingerprint", fingerprint, "--offline"])
+
+
+def test_the_server_certificate_is_the_cas_and_names_every_way_to_the_server(federation):
+    ca = x509.load_pem_x509_certificate((federation / "ca" / "ca.crt").read_bytes())
+    server = x509.load_pem_x509_certificate((federation / "server" / "server.pem").read_bytes())
+    server.verify_directly_issued_by(ca)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "superlink", "localhost"]
+    assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["10.1.0.5", "127.0.0.1"]
+    assert timedelta(364) < server.not_valid_after_utc - datetime.now(UTC) < timedelta(366)
+    assert timedelta(1094) < ca.not_valid_after_utc - datetime.now(UTC) < timedelta(1096)
+
+
+def test_nothing_secret_is_readable_by_others_or_in_a_kit(federation, capsys):
+    secrets = [
+        federation / "ca" / "ca.key",
+        federation / "server" / "server.key",
+        federation / "server" / "superexec-secret",
+    ]
+    kit, _ = enrolled(federation, capsys)
+    own = [kit / "keys" / name for name in ("node.key", "superexec-secret")]
+    for file in [*secrets, *own]:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(federation.stat().st_mode) == 0o700
+    for site in ("north", "south"):
+        with tarfile.open(federation / "kits" / f"{site}.tar.gz") as archive:
+            content = {name: archive.extractfile(name).read() for name in archive.getnames()}
+        assert {Path(name).name for name in content} == {
+            "compose.yaml", "compose.gpu.yaml", "ca.crt", "site.toml", "node-config.toml", "site-policy.toml", "README.md",
+            "SHA256SUMS",
+        }  # fmt: skip
+        whole = b"\n".join(content.values())
+        assert b"PRIVATE" not in whole
+        for file in [*secrets, *own]:
+            assert file.read_bytes().strip().splitlines()[-1] not in whole
+        other = {"north": b"south", "south": b"north"}[site]
+        assert other not in whole
+    for file in federation.rglob("*"):  # the operator's side never sees a site's private key
+        assert file.is_dir() or own[0].read_bytes() not in file.read_bytes()
+
+
+def test_the_kits_checksums_are_those_that_sha256sum_checks(federation):
+    kit = unpacked(federation)
+    assert subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=kit, capture_output=True).returncode == 0
+    (kit / "site-policy.toml").write_text("")
+    assert subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=kit, capture_output=True).returncode == 1
+    assert (kit / "README.md").read_text().count("\n") < 60
+    assert hashlib.sha256((kit / "ca.crt").read_bytes()).hexdigest() in (kit / "README.md").read_text()
+
+
+def test_the_kits_compose_file_is_isolated_and_its_policy_permits_nothing(federation):
+    kit = unpacked(federation)
+    compose = yaml.safe_load((kit / "compose.yaml").read_text())
+    services = compose["services"]
+    assert not any("ports" in service for service in services.values())
+    assert services["clientapp"]["networks"] == ["inside"]
+    assert compose["networks"]["inside"] == {"internal": True}
+    assert services["clientapp"]["cap_drop"] == ["ALL"]
+    for service in services.values():
+        assert service["read_only"]
+        assert service["user"] == "10001:10001"
+        assert service["environment"]["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert "--superlink=fl.example.org:9443" in services["supernode"]["command"]
+    mounts = {name: [v.rpartition(":ro")[0] or v for v in service["volumes"]] for name, service in services.items()}
+    assert not any(v.endswith(":/data") for v in mounts["supernode"])
+    assert {v.partition(":")[2] for v in mounts["clientapp"]} == {  # bundled code must not reach the site's key
+        "/kit/site-policy.toml", "/secret", "/state", "-./data}:/data", "-./models}:/models"
+    }  # fmt: skip
+    assert services["init"]["network_mode"] == "none"
+    import tomllib
+
+    policy = Policy.model_validate(tomllib.loads((kit / "site-policy.toml").read_text()))
+    assert (policy.methods, policy.tasks, policy.models, policy.app_digests) == ([], [], [], [])
+
+
+def test_the_servers_compose_file_publishes_the_fleet_port_alone(federation):
+    services = yaml.safe_load((federation / "server" / "compose.yaml").read_text())["services"]
+    assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
+        "pod": ["9443:9092"]
+    }
+    assert all(services[name]["network_mode"] == "service:pod" for name in services if name != "pod")
+    command = services["superlink"]["command"]
+    assert "--host=127.0.0.1" in command
+    assert "--fleet-api-address=0.0.0.0:9092" in command
+    assert {"--enable-supernode-auth", "--isolation=process", "--disable-runtime-dependency-installation"} <= set(
+        command
+    )
+    assert not any("server.key" in v or v.startswith((".:", "./:")) for v in services["serverapp"]["volumes"])
+    assert f"..:{federation}" in services["operator"]["volumes"]
+
+
+def test_the_request_on_stdout_and_the_secret_apart(federation, capsys):
+    kit = unpacked(federation)
+    secret = kit.parent / "secret"
+    assert main(["site", "init", "--kit", str(kit), "--secret", str(secret), "--print"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == json.loads((kit / "keys" / "request.json").read_text())
+    assert "SHA256:" in shown.err
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert not (kit / "keys" / "superexec-secret").exists()
+
+
+def test_a_site_is_registered_until_its_last_day_and_the_key_is_p384(federation, capsys):
+    kit, fingerprint = enrolled(federation, capsys)
+    public = serialization.load_ssh_public_key((kit / "keys" / "node.key.pub").read_bytes())
+    assert public.curve.name == "secp384r1"
+    shown = subprocess.run(["ssh-keygen", "-lf", kit / "keys" / "node.key.pub"], capture_output=True, text=True)
+    if shown.returncode == 0:
+        assert shown.stdout.split()[1] == fingerprint
+    assert register(federation, kit, fingerprint) == 0
+    entry = Members(federation).sites["north"]
+    assert entry["state"] == "registered"
+    assert timedelta(9) < datetime.fromisoformat(entry["until"]) - datetime.now(UTC) <= timedelta(10)
+    assert main(["members", "list", str(federation)]) == 1  # ten days are soon
+    shown = capsys.readouterr().out
+    assert re.search(r"north +registered until .* soon", shown)
+    assert re.search(r"south +invited", shown)
+
+
+def test_a_key_past_its_day_is_expired_and_never_accepted_again(federation, capsys):
+    kit, fingerprint = enrolled(federation, capsys)
+    register(federation, kit, fingerprint)
+    members = Members(federation)
+    last = datetime.fromisoformat(members.sites["north"]["until"])
+    assert members.expired(last - timedelta(seconds=1)) == []
+    assert members.expired(last) == ["north"]
+    members.sites["north"]["until"] = "2020-01-01T00:00:00+00:00"
+    members.save()
+    assert main(["members", "expire", str(federation), "--offline"]) == 0
+    assert Members(federation).sites["north"]["state"] == "expired"
+    assert register(federation, kit, fingerprint) == 2
+    assert "expected a new key, found one that was expired" in capsys.readouterr().err
+    _, renewed = enrolled(federation, capsys, "north", "--renew")
+    assert renewed != fingerprint
+    assert register(federation, kit, renewed) == 0
+
+
+def test_renewal_and_revocation_retire_a_key(federation, capsys):
+    kit, first = enrolled(federation, capsys)
+    old = (kit / "keys" / "request.json").read_bytes()
+    register(federation, kit, first)
+    assert register(federation, kit, first) == 2
+    assert main(["site", "init", "--kit", str(kit)]) == 2  # a key is not overwritten by accident
+    _, second = enrolled(federation, capsys, "north", "--renew")
+    assert (kit / "keys" / "node.key.old").is_file()
+    assert register(federation, kit, second) == 0
+    (kit / "keys" / "request.json").write_bytes(old)
+    assert register(federation, kit, first) == 2
+    assert "found one that was replaced" in capsys.readouterr().err
+    assert main(["members", "revoke", str(federation), "north", "--offline"]) == 0
+    assert Members(federation).sites["north"]["state"] == "revoked"
+    assert main(["members", "revoke", str(federation), "west", "--offline"]) == 2
+    assert "site: expected one of ['north', 'south'], found 'west'" in capsys.readouterr().err
+
+
+def test_a_request_proves_its_key_its_site_and_its_federation(federation, capsys, tmp_path):
+    kit, _ = enrolled(federation, capsys)
+    request = json.loads((kit / "keys" / "request.json").read_text())
+    ca = (federation / "server" / "ca.crt").read_bytes()
+    assert enrol.check(kit / "keys" / "request.json", "pilot", ca)[0] == "north"
+    south, _ = enrolled(federation, capsys, "south")
+    other = json.loads((south / "keys" / "request.json").read_text())
+    for changes, reason in (
+        ({"site": "south"}, "proof: expected one by the key itself"),
+        ({"key": other["key"]}, "proof: expected one by the key itself"),
+        ({"proof": other["proof"]}, "proof: expected one by the key itself"),
+        ({"federation": "other"}, "federation: expected 'pilot', found 'other'"),
+        ({"ca": "00"}, "ca: expected"),
+        ({"more": "x"}, "expected a request of fedveil site init"),
+        (
+            {"key": "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAOhB7/zzhC+HXDdGOdLwJln5NYwm6UNXx3chmQSVTG4"},
+            "expected one on P-384",
+        ),
+    ):
+        file = tmp_path / "changed.json"
+        file.write_text(json.dumps(request | changes))
+        with pytest.raises(ConfigError, match=reason):
+            enrol.check(file, "pilot", ca)
+    assert register(federation, kit, "SHA256:somebody-else") == 2
+    assert "--fingerprint: expected SHA256:" in capsys.readouterr().err
+    assert Members(federation).sites["north"]["state"] == "invited"
+
+
+def test_two_sites_cannot_have_one_key(federation, capsys):
+    kit, fingerprint = enrolled(federation, capsys)
+    register(federation, kit, fingerprint)
+    public = (kit / "keys" / "node.key.pub").read_text().strip()
+    with pytest.raises(ConfigError, match="south: expected a key of its own .* found that of north"):
+        Members(federation).register("south", public)
+
+
+def test_the_server_gets_a_new_certificate_from_the_same_ca(federation, capsys, tmp_path):
+    before = (federation / "server" / "server.pem").read_bytes()
+    (federation / "ca" / "ca.key").rename(tmp_path / "away.key")
+    assert main(["members", "renew-server", str(federation)]) == 2
+    assert (
+        main(["members", "renew-server", str(federation), "--ca-key", str(federation / "server" / "server.key")]) == 2
+    )
+    assert "expected the key of" in capsys.readouterr().err
+    assert (federation / "server" / "server.pem").read_bytes() == before
+    assert main(["members", "renew-server", str(federation), "--ca-key", str(tmp_path / "away.key")]) == 0
+    renewed = x509.load_pem_x509_certificate((federation / "server" / "server.pem").read_bytes())
+    renewed.verify_directly_issued_by(x509.load_pem_x509_certificate((federation / "ca" / "ca.crt").read_bytes()))
+    key = serialization.load_pem_private_key((federation / "server" / "server.key").read_bytes(), None)
+    assert key.public_key() == renewed.public_key()
+
+
+@pytest.mark.parametrize(
+    "text,reason",
+    [
+        ('name = "p"\nserver = []\nsites = ["a"]', "server: List should have at least 1"),
+        ('name = "../p"\nserver = ["h"]\nsites = ["a"]', "name: String should match"),
+        ('name = "p"\nserver = ["h"]\nsites = ["a", "A"]', "sites: .*each site once"),
+        ('name = "p"\nserver = ["h x"]\nsites = ["a"]', "server.0: String should match"),
+        ('name = "p"\nserver = ["h"]\nsites = ["a"]\nport = 1', "port: Extra inputs .* known keys:"),
+        ('name = "p"\nserver = ["h"]\nsites = ["a"]\nimage = "x; rm -rf"', "image: String should match"),
+        ("name = p", "expected a federation.toml, found none"),
+    ],
+)
+def test_a_bad_federation_is_refused_and_leaves_nothing(text, reason, tmp_path):
+    file = tmp_path / "federation.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        parse(file)
+    assert main(["provision", str(file)]) == 2
+    assert [f.name for f in tmp_path.iterdir()] == ["federation.toml"]
+
+
+def test_a_folder_that_is_there_is_left_alone(federation, capsys):
+    before = (federation / "members.json").read_bytes()
+    assert main(["provision", str(federation.parent / "federation.toml")]) == 2
+    assert "expected a folder that does not exist yet" in capsys.readouterr().err
+    assert (federation / "members.json").read_bytes() == before
+    assert main(["members", "list", str(federation.parent)]) == 2

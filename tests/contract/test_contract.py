@@ -1,0 +1,259 @@
+"""One suite over every method in `strategies/`. A method added later is under it without an edit."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from dp_accounting import DpEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedveil import rng, strategies
+from fedveil.adapters.kinds import example_spec
+from fedveil.config import parse
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.contract.spec import TensorSpec
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.wire.envelope import Stamp, describe, pack, unpack
+from fedveil.wire.tap import Tap
+from tests.conftest import ToyLocal
+
+METHODS = strategies.names()
+SECRET = bytes(range(32))
+
+
+def spec_for(method) -> dict[str, TensorSpec]:
+    """What the method's adapter would train, tiny."""
+    return dict(example_spec(method.adapter))
+
+
+def weights_for(spec, seed: int = 271828):
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(t.shape, generator=generator) for n, t in spec.items()}
+
+
+@pytest.fixture(params=METHODS)
+def exchange(request) -> Exchange:
+    method = strategies.create(request.param)
+    return Exchange(method, request.param, spec_for(method))
+
+
+def start(exchange: Exchange) -> State:
+    return exchange.method.init(exchange.spec, weights_for(exchange.spec), rng.initial(0, "method init"))
+
+
+def federation(
+    exchange: Exchange, sites=("a", "b", "c"), seed: int = 5, step: float = 0.5, rounds: int = 4
+) -> Federation:
+    config = parse({"run.deterministic": True, "run.seed": seed, "run.rounds": rounds, "cohort.fraction": 0.67})
+    local_for = lambda site, ctx: ToyLocal(exchange.spec, 3 + len(site), step * (1 + ord(site[0]) % 3))  # noqa: E731
+    return Federation(exchange, config, local_for, list(sites), start(exchange))
+
+
+def one_turn(exchange: Exchange, server: State, site: str = "a", round_: int = 0, private=None, is_new: bool = True):
+    down = exchange.broadcast(server, RoundContext(round_, site, is_new, SECRET))
+    ctx = RoundContext(round_, site, is_new, SECRET[::-1])
+    private, up = exchange.participate(down, private, ToyLocal(exchange.spec), ctx)
+    return down, private, b"".join(up)
+
+
+def equal(a, b) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def as_upload(exchange: Exchange, up: bytes, ctx: RoundContext) -> Upload:
+    message = exchange.receive(up, ctx.round)
+    return Upload(message.payload, message.num_examples, ctx, message.report)
+
+
+def test_deterministic_under_a_seed_and_different_under_another(exchange):
+    first, second, other = (federation(exchange, seed=s).run() for s in (5, 5, 6))
+    assert equal(first.tensors, second.tensors)
+    assert first.scalars == second.scalars
+    assert not all(torch.isnan(t).any() for t in other.tensors.values())
+
+
+def test_messages_decode_to_what_was_encoded_and_sizes_are_the_bytes(exchange):
+    server = start(exchange)
+    payload = exchange.method.broadcast(server, RoundContext(0, "a", True, SECRET))
+    stamp = Stamp.of(exchange.method, exchange.name, 0, "down")
+    data = pack(exchange.layout, stamp, payload)
+    message = unpack(data, exchange.layout, stamp)
+    assert message.payload.variant == payload.variant
+    fields = exchange.layout.fields_of("down", payload.variant)
+    assert set(message.payload.fields) == set(fields) == set(payload.fields)
+    for name, field in fields.items():
+        assert b"".join(field.codec.encode(message.payload.fields[name])) == b"".join(
+            field.codec.encode(payload.fields[name])
+        )
+        assert message.field_bytes[name] == field.codec.nbytes(field.codec.shape(payload.fields[name]))
+    assert describe(data)["payload_bytes"] == message.payload_bytes < len(data)
+
+
+def test_envelope_costs_less_than_two_kilobytes(exchange):
+    down, _, up = one_turn(exchange, start(exchange))
+    for data in (down, up):
+        assert len(data) - describe(data)["payload_bytes"] < 2000
+
+
+def test_no_half_changes_its_inputs(exchange):
+    server = start(exchange)
+    before = copy.deepcopy(server)
+    _, private, up = one_turn(exchange, server)
+    kept, sent = copy.deepcopy(private), bytes(up)
+    ctx = RoundContext(0, "a", True, SECRET)
+    new = exchange.method.aggregate(server, iter([as_upload(exchange, up, ctx), as_upload(exchange, up, ctx)]))
+    one_turn(exchange, new, round_=1, private=private, is_new=False)
+    assert equal(server.tensors, before.tensors)
+    assert server.scalars == before.scalars
+    assert bytes(up) == sent
+    if kept is not None:
+        assert equal(kept.tensors, private.tensors)
+
+
+def test_broadcast_can_be_replayed(exchange):
+    server, ctx = start(exchange), RoundContext(3, "a", False, SECRET)
+    assert exchange.broadcast(server, ctx) == exchange.broadcast(server, ctx)
+
+
+def test_states_keep_names_shapes_and_dtypes_over_rounds(exchange):
+    run = federation(exchange)
+    before = {n: (t.shape, t.dtype) for n, t in run.server.tensors.items()}
+    after = run.run()
+    assert {n: (t.shape, t.dtype) for n, t in after.tensors.items()} == before
+    for view in run.deployed("a").values():
+        assert {n: tuple(t.shape) for n, t in view.items()} == {n: t.shape for n, t in exchange.spec.items()}
+
+
+def test_no_upload_leaves_the_server_as_it_is(exchange):
+    server = start(exchange)
+    after = exchange.method.aggregate(server, iter([]))
+    assert equal(server.tensors, after.tensors)
+
+
+def test_aggregate_holds_one_upload_at_a_time(exchange):
+    """Beside the one that it asks for next: memory does not grow with the number of clients."""
+    server, seen = start(exchange), []
+
+    def uploads():
+        for site in "abcdef":
+            _, _, up = one_turn(exchange, server, site)
+            upload = as_upload(exchange, up, RoundContext(0, site, True, SECRET))
+            seen.append([weakref.ref(value) for value in (upload.payload, *upload.payload.fields.values())])
+            assert sum(any(ref() is not None for ref in refs) for refs in seen) <= 2
+            yield upload
+            del upload
+
+    exchange.method.aggregate(server, uploads())
+    assert len(seen) == 6
+
+
+@settings(max_examples=15, deadline=None)
+@given(counts=st.lists(st.integers(1, 10**6), min_size=1, max_size=6))
+@pytest.mark.parametrize("name", METHODS)
+def test_mean_of_equal_uploads_is_the_upload(name, counts):
+    method = strategies.create(name)
+    exchange = Exchange(method, name, spec_for(method))
+    server = start(exchange)
+    _, _, up = one_turn(exchange, server)
+    message = exchange.receive(up, 0)
+
+    def uploads(numbers):
+        for i, n in enumerate(numbers):
+            yield Upload(message.payload, n, RoundContext(0, f"s{i}", True, SECRET), {})
+
+    once = method.aggregate(server, uploads([1]))
+    many = method.aggregate(server, uploads(counts))
+    assert equal(method.deployed(once)["server"], method.deployed(many)["server"])
+
+
+def test_newcomer_in_a_later_round_takes_part(exchange):
+    run = federation(exchange, rounds=3)
+    run.run()
+    down, _, up = one_turn(exchange, run.server, site="late", round_=3)
+    assert exchange.receive(up, 3).num_examples == 3
+    assert len(down) > 0
+
+
+def test_zero_training_from_zero_state_stays_finite(exchange):
+    zeros = {n: torch.zeros(t.shape) for n, t in exchange.spec.items()}
+    server = exchange.method.init(exchange.spec, zeros, rng.initial(0, "method init"))
+    _, _, up = one_turn(exchange, server)
+    after = exchange.method.aggregate(server, iter([as_upload(exchange, up, RoundContext(0, "a", True, SECRET))]))
+    assert all(torch.isfinite(t).all() for t in after.tensors.values())
+
+
+def test_what_is_private_stays(exchange):
+    """No tensor of the private state leaves the site, but for those that the layout sends from it by name."""
+    _, private, up = one_turn(exchange, start(exchange))
+    if private is None:
+        return
+    sent = exchange.receive(up, 0).payload.fields
+    for name, tensor in private.tensors.items():
+        if name not in sent and tensor.numel() > 4:
+            assert tensor.detach().contiguous().numpy().tobytes() not in up, name
+
+
+def test_the_tap_holds_exactly_what_crossed_the_wire(exchange, tmp_path):
+    """An attack reads the tap and the public layout, nothing else; what it finds there is every byte that was sent."""
+    run = federation(exchange)
+    run.tap = Tap(tmp_path)
+    run.run()
+    seen = list(Tap(tmp_path).messages())
+    for direction, total in (("up", run.upload_bytes), ("down", run.download_bytes)):
+        assert sum(len(run.tap.read(m)) for m in seen if m.direction == direction) == total
+    for message in seen:
+        stamp = Stamp.of(exchange.method, exchange.name, message.round, message.direction)
+        found = unpack(run.tap.read(message), exchange.layout, stamp).payload
+        assert set(found.fields) == set(exchange.layout.fields_of(message.direction, found.variant))
+
+
+def test_undeclared_field_cannot_be_packed(exchange):
+    from fedveil.errors import WireError
+
+    server = start(exchange)
+    payload = exchange.method.broadcast(server, RoundContext(0, "a", True, SECRET))
+    smuggled = Payload({**payload.fields, "patients": torch.zeros(3)}, payload.variant, payload.scalars)
+    with pytest.raises(WireError, match="patients: expected no such field"):
+        pack(exchange.layout, Stamp.of(exchange.method, exchange.name, 0, "down"), smuggled)
+
+
+def test_server_and_client_draw_apart(exchange):
+    server = start(exchange)
+    down = exchange.broadcast(server, RoundContext(0, "a", True, SECRET))
+    ups = set()
+    for secret in (bytes([i]) * 32 for i in range(12)):
+        _, parts = exchange.participate(down, None, ToyLocal(exchange.spec), RoundContext(0, "a", True, secret))
+        ups.add(b"".join(parts))
+    variants = {exchange.receive(up, 0).payload.variant for up in ups}
+    assert variants <= set(exchange.layout.variants("up"))
+
+
+def test_dp_event_is_one(exchange):
+    assert isinstance(exchange.method.dp_event(None), DpEvent)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method_file_is_pure(name):
+    """No Flower, no I/O, no logging, no global randomness in a method file; a final frozen dataclass with a header."""
+    path = Path(strategies.__path__[0]) / f"{name}.py"
+    tree = ast.parse(path.read_text())
+    imported = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    imported |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    allowed = {"__future__", "collections", "dataclasses", "math", "typing", "torch", "jaxtyping", "numpy", "fedveil"}
+    assert imported <= allowed
+    called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    assert not called & {"open", "print", "super", "hasattr"}
+    header = ast.get_docstring(tree) or ""
+    for part in ("The client learns", "The server learns", "Formal guarantees", "Differences from the paper"):
+        assert part in header, f"{name}: the header lacks {part!r}"
+    method = strategies.load(name)
+    assert method.__final__
+    assert method.__dataclass_params__.frozen

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig
+
+from fedveil import rng, tasks
+from fedveil.adapters import prefix_layers
+from fedveil.adapters.prefix import Prefix
+from fedveil.config import parse
+from fedveil.errors import ConfigError
+
+SIZES = {"vocab_size": 19, "num_hidden_layers": 4, "hidden_size": 24, "num_attention_heads": 4}
+CONFIGS = {
+    "gpt2": GPT2Config(
+        **SIZES, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0, n_positions=32, eos_token_id=0, bos_token_id=0
+    ),
+    "llama": LlamaConfig(
+        **SIZES, num_key_value_heads=2, intermediate_size=40, max_position_embeddings=32, eos_token_id=0
+    ),
+}
+IDS = torch.tensor([[5, 3, 11, 2, 7], [9, 1, 4, 8, 6]])
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def kind(request) -> str:
+    return request.param
+
+
+def build(kind: str, seed: int = 3):
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
+
+
+def prefixed(kind: str, length: int = 6, cells: int = 0):
+    model = build(kind)
+    trained = prefix_layers.attach(model, Prefix(length, cells))
+    trained["prefix"].data.normal_(generator=torch.Generator().manual_seed(1))
+    return model, trained
+
+
+def test_layout_is_that_of_past_key_values(kind):
+    """Keys and values that the bare model keeps of 6 tokens are a prefix: the same logits as reading these tokens first."""
+    bare, read = build(kind), torch.tensor([[4, 4, 2, 17, 13, 10]])
+    model, trained = prefixed(kind)
+    with torch.no_grad():
+        cache = bare(read, past_key_values=DynamicCache(), use_cache=True).past_key_values
+        kept = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
+        assert kept.shape == prefix_layers.shape(model, 6) == trained["prefix"].shape
+        trained["prefix"].copy_(kept)
+        wanted = bare(torch.cat([read, IDS[:1]], 1)).logits[:, 6:]
+        torch.testing.assert_close(model(IDS[:1]).logits, wanted, rtol=1e-4, atol=1e-5)
+        padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), IDS[:1]], 1)
+        mask = torch.tensor([[0] * 3 + [1] * 5])
+        found = model(input_ids=padded, attention_mask=mask, use_cache=False).logits[:, 3:]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_is_the_greedy_loop(kind, beams):
+    """Token by token from the whole sequence, without a cache between calls; and left padding changes nothing."""
+    model, _ = prefixed(kind)
+    given = torch.cat([torch.zeros(1, 2, dtype=torch.long), IDS[:1]], 1)
+    mask = torch.tensor([[0] * 2 + [1] * 5])
+    how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        ids = IDS[:1]
+        for _ in range(6):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+        found = model.generate(given, attention_mask=mask, num_beams=beams, **how)[:, 2:]
+        if beams == 1:
+            assert torch.equal(found, ids)
+        else:  # as probable as the greedy text, by the model without a cache
+            score = lambda text: model(text).logits[:, 4:-1].log_softmax(-1).gather(2, text[:, 5:, None]).sum()  # noqa: E731
+            assert score(found) >= score(ids) - 1e-4
+
+
+def test_only_the_prefix_trains_without_cells(kind):
+    model, trained = prefixed(kind)
+    assert set(trained) == {"prefix"}
+    model(IDS, labels=IDS).loss.backward()
+    assert trained["prefix"].grad.ne(0).flatten(1).any(1).all()
+    assert all(p.grad is None for n, p in model.named_parameters() if n != "prefix")
+
+
+def test_layers_share_their_cell(kind):
+    """Layers 0, 2 and 1, 3 are one each: the same parameters, an index of their own; as a bare model with copied layers."""
+    model, trained = prefixed(kind, cells=2)
+    layers = next(m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList))
+    for one, other in ((0, 2), (1, 3)):
+        pairs = list(zip(layers[one].parameters(), layers[other].parameters(), strict=True))
+        assert pairs
+        assert all(a is b for a, b in pairs)
+    assert [
+        m.layer_idx for m in model.modules() if "layer_idx" in vars(m) and type(m).__name__.endswith("Attention")
+    ] == [0, 1, 2, 3]
+    bare = build(kind)
+    theirs = next(m for m in bare.base_model.children() if isinstance(m, torch.nn.ModuleList))
+    for at in (2, 3):
+        theirs[at].load_state_dict(theirs[at - 2].state_dict())
+    torch.testing.assert_close(model.base_model(IDS)[0], bare.base_model(IDS)[0])
+    assert len(trained) == 1 + sum(1 for n, _ in bare.named_parameters() if not any(f".{i}." in n for i in (2, 3)))
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in trained.values())
+
+
+def test_more_cells_than_layers_are_refused(kind):
+    with pytest.raises(ConfigError, match=r"adapter.cells: .* found 5 and 4"):
+        prefix_layers.attach(build(kind), Prefix(3, cells=5))
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(ConfigError, match=r"task.max-tokens: expected at most 92.* found 96"):
+        tasks.load(parse({}), Prefix(100), "cpu").initial(rng.initial(0, "w"))
+    for key in ("train.checkpointing", "train.compile"):
+        with pytest.raises(ConfigError, match="train.checkpointing, train.compile"):
+            tasks.load(parse({key: True}), Prefix(), "cpu")
+    with pytest.raises(ConfigError, match="a prefix goes with"):
+        tasks.load(parse({"task.name": "image-classification"}), Prefix(), "cpu")
+    with pytest.raises(ConfigError, match="train.quantized-base"):
+        tasks.load(parse({"train.quantized-base": "4bit"}), Prefix(cells=1), "cpu")

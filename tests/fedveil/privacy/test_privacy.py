@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import stat
+
+import dp_accounting
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import optimize, stats
+
+from fedveil.contract.budget import Budget, Neighbours, Plan, check_seeded, joint, stated
+from fedveil.errors import BudgetError, ConfigError, StateError
+from fedveil.privacy import accounting, clipping, noise
+from fedveil.privacy.ledger import Ledger
+from fedveil.rng import Stream
+
+ADD, REPLACE = Neighbours.ADD_OR_REMOVE_ONE, Neighbours.REPLACE_ONE
+DELTA = 1e-5
+
+
+def gdp(mu: float, delta: float = DELTA) -> float:
+    """The closed formula: delta(eps) = Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2)."""
+
+    def excess(eps: float) -> float:
+        tail = math.exp(eps + stats.norm.logcdf(-eps / mu - mu / 2))
+        return stats.norm.cdf(-eps / mu + mu / 2) - tail - delta
+
+    return optimize.brentq(excess, 0, 40 * mu + mu**2)
+
+
+# --- accounting
+
+
+@pytest.mark.parametrize("neighbours, moved", [(ADD, 1), (REPLACE, 2)])
+@pytest.mark.parametrize("z, steps", [(3.14159, 7), (21.7, 300), (0.9, 1)])
+def test_gaussian_steps_agree_with_the_closed_formula(z, steps, neighbours, moved):
+    charges = accounting.spent(z, "disjoint", Plan(steps, 1, 5, 5, REPLACE), True)
+    found = accounting.epsilon(charges, DELTA, neighbours)
+    assert found == pytest.approx(gdp(moved * math.sqrt(steps) / z), rel=0.01)
+
+
+@pytest.mark.parametrize("neighbours", [ADD, REPLACE])
+def test_the_analytic_value_is_what_loss_distributions_say(neighbours):
+    accountant = dp_accounting.pld.PLDAccountant(accounting._RELATION[neighbours])
+    accountant.compose(accounting.event({("gaussian", 0, 0, 2.71828): 11}))
+    assert accounting.epsilon({("gaussian", 0, 0, 2.71828): 11}, DELTA, neighbours) == pytest.approx(
+        accountant.get_epsilon(DELTA), rel=0.01
+    )
+
+
+@pytest.mark.parametrize("neighbours", [ADD, REPLACE])
+def test_poisson_agrees_with_dp_accounting(neighbours):
+    plan = Plan(31, 3, 17, 211, neighbours)
+    found = accounting.epsilon(accounting.spent(1.41421, "poisson", plan, False), DELTA, neighbours)
+    relation = dp_accounting.NeighboringRelation[neighbours.name]
+    accountant = dp_accounting.pld.PLDAccountant(relation)
+    for _ in range(3):
+        event = dp_accounting.PoissonSampledDpEvent(17 / 211, dp_accounting.GaussianDpEvent(1.41421))
+        accountant.compose(dp_accounting.SelfComposedDpEvent(event, 31))
+    assert found == pytest.approx(accountant.get_epsilon(DELTA), rel=0.01)
+    if neighbours is ADD:
+        renyi = dp_accounting.rdp.RdpAccountant()
+        renyi.compose(event, 93)
+        assert found < renyi.get_epsilon(DELTA) < 1.4 * found
+
+
+def test_fixed_batches_cost_no_less_than_a_bound_of_their_own():
+    """Renyi of sampling without replacement with the noise over the 2 C that a replacement moves."""
+    plan = Plan(40, 1, 20, 200, REPLACE)
+    found = accounting.epsilon(accounting.spent(6.0, "fixed", plan, True), DELTA, REPLACE)
+    renyi = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+    renyi.compose(dp_accounting.SampledWithoutReplacementDpEvent(200, 20, dp_accounting.GaussianDpEvent(3.0)), 40)
+    assert found == pytest.approx(renyi.get_epsilon(DELTA), rel=1e-6)
+    assert found < gdp(2 * math.sqrt(40) / 6.0)
+
+
+@pytest.mark.parametrize(
+    "plan, across, uses",
+    [
+        ((10, 1, 5, 23), True, 3),  # 4 batches an epoch: rounds 0-3, 4-7, 8-9
+        ((10, 1, 5, 23), False, 10),  # each participation begins an epoch
+        ((10, 4, 5, 23), False, 10),
+        ((10, 9, 5, 23), False, 30),
+    ],
+)
+def test_disjoint_batches_are_charged_once_an_epoch(plan, across, uses):
+    assert accounting.spent(2.0, "disjoint", Plan(*plan, REPLACE), across) == {("gaussian", 0, 0, 2.0): uses}
+
+
+@given(
+    rows=st.integers(0, 5), bound=st.floats(0.01, 10), spike=st.sampled_from([0.0, 1.0, 1e6, 1e30, math.inf, math.nan]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_the_clipped_sum_of_outer_products_is_that_of_the_whole_gradients(rows, bound, spike, seed):
+    """Its twin forms every product; replacing a row, whatever its norm, moves the sum by at most 2 C."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(rows + 1, 4, generator=generator), torch.randn(rows + 1, 3, generator=generator)
+    found = clipping.clipped_outer_sum(left, right, bound)
+    assert torch.allclose(found, clipping.clipped_sum({"": left[:, :, None] * right[:, None]}, bound)[""], atol=1e-4)
+    other = left.clone()
+    other[rows] = -spike * left[rows]
+    moved = float((clipping.clipped_outer_sum(other, right, bound) - found).norm())
+    assert moved <= 2 * bound * (1 + 1e-5)
+    if spike == 1e6 and float(left[rows].norm() * right[rows].norm()) > bound:
+        assert moved == pytest.approx(2 * bound, rel=1e-3)
+
+
+def test_outer_products_of_no_rows_and_bad_bounds():
+    assert torch.equal(clipping.clipped_outer_sum(torch.zeros(0, 4), torch.zeros(0, 3), 1.0), torch.zeros(4, 3))
+    for bound in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="bound"):
+            clipping.clipped_outer_sum(torch.ones(1, 2), torch.ones(1, 2), bound)
+
+
+def test_joint_is_the_composition():
+    both = {("gaussian", 0, 0, 3.0): 1, ("gaussian", 0, 0, 5.0): 1}
+    alone = {("gaussian", 0, 0, joint(3.0, 5.0)): 1}
+    assert accounting.epsilon(both, DELTA, ADD) == pytest.approx(accounting.epsilon(alone, DELTA, ADD), rel=1e-9)
+    assert joint(3.0, 0.0) == 0.0
+
+
+def test_without_noise_epsilon_is_infinite_and_without_charges_zero():
+    charges = accounting.spent(0.0, "poisson", Plan(2, 1, 5, 10, REPLACE), True)
+    assert accounting.epsilon(charges, DELTA, REPLACE) == math.inf
+    assert isinstance(accounting.event(charges).event, dp_accounting.NonPrivateDpEvent)
+    assert accounting.epsilon({}, DELTA, ADD) == 0.0
+
+
+@pytest.mark.parametrize("wished", [0.5, 4.0])
+def test_calibrated_noise_keeps_the_epsilon_and_wastes_little(wished):
+    cost = lambda z: accounting.spent(z, "disjoint", Plan(30, 1, 5, 20, REPLACE), True)  # noqa: E731
+    z = accounting.multiplier_for(cost, wished, DELTA, REPLACE)
+    assert 0.99 * wished < accounting.epsilon(cost(z), DELTA, REPLACE) <= wished
+
+
+@pytest.mark.parametrize(
+    "act, named",
+    [
+        (lambda: Plan(1, 1, 33, 32, ADD), "batch-size: expected at most the site's 32"),
+        (lambda: Plan(0, 1, 3, 32, ADD), "rounds"),
+        (lambda: accounting.epsilon({}, 0.0, ADD), "delta"),
+        (lambda: accounting.multiplier_for(lambda z: {}, 0.0, DELTA, ADD), "epsilon"),
+        (lambda: accounting.multiplier_for(lambda z: {}, -1.0, DELTA, ADD), "epsilon"),
+        (lambda: accounting.spent(1.0, "disjoint", Plan(1, 1, 3, 32, ADD), True), "sampling"),
+        (lambda: check_seeded(Budget(1.0, DELTA, ADD), True), "run.deterministic"),
+        (lambda: check_seeded(Budget(math.inf, DELTA, ADD, 0.1), True), "run.deterministic"),
+    ],
+)
+def test_bad_input_is_refused(act, named):
+    with pytest.raises(ConfigError, match=named):
+        act()
+
+
+def test_an_epsilon_is_stated_with_its_relation():
+    assert stated(1.25, DELTA, REPLACE) == "epsilon 1.25 at delta 1e-05 (replace-one)"
+    assert "infinite" in stated(math.inf, DELTA, ADD)
+
+
+# --- clipping
+
+
+def rows(seed: int, count: int, scale: float = 3.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "u": scale * torch.randn(count, 4, 2, generator=generator),
+        "v": scale * torch.randn(count, 2, 3, generator=generator),
+    }
+
+
+def flat(sums: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.flatten() for t in sums.values()]).double()
+
+
+def test_clipping_by_hand():
+    gradients = {"a": torch.tensor([[3.0, 0.0], [0.3, 0.0]]), "b": torch.tensor([[4.0], [0.4]])}
+    sums = clipping.clipped_sum(gradients, 1.0)  # norms 5 and 0.5
+    assert torch.allclose(sums["a"], torch.tensor([0.6 + 0.3, 0.0]))
+    assert torch.allclose(sums["b"], torch.tensor([0.8 + 0.4]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 9), st.floats(1e-3, 1e3), st.sampled_from([0.0, 1e-20, 1.0, 1e6, 1e30]))
+def test_replacing_one_row_moves_the_sum_by_at_most_two_bounds(seed, count, bound, scale):
+    gradients = rows(seed, count)
+    other = {n: g.clone() for n, g in gradients.items()}
+    drawn = rows(seed + 1, 1, scale)
+    for name in other:
+        other[name][seed % count] = drawn[name][0]
+    moved = (flat(clipping.clipped_sum(gradients, bound)) - flat(clipping.clipped_sum(other, bound))).norm()
+    assert moved <= 2 * bound * (1 + 1e-5) + 1e-6 * count * bound
+    naive = torch.zeros(14, dtype=torch.float64)
+    for i in range(count):
+        g = flat({n: t[i] for n, t in other.items()})
+        naive += g * min(1.0, bound / float(g.norm())) if g.norm() else 0.0
+    assert torch.allclose(flat(clipping.clipped_sum(other, bound)), naive, rtol=1e-4, atol=1e-5 * bound)
+
+
+def test_the_bound_is_reached_and_batch_clipping_breaks_it():
+    """One row of norm 1e6 turns a batch's mean; as a sum that is 2 C B."""
+    small = torch.zeros(8, 3)
+    small[:, 0] = 5.0
+    big = small.clone()
+    big[0, 0] = -1e6
+    by_row = clipping.clipped_sum({"g": small}, 1.0)["g"] - clipping.clipped_sum({"g": big}, 1.0)["g"]
+    assert by_row.norm() == pytest.approx(2.0)
+    by_batch = 8 * (clipping.clipped_mean(small, 8, 1.0) - clipping.clipped_mean(big, 8, 1.0))
+    assert by_batch.norm() == pytest.approx(16.0)
+    assert by_batch.norm() > 2.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_has_no_part(bad):
+    gradients = rows(3, 4)
+    gradients["v"][2, 0, 0] = bad
+    kept = {n: g[[0, 1, 3]] for n, g in gradients.items()}
+    assert torch.allclose(flat(clipping.clipped_sum(gradients, 1.0)), flat(clipping.clipped_sum(kept, 1.0)))
+
+
+def test_no_rows_are_zeros_and_a_bad_bound_is_refused():
+    assert not flat(clipping.clipped_sum(rows(1, 0), 1.0)).any()
+    for bound in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="bound"):
+            clipping.clipped_sum(rows(1, 2), bound)
+
+
+# --- noise
+
+
+def test_noise_is_normal_and_comes_from_its_source():
+    drawn = noise.gaussian((200_001,), 2.5, Stream(bytes(32)).bytes).numpy() / 2.5
+    assert stats.kstest(drawn, "norm").pvalue > 1e-3
+    assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.01
+    again = noise.gaussian((200_001,), 2.5, Stream(bytes(32)).bytes).numpy() / 2.5
+    assert (drawn == again).all()
+
+
+def test_the_ends_of_the_bytes_give_finite_noise():
+    for byte in (b"\x00", b"\xff"):
+        assert torch.isfinite(noise.gaussian((5,), 1.0, lambda n, b=byte: b * n)).all()
+
+
+def test_no_noise_asks_for_no_bytes_and_a_bad_std_is_refused():
+    def source(n: int) -> bytes:
+        raise AssertionError
+
+    assert not noise.gaussian((3,), 0.0, source).any()
+    for std in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="std"):
+            noise.gaussian((3,), std, source)
+    assert noise.added(torch.ones(2, 3), 1.0, Stream(bytes(32)).bytes).dtype == torch.float32
+
+
+# --- the ledger
+
+STEP = ("gaussian", 0, 0, 10.0)
+
+
+def limit(steps: float) -> Budget:
+    """A budget for that many steps, and not one more."""
+    return Budget(gdp(2 * math.sqrt(steps + 0.5) / 10.0), DELTA, REPLACE)
+
+
+def test_the_ledger_stops_before_the_budget_is_passed_and_survives_a_restart(tmp_path):
+    path = tmp_path / "deep" / "site.json"
+    for _ in range(3):
+        Ledger(path).charge(["a", "b"], {STEP: 1}, limit(3))
+    before = path.read_bytes()
+    with pytest.raises(BudgetError, match=r"replace-one.* spent and .* after this turn"):
+        Ledger(path).charge(["b", "c"], {STEP: 1}, limit(3))
+    assert path.read_bytes() == before, "all or none"
+    Ledger(path).charge(["c"], {STEP: 3}, limit(3))
+    found = Ledger(path).epsilon("a", limit(3))
+    assert found == pytest.approx(gdp(2 * math.sqrt(3) / 10.0), rel=1e-6)
+    assert found < limit(3).epsilon
+    assert Ledger(path).epsilon("never", limit(3)) == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_charges_of_other_kinds_compose(tmp_path):
+    ledger = Ledger(tmp_path / "s.json")
+    poisson = ("poisson", 50, 5, 1.5)
+    ledger.charge(["a"], {STEP: 2}, Budget(math.inf, DELTA, REPLACE))
+    ledger.charge(["a"], {poisson: 4}, Budget(math.inf, DELTA, REPLACE))
+    found = ledger.epsilon("a", limit(1))
+    assert found == accounting.epsilon({STEP: 2, poisson: 4}, DELTA, REPLACE)
+    assert found > accounting.epsilon({poisson: 4}, DELTA, REPLACE)
+    with pytest.raises(BudgetError):
+        ledger.charge(["a"], {STEP: 1}, limit(1))
+
+
+def test_an_infinite_charge_fits_no_budget(tmp_path):
+    free = ("gaussian", 0, 0, 0.0)
+    with pytest.raises(BudgetError):
+        Ledger(tmp_path / "s.json").charge(["a"], {free: 1}, Budget(1e9, DELTA, ADD))
+
+
+def test_a_record_named_twice_is_charged_twice(tmp_path):
+    ledger = Ledger(tmp_path / "s.json")
+    with pytest.raises(BudgetError):
+        ledger.charge(["a", "a"], {STEP: 1}, limit(1))
+    ledger.charge(["a", "b"], {STEP: 1}, limit(1))
+
+
+def test_names_depend_on_content_alone_and_on_the_sites_key(tmp_path):
+    first, other = Ledger(tmp_path / "a.json"), Ledger(tmp_path / "b.json")
+    rows = [
+        {"x": [1, 2], "img": {"bytes": b"p"}, "where": "row 1"},
+        {"where": "row 9", "img": {"bytes": b"p"}, "x": [1, 2]},
+    ]
+    names = first.names(rows, ignored="where")
+    assert names[0] == names[1] == Ledger(tmp_path / "a.json").names(rows, "where")[0] != other.names(rows, "where")[0]
+    different = [
+        {"x": [1, 2], "img": {"bytes": b"q"}},
+        {"x": [12], "img": {"bytes": b"p"}},
+        {"x": "[1, 2]", "img": {"bytes": b"p"}},
+    ]
+    assert len({*names, *first.names(different)}) == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", '{"fedveil-ledger": 2, "spent": []}', '{"fedveil-ledger": 1, "spent": [[[[["none",0,0,1],1]],["a"]]]}'],
+)
+def test_a_damaged_ledger_lets_nobody_spend(tmp_path, damage):
+    path = tmp_path / "s.json"
+    Ledger(path).charge(["a"], {STEP: 1}, limit(5))
+    path.write_text(damage)
+    with pytest.raises(StateError, match="privacy ledger"):
+        Ledger(path).charge(["a"], {STEP: 1}, limit(5))
+    assert path.read_text() == damage
+
+
+def test_a_lost_key_is_not_replaced(tmp_path):
+    ledger = Ledger(tmp_path / "s.json")
+    ledger.charge(ledger.names([{"x": 1}]), {STEP: 1}, limit(5))
+    (tmp_path / "s.key").unlink()
+    with pytest.raises(StateError, match="key"):
+        ledger.names([{"x": 1}])
+
+
+def _spend(path) -> None:
+    for _ in range(10):
+        Ledger(path).charge(["a"], {STEP: 1}, Budget(math.inf, DELTA, REPLACE))
+
+
+def test_two_processes_lose_no_charge(tmp_path):
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_spend, args=(tmp_path / "s.json",)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert json.loads((tmp_path / "s.json").read_text())["spent"] == [[[[list(STEP), 20]], ["a"]]]

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+import torch
+
+from fedveil.client_app.site.private import PrivateStore
+from fedveil.contract.method import State
+from fedveil.errors import ConfigError, StateError
+from fedveil.records.state import digest, load_state, save_state, write_atomic
+
+STATE = State(
+    {"w": torch.arange(6.0).reshape(2, 3), "h": torch.ones(2, dtype=torch.bfloat16)}, {"round": 3, "who": ["a"]}
+)
+
+
+def test_round_trip_keeps_dtypes_and_scalars(tmp_path):
+    save_state(STATE, tmp_path / "deep" / "s.safetensors")
+    loaded = load_state(tmp_path / "deep" / "s.safetensors")
+    assert digest(loaded.tensors) == digest(STATE.tensors)
+    assert loaded.scalars == STATE.scalars
+    assert stat.S_IMODE(os.stat(tmp_path / "deep" / "s.safetensors").st_mode) == 0o600
+
+
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "s"
+    write_atomic(path, b"old")
+
+    def crash(fd):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(path, b"new and longer")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[: len(d) // 2], lambda d: b"", lambda d: b"\xff" * 40])
+def test_a_damaged_file_is_refused(tmp_path, damage):
+    path = tmp_path / "s"
+    save_state(STATE, path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(StateError, match="expected a state file"):
+        load_state(path)
+
+
+def test_digest_sees_every_difference():
+    other = [
+        {"w": torch.zeros(2, 2)},
+        {"w": torch.zeros(4)},
+        {"v": torch.zeros(2, 2)},
+        {"w": torch.zeros(2, 2, dtype=torch.int32)},
+        {"w": torch.tensor([[0.0, 0.0], [0.0, -0.0]])},
+        {},
+    ]
+    assert len({digest(w) for w in other}) == len(other)
+    assert digest({"a": torch.ones(1), "b": torch.zeros(1)}) == digest({"b": torch.zeros(1), "a": torch.ones(1)})
+
+
+def test_private_store_belongs_to_one_run_and_site(tmp_path):
+    first, other = PrivateStore.of(tmp_path, "run-1", "a"), PrivateStore.of(tmp_path, "run-1", "b")
+    assert first.load() is None
+    first.prepare(STATE)
+    first.commit()
+    first.prepare(None)
+    first.commit()
+    assert digest(PrivateStore.of(tmp_path, "run-1", "a").load().tensors) == digest(STATE.tensors)
+    assert other.load() is None
+    assert PrivateStore.of(tmp_path, "run-2", "a").load() is None
+
+
+def test_client_secret_is_kept_unless_deterministic(tmp_path):
+    store, other = PrivateStore.of(tmp_path, "r", "a"), PrivateStore.of(tmp_path, "r", "b")
+    assert store.secret(0, "a", False) == store.secret(0, "a", False) != other.secret(0, "b", False)
+    assert store.secret(0, "a", True) == other.secret(0, "a", True) != store.secret(0, "a", False)
+    (store.folder / "secret").write_bytes(b"short")
+    with pytest.raises(StateError, match="expected 32 bytes, found 5"):
+        store.secret(0, "a", False)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "x" * 65, "a b"])
+def test_names_that_are_no_file_names_are_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="run.name: expected at most 64"):
+        PrivateStore.of(tmp_path, name, "a")
+    with pytest.raises(ConfigError, match="site: expected at most 64"):
+        PrivateStore.of(tmp_path, "a", name)

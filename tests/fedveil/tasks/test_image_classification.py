@@ -1,0 +1,398 @@
+"""Image classification on small ViTs: the loss against transformers' own, starts, data in two forms, bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Image
+
+from fedveil import config as run_config
+from fedveil import rng
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.adapters.hadamard import HadamardLora
+from fedveil.adapters.lora import Lora
+from fedveil.contract.task import Share
+from fedveil.errors import ConfigError, TaskError
+from fedveil.models import library, tiny
+from fedveil.tasks import image_classification, load
+from fedveil.tasks.image_classification import ImageClassification
+
+NAMES = ["bird", "cat", "dog"]
+
+
+def picture(seed: int, size: tuple[int, int] = (32, 32)) -> bytes:
+    """Noise whose brightness says the class, seed modulo 3."""
+    from PIL import Image as Pil
+
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 80, (*size, 3), generator=generator) + 80 * (seed % 3)
+    out = io.BytesIO()
+    Pil.fromarray(pixels.to(torch.uint8).numpy()).save(out, "PNG")
+    return out.getvalue()
+
+
+def make(adapter=AllWeights(), **keys: object) -> ImageClassification:
+    flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
+    base = {"task.name": "image-classification", "task.target-column": "label", "task.label-column": "label"}
+    task = load(
+        run_config.parse(base | {"task.classes": 3, "task.from-scratch": True, "train.batch-size": 4} | flat),
+        adapter,
+        "cpu",
+    )
+    assert isinstance(task, ImageClassification)
+    return task
+
+
+def stream(purpose: str = "weights", seed: int = 0) -> rng.Stream:
+    return rng.initial(seed, purpose)
+
+
+def save(folder: Path, rows: list[dict], split: str = "train") -> Path:
+    folder.mkdir(exist_ok=True)
+    features = Features({"image": Image(), "label": ClassLabel(names=NAMES)})
+    Dataset.from_list(rows, features=features).to_parquet(str(folder / f"{split}.parquet"))
+    return folder
+
+
+def vit(folder: Path, weights: bool = True, preprocessor: bool = False, **keys: object) -> Path:
+    """A small ViT in a folder; made with another size than the bundled one."""
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+
+    config = ViTConfig(
+        **{"image_size": 24, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+           "intermediate_size": 32, "initializer_range": 0.5, "num_labels": 3} | keys
+    )  # fmt: skip
+    with library.quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(31415)
+        ViTForImageClassification(config).save_pretrained(folder) if weights else config.save_pretrained(folder)
+        if preprocessor:
+            size = {"height": 24, "width": 24}
+            ViTImageProcessorPil(size=size, image_mean=[0.3, 0.4, 0.5], image_std=[0.2, 0.3, 0.4]).save_pretrained(
+                folder
+            )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task() -> ImageClassification:
+    return make()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Twelve images of three classes."""
+    rows = [{"image": {"bytes": picture(i), "path": None}, "label": i % 3} for i in range(12)]
+    return save(tmp_path_factory.mktemp("data") / "images", rows)
+
+
+@pytest.fixture(scope="module")
+def rows(task, data):
+    return task.prepare(task.examples(data, "train"))
+
+
+def randomised(task: ImageClassification) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(577215)
+    return {n: 0.2 * torch.randn(s.shape, generator=generator) for n, s in task.spec.items()}
+
+
+@pytest.mark.parametrize("preprocessor", [False, True])
+def test_loss_equals_that_of_the_original_model(tmp_path, preprocessor):
+    """transformers' own model, image processor and loss; without a processor the bilinear resize is Pillow's."""
+    import numpy as np
+    from PIL import Image as Pil
+    from transformers import ViTForImageClassification, ViTImageProcessorPil
+
+    folder = vit(tmp_path / "vit", preprocessor=preprocessor)
+    task = make(task__model=str(folder), task__classes=7)  # the model's own number counts
+    assert task.classes == 3
+    encoded = [picture(i, (40 + i, 60)) for i in range(5)]
+    opened = [Pil.open(io.BytesIO(image)).convert("RGB") for image in encoded]
+    with library.quiet():
+        plain = ViTForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        if preprocessor:
+            pixels = ViTImageProcessorPil.from_pretrained(folder)(images=opened, return_tensors="pt")["pixel_values"]
+        else:
+            small = [np.array(image.resize((24, 24), Pil.Resampling.BILINEAR)) for image in opened]
+            pixels = (torch.tensor(np.stack(small)).permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
+    labels = torch.tensor([0, 1, 2, 0, 1])
+    prepared = task.prepare([{"image": i, "label": int(c)} for i, c in zip(encoded, labels, strict=True)])
+    ours = task.collate(prepared)
+    assert ours.inputs.dtype == torch.float32
+    atol = 1e-6 if preprocessor else 1.01 / 127.5  # Pillow rounds to 256 values, twice
+    assert torch.allclose(ours.inputs, pixels, atol=atol)
+    theirs = float(plain(pixel_values=ours.inputs, labels=labels).loss.detach())
+    task.put(task.initial(stream()))
+    mine = task.mean_loss(prepared)
+    assert mine == pytest.approx(theirs, rel=1e-5)
+    other = float(plain(pixel_values=ours.inputs.flip(0), labels=labels).loss.detach())
+    assert mine != pytest.approx(other, rel=1e-2)
+
+
+def test_an_image_of_the_models_size_is_not_resampled(task):
+    import numpy as np
+    from PIL import Image as Pil
+
+    (row,) = task.prepare([{"image": picture(5), "label": 0}])
+    values = torch.tensor(np.array(Pil.open(io.BytesIO(picture(5))))).permute(2, 0, 1)
+    assert torch.allclose(row.pixels(), values / 127.5 - 1, atol=1e-6)
+
+
+def test_grey_images_and_models_of_one_channel(tmp_path):
+    task = make(task__model=str(vit(tmp_path / "grey", weights=False, num_channels=1)))
+    (row,) = task.prepare([{"image": picture(2), "label": 0}])
+    assert row.pixels().shape == (1, 24, 24)
+    other = make(task__model=str(vit(tmp_path / "four", weights=False, num_channels=4)))
+    with pytest.raises(TaskError, match="expected a model of pixels in 1 or 3 channels, found ViTFor.* with 4 in"):
+        other.prepare([{"image": picture(2), "label": 0}])
+
+
+def test_the_company_in_a_batch_changes_nothing(task, rows):
+    task.put(randomised(task))
+    together = task.mean_loss(rows[:5])
+    assert together == pytest.approx(sum(task.mean_loss([row]) for row in rows[:5]) / 5, rel=1e-5)
+    batch = task.collate(rows[:5])
+    assert (batch.terms, batch.tokens, batch.inputs.shape) == (5, 0, (5, 3, 32, 32))
+    assert float(task.loss_sum(batch).detach()) == pytest.approx(5 * together, rel=1e-5)
+
+
+@pytest.mark.parametrize("keys", [{}, {"train__bucketing": True, "train__accumulate": 2, "train__checkpointing": True}])
+def test_training_learns_the_images(data, keys):
+    task = make(train__epochs=20, train__learning_rate=2e-3, **keys)
+    examples = task.examples(data, "train")
+    start = task.initial(stream())
+    trained = task.local(task.prepare(examples), stream("batches")).train(start)
+    before, after = task.evaluate(start, examples, True), task.evaluate(trained.weights, examples, True)
+    assert set(after) == {"loss", "accuracy"}
+    assert after["loss"] < before["loss"] / 3
+    assert after["accuracy"] == 1.0 > before["accuracy"]
+    assert trained.report["tokens"] == 0
+    assert trained.report["steps"] == 20 * (2 if keys else 3)
+    assert trained.report["loss_received"] == pytest.approx(before["loss"], rel=1e-5)
+
+
+def test_scores_by_hand(task, data):
+    """A classifier with zero weights says the class of the largest bias, whatever it sees."""
+    bias = torch.tensor([0.3, 1.7, -0.4])
+    weights = {n: torch.zeros(s.shape) for n, s in task.spec.items()} | {"classifier.bias": bias}
+    examples = [*task.examples(data, "train"), {"image": picture(1), "label": 1}]  # 4, 5 and 4 of the classes
+    scores = task.evaluate(weights, examples, generate=False)
+    logs = torch.log_softmax(bias, 0)
+    assert scores["accuracy"] == pytest.approx(5 / 13)
+    assert scores["loss"] == pytest.approx(float(-(4 * logs[0] + 5 * logs[1] + 4 * logs[2]) / 13), rel=1e-5)
+
+
+def test_scored_examples_are_spread_over_the_split():
+    """The first three of nine sorted examples would be of one class."""
+    task = make(evaluate__max_examples=3)
+    weights = {n: torch.zeros(s.shape) for n, s in task.spec.items()} | {
+        "classifier.bias": torch.tensor([2.0, 0.0, 0.0])
+    }
+    examples = [{"image": picture(0), "label": i // 3} for i in range(9)]
+    assert task.evaluate(weights, examples, False)["accuracy"] == pytest.approx(1 / 3)
+    with pytest.raises(TaskError, match="expected at least one row to score"):
+        task.evaluate(weights, [], False)
+
+
+def test_tasks_of_one_seed_start_alike(tmp_path):
+    one, two = (make().initial(stream()) for _ in range(2))
+    assert list(one) == list(make().spec)
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    other = make().initial(stream(seed=1))
+    assert not torch.equal(one["classifier.weight"], other["classifier.weight"])
+    assert one["vit.layers.0.mlp.fc1.weight"].std() > 0.01
+    task = make()
+    first = task.initial(stream())
+    task.put(randomised(task))
+    first["classifier.bias"] += 1
+    again = task.initial(stream())
+    assert all(torch.equal(one[n], again[n]) for n in one)  # neither what was put in nor what was given out counts
+
+
+def test_a_draw_leaves_the_global_generator_alone():
+    before = torch.random.get_rng_state()
+    task = make()
+    task.initial(stream())
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_folder_without_weights_starts_from_scratch(tmp_path):
+    folder = vit(tmp_path / "vit", weights=False, num_labels=9)
+    task = make(task__model=str(folder), task__classes=5)
+    assert task.classes == 5
+    assert task.spec["classifier.weight"].shape == (5, 16)
+    one, two = (
+        task.initial(stream()),
+        make(task__model=str(folder), task__classes=5).initial(stream()),
+    )
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    assert not torch.equal(one["classifier.weight"], task.initial(stream(seed=1))["classifier.weight"])
+
+
+def test_a_folder_with_weights_starts_from_those(tmp_path):
+    task = make(task__model=str(vit(tmp_path / "vit")))
+    one, two = task.initial(stream()), task.initial(stream(seed=1))
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    (tmp_path / "vit" / "model.safetensors").rename(tmp_path / "vit" / "gone")
+    with pytest.raises(TaskError, match=r"task\.model: expected weights .* task\.from-scratch"):
+        make(task__model=str(tmp_path / "vit"), task__from_scratch=False).initial(stream())
+    other = make(task__model=str(tmp_path / "vit")).initial(stream())
+    assert not torch.equal(one["classifier.weight"], other["classifier.weight"])
+
+
+@pytest.mark.parametrize("adapter", [Lora(rank=2), HadamardLora(rank=2)], ids=["lora", "hadamard"])
+def test_an_adapter_on_a_base_that_every_site_has(adapter, data):
+    task = make(adapter, train__epochs=2)
+    assert "vit.layers.2.mlp.fc2.lora_B" in task.spec
+    assert "classifier.lora_A" in task.spec  # else classes that nobody trained could not be learned
+    assert not any("projection" in name for name in task.spec)
+    frozen = {n: p for n, p in task.base.model.named_parameters() if not p.requires_grad}
+    same = dict(make(adapter).base.model.named_parameters())
+    other = dict(make(adapter, run__seed=1).base.model.named_parameters())
+    assert all(torch.equal(p, same[n]) for n, p in frozen.items())
+    assert not all(torch.equal(p, other[n]) for n, p in frozen.items())
+    start = task.initial(stream())
+    examples = task.examples(data, "train")
+    trained = task.local(task.prepare(examples), stream("batches")).train(start)
+    assert task.evaluate(trained.weights, examples, False)["loss"] < task.evaluate(start, examples, False)["loss"]
+    assert all(torch.equal(p, same[n]) for n, p in frozen.items())
+
+
+def test_predictions_are_the_rows_own(task, rows):
+    weights = randomised(task)
+    found = list(task.predict(weights, rows, generate=True))
+    assert len(found) == len(rows)
+    for row, each in zip(rows, found, strict=True):
+        assert set(each.logits) == {"target"}
+        assert each.logits["target"].shape == (1, 3)
+        assert each.wanted.tolist() == [row.label]
+        loss = torch.nn.functional.cross_entropy(each.logits["target"], each.wanted)
+        assert float(loss) == pytest.approx(task.mean_loss([row]), rel=1e-4)
+
+
+def test_images_beyond_the_memory_bound_are_decoded_again(task, data, rows, monkeypatch):
+    monkeypatch.setattr(image_classification, "_KEPT_BYTES", rows[0].pixels().nbytes * 2)
+    bounded = task.prepare(task.examples(data, "train"))
+    assert bounded[1].pixels() is bounded[1].pixels()  # kept
+    assert bounded[2].pixels() is not bounded[2].pixels()
+    assert all(torch.equal(a.pixels(), b.pixels()) for a, b in zip(rows, bounded, strict=True))
+
+
+def image_folder(folder: Path, numbers: range = range(12)) -> Path:
+    for name in NAMES:
+        (folder / "train" / name).mkdir(parents=True)
+    for i in numbers:
+        (folder / "train" / NAMES[i % 3] / f"{i:02d}.png").write_bytes(picture(i))
+    (folder / "train" / "cat" / "notes.txt").write_text("no image")
+    return folder
+
+
+def test_an_image_folder_and_a_file_read_alike(tmp_path, task, rows):
+    folder = image_folder(tmp_path / "folder")
+    found = task.examples(folder, "train")
+    assert [e["fedveil row"] for e in found[:2]] == [str(folder / "train" / "bird" / f"{n}.png") for n in ("00", "03")]
+    prepared = task.prepare(found)
+    expected = sorted(range(12), key=lambda i: (i % 3, i))
+    assert [row.label for row in prepared] == [rows[i].label for i in expected] == [0] * 4 + [1] * 4 + [2] * 4
+    assert all(torch.equal(row.pixels(), rows[i].pixels()) for row, i in zip(prepared, expected, strict=True))
+    text = tmp_path / "train.jsonl"
+    text.write_text(
+        "".join(
+            json.dumps({"image": f"folder/train/{NAMES[i % 3]}/{i:02d}.png", "label": NAMES[i % 3]}) + "\n"
+            for i in range(12)
+        )
+    )
+    for row, same in zip(task.prepare(task.examples(tmp_path, "train")), rows, strict=True):
+        assert row.label == same.label
+        assert torch.equal(row.pixels(), same.pixels())
+
+
+def test_a_class_without_images_keeps_its_number(tmp_path, task):
+    folder = image_folder(tmp_path / "folder", range(2, 12, 3))  # dogs only
+    assert {row.label for row in task.prepare(task.examples(folder, "train"))} == {2}
+    (folder / "train" / "bird").rmdir()
+    with pytest.raises(TaskError, match=r"expected 3 class names in .*train\", as many .* found 2 \(cat, dog\); set"):
+        task.prepare(task.examples(folder, "train"))
+
+
+def test_names_of_the_model_decide_where_it_has_them(tmp_path):
+    names = {0: "dog", 1: "fish", 2: "bird", 3: "cat"}
+    task = make(
+        task__model=str(vit(tmp_path / "vit", num_labels=4, id2label=names, label2id={n: i for i, n in names.items()}))
+    )
+    prepared = task.prepare(task.examples(image_folder(tmp_path / "folder"), "train"))
+    assert [row.label for row in prepared] == [2] * 4 + [3] * 4 + [0] * 4
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_shares_cut_by_label(tmp_path, form, data):
+    folder = data if form == "file" else image_folder(tmp_path / "folder")
+    task = make(task__partition="pathological", task__classes_per_site=1)
+    parts = [task.prepare(task.examples(folder, "train", Share(i, 3))) for i in range(3)]
+    assert [{row.label for row in part} for part in parts] == [{0}, {1}, {2}]
+    assert [len(part) for part in parts] == [4, 4, 4]
+    few = make(task__max_examples=5)
+    assert len(few.examples(folder, "train")) == 5
+
+
+def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
+    whole = {"image": {"bytes": picture(0), "path": None}, "label": 0}
+    cases = {
+        "image": ({"image": {"bytes": b"no image", "path": None}, "label": 1}, "expected an image that decodes, found that row 2 of .*train.parquet"),
+        "cut": ({"image": {"bytes": picture(1)[:200], "path": None}, "label": 1}, "expected an image that decodes, found that row 2 of"),
+        "none": ({"image": None, "label": 1}, r'expected an image in column "image".* row 2 of .*train.parquet'),
+        "unlabelled": ({"image": whole["image"], "label": -1}, r'expected a class from 0 to 2 in column "label", found -1 in row 2 of .*train.parquet'),
+        "absent": ({"image": whole["image"], "label": None}, "expected a class from 0 to 2 .* found None in row 2 of"),
+    }  # fmt: skip
+    for name, (bad, said) in cases.items():
+        folder = save(tmp_path / name, [whole, bad])
+        with pytest.raises(TaskError, match=said) as error:
+            task.prepare(task.examples(folder, "train"))
+        assert "\n" not in str(error.value)
+    for value in (3, True, 1.0):
+        with pytest.raises(TaskError, match=f"expected a class from 0 to 2 .* found {value} in row 8 of f"):
+            task.prepare([{"image": picture(0), "label": value, "fedveil row": "row 8 of f"}])
+    folder = image_folder(tmp_path / "folder")
+    (folder / "train" / "dog" / "05.png").write_bytes(b"no image")
+    with pytest.raises(TaskError, match="expected an image that decodes, found that .*train/dog/05.png does not"):
+        task.prepare(task.examples(folder, "train"))
+
+
+def test_missing_data_is_named(tmp_path, task, data):
+    with pytest.raises(TaskError, match="expected test.jsonl or test.parquet"):
+        task.examples(data, "test")
+    with pytest.raises(TaskError, match='expected column "species" in'):
+        make(task__target_column="species").examples(data, "train")
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    with pytest.raises(TaskError, match=r"expected images at <class>/<name>.png or .jpg in .* found none in cat; add"):
+        task.examples(tmp_path, "train")
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path):
+    from transformers import ResNetConfig, ViTConfig, ViTModel
+
+    with pytest.raises(TaskError, match="expected an image classification model, found that .* does not load"):
+        make(task__model=str(tiny.folder("text-generation"))).base  # noqa: B018
+    with library.quiet():
+        ViTModel(
+            ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+        ).save_pretrained(tmp_path / "headless")
+        ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]).save_pretrained(tmp_path / "resnet")
+    with pytest.raises(
+        TaskError, match="expected all weights of the model, found that .* lacks classifier.bias, classif"
+    ):
+        make(task__model=str(tmp_path / "headless")).base  # noqa: B018
+    with pytest.raises(
+        TaskError, match="expected a model without batch normalisation to start from scratch, found ResNet"
+    ):
+        make(task__model=str(tmp_path / "resnet")).base  # noqa: B018
+    with pytest.raises(TaskError, match="expected a folder with a model, found none at"):
+        make(task__model=str(tmp_path / "nowhere"))
+
+
+def test_a_quantised_base_without_weights_is_refused():
+    with pytest.raises(ConfigError, match='train.quantized-base: expected "none" with a model without weights'):
+        make(Lora(rank=2), train__quantized_base="8bit").base  # noqa: B018

@@ -1,0 +1,451 @@
+"""Text generation on the bundled base and on a Llama made here: the loss, the adapter and the training by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedveil import config as run_config
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.adapters.lora import Lora
+from fedveil.contract.method import REPORT_FIELDS
+from fedveil.contract.task import Share
+from fedveil.errors import ConfigError, TaskError
+from fedveil.models import attach, library, loading
+from fedveil.rng import Stream
+from fedveil.rows.reading import WHERE
+from fedveil.tasks import load
+from fedveil.tasks.text_generation import SEPARATOR, TextGeneration
+
+ROOT = Path(__file__).parents[3]
+DATA = ROOT / "data" / "e2e"
+KEY = bytes(range(32))
+
+
+def make(adapter: Lora | AllWeights = Lora(rank=3, alpha=6.0), **keys: object) -> TextGeneration:
+    flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
+    task = load(run_config.parse(flat), adapter, "cpu")
+    assert isinstance(task, TextGeneration)
+    return task
+
+
+@pytest.fixture(scope="module")
+def task() -> TextGeneration:
+    return make(train__batch_size=4, train__max_steps=3, train__learning_rate=2e-3, evaluate__max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def rows(task) -> list[dict[str, str]]:
+    return list(task.examples(DATA, "train"))[:24]
+
+
+def randomised(task: TextGeneration) -> dict[str, torch.Tensor]:
+    """Weights with no zero factor, so that a factor left out shows."""
+    generator = torch.Generator().manual_seed(577215)
+    return {n: 0.1 * torch.randn(s.shape, generator=generator) for n, s in task.spec.items()}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    """A Llama of two layers whose tokenizer puts a begin token, saved as a user would."""
+    from tokenizers import processors
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = make().base.tokenizer
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.random.fork_rng(), library.quiet():
+        torch.manual_seed(1)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_spec_names_both_factors_of_every_linear_layer(task):
+    block = {"attn.c_attn": (160, 480), "attn.c_proj": (160, 160), "mlp.c_fc": (160, 640), "mlp.c_proj": (640, 160)}
+    expected = {}
+    for layer in range(4):
+        for module, (d_in, d_out) in block.items():
+            expected[f"transformer.h.{layer}.{module}.lora_A"] = (3, d_in)
+            expected[f"transformer.h.{layer}.{module}.lora_B"] = (d_out, 3)
+    assert {name: spec.shape for name, spec in task.spec.items()} == expected
+    assert {spec.dtype for spec in task.spec.values()} == {torch.float32}
+
+
+def test_targets_choose_layers_by_regular_expression():
+    assert {n.split(".")[2] for n in make(Lora(targets=r".*\.h\.[13]\.attn\.c_attn")).spec} == {"1", "3"}
+    with pytest.raises(ConfigError, match=r'adapter.targets: expected .* found "nothing"'):
+        _ = make(Lora(targets="nothing")).spec
+
+
+def test_initial_factors_start_the_model_at_its_base(task):
+    weights = task.initial(Stream(KEY))
+    for name, w in weights.items():
+        if name.endswith(".lora_B"):
+            assert not w.any()
+        else:
+            bound = 1 / math.sqrt(w.shape[1])
+            assert 0.9 * bound < float(w.abs().max()) <= bound
+    again = task.initial(Stream(KEY))
+    other = task.initial(Stream(bytes(32)))
+    name = "transformer.h.0.mlp.c_fc.lora_A"
+    assert torch.equal(weights[name], again[name])
+    assert not torch.equal(weights[name], other[name])
+    assert list(weights) == list(task.spec)
+
+
+def test_lora_is_the_base_plus_scale_b_a(task, rows):
+    """Against a plain GPT-2 whose matrices were changed by hand: W (stored d_in x d_out) += scale (B A)^T."""
+    from transformers import GPT2LMHeadModel
+
+    weights = randomised(task)
+    with library.quiet():
+        plain = GPT2LMHeadModel.from_pretrained(loading.find("tiny")[0], dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, w in weights.items():
+            if name.endswith(".lora_A"):
+                module = name.removesuffix(".lora_A")
+                plain.get_submodule(module).weight += 2.0 * (weights[f"{module}.lora_B"] @ w).T
+    attach.put(weights, task.base.trained)
+    ids = torch.tensor([task.base.tokenizer.encode(rows[0]["ref"])])
+    with torch.no_grad():
+        difference = task.base.model(input_ids=ids).logits - plain(input_ids=ids).logits
+    assert float(difference.abs().max()) < 2e-4
+
+
+def plain_loss(task: TextGeneration, source: str, target: str) -> tuple[float, int]:
+    """The library's own loss of one row, by its own labels: (mean, target tokens)."""
+    tokenizer = task.base.tokenizer
+    prompt = tokenizer.encode(source + SEPARATOR, add_special_tokens=False)
+    answer = [*tokenizer.encode(target, add_special_tokens=False), tokenizer.eos_token_id]
+    ids, labels = torch.tensor([prompt + answer]), torch.tensor([[-100] * len(prompt) + answer])
+    with torch.no_grad():
+        logits = task.base.model(input_ids=ids).logits
+    loss = task.base.model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
+    return float(loss), len(answer)
+
+
+def test_the_loss_is_the_librarys_mean_over_target_tokens(task, rows):
+    weights = randomised(task)
+    got = task.evaluate(weights, rows[:9], generate=False)
+    each = [plain_loss(task, row["mr"], row["ref"]) for row in rows[:9]]
+    assert set(got) == {"loss"}
+    assert got["loss"] == pytest.approx(sum(mean * n for mean, n in each) / sum(n for _, n in each), rel=1e-5)
+
+
+def test_training_steps_as_a_plain_loop_does(task, rows):
+    """The naive twin: the same batches one row at a time, AdamW of torch."""
+    start = task.initial(Stream(KEY))
+    kept = {name: w.clone() for name, w in start.items()}
+    local = task.local(task.prepare(rows), Stream(KEY))
+    result = local.train(start)
+    assert all(torch.equal(start[name], kept[name]) for name in kept)
+    assert set(result.report) == REPORT_FIELDS
+    assert (result.report["steps"], local.num_examples) == (3, 24)
+
+    order = torch.randperm(24, generator=Stream(KEY).torch_generator()).tolist()
+    attach.put(start, task.base.trained)
+    optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=2e-3, weight_decay=1e-6)
+    losses, tokens = [], 0
+    for i in (0, 4, 8):
+        encoded = [task._encode(rows[j]["mr"], rows[j]["ref"]) for j in order[i : i + 4]]
+        sums = []
+        for row in encoded:
+            logits = task.base.model(input_ids=torch.tensor([row.ids])).logits[0, row.start - 1 : -1]
+            sums.append(torch.nn.functional.cross_entropy(logits, torch.tensor(row.ids[row.start :]), reduction="sum"))
+        loss = sum(sums) / sum(len(row.ids) - row.start for row in encoded)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+        tokens += sum(len(row.ids) for row in encoded)
+    optimiser.zero_grad()
+    assert result.report["loss_trained"] == pytest.approx(sum(losses) / 3, rel=1e-4)
+    assert result.report["tokens"] == tokens
+    name = "transformer.h.3.mlp.c_proj.lora_B"  # its first gradients are no rounding noise
+    assert torch.allclose(result.weights[name], task.base.trained[name], atol=2e-4)
+    assert float(result.weights[name].abs().max()) > 2e-3
+    assert result.report["loss_received"] == pytest.approx(task.evaluate(start, rows, False)["loss"], rel=1e-5)
+
+
+def test_every_row_comes_once_an_epoch_and_max_steps_caps(rows):
+    task = make(train__batch_size=5, train__epochs=2, train__max_steps=7)
+    numbered = [{"mr": str(i), "ref": str(i)} for i in range(13)]
+    batches = list(task.local(task.prepare(numbered), Stream(KEY))._batches())
+    assert [len(b) for b in batches] == [5, 5, 3, 5, 5, 3]
+    first = [tuple(row.ids) for batch in batches[:3] for row in batch]
+    second = [tuple(row.ids) for batch in batches[3:] for row in batch]
+    assert sorted(first) == sorted(second)
+    assert len(set(first)) == 13
+    assert first != second
+    capped = make(train__batch_size=5, train__epochs=2, train__max_steps=4)
+    assert len(list(capped.local(task.prepare(numbered), Stream(KEY))._batches())) == 4
+
+
+@pytest.mark.parametrize("adapter", [Lora(), AllWeights()])
+def test_no_step_returns_the_weights_bit_for_bit(adapter, rows):
+    task = make(adapter, train__epochs=0)
+    weights = {n: w + 0.125 for n, w in task.initial(Stream(KEY)).items()}
+    result = task.local(task.prepare(rows), Stream(KEY)).train(weights)
+    assert all(torch.equal(result.weights[n], weights[n]) for n in task.spec)
+    assert all(result.weights[n].data_ptr() != weights[n].data_ptr() for n in task.spec)
+    assert result.report["steps"] == 0
+    assert result.report["loss_trained"] == result.report["loss_received"]
+
+
+def test_all_weights_train_and_the_base_values_survive(rows):
+    task = make(AllWeights(), train__batch_size=8, train__learning_rate=1e-3)
+    base = task.initial(Stream(KEY))
+    assert "transformer.wte.weight" in base
+    assert "lm_head.weight" not in base  # tied
+    result = task.local(task.prepare(rows), Stream(KEY)).train(base)
+    assert all(not torch.equal(result.weights[n], base[n]) for n in base)
+    assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(base, rows, False)["loss"]
+    again = task.initial(Stream(bytes(32)))
+    assert all(torch.equal(again[n], base[n]) for n in base)
+
+
+def test_a_few_steps_teach_the_mapping():
+    task = make(
+        Lora(), train__max_steps=25, train__learning_rate=3e-3, evaluate__max_examples=8, evaluate__max_new_tokens=32
+    )
+    start = task.initial(Stream(KEY))
+    test = task.examples(DATA, "test")
+    trained = task.local(task.prepare(task.examples(DATA, "train")), Stream(KEY)).train(start)
+    before, after = task.evaluate(start, test, True), task.evaluate(trained.weights, test, True)
+    assert set(after) == {"loss", "bleu", "rouge_l", "nist", "meteor", "cider"}
+    assert after["loss"] < before["loss"] - 0.15
+    assert after["bleu"] > 1.5 * before["bleu"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("transformer.h.2.mlp.c_fc.lora_B"), "expected transformer.h.2.mlp.c_fc.lora_B, found no such"),
+        (lambda w: w.update(extra=torch.zeros(1)), "found extra"),
+        (
+            lambda w: w.update({"transformer.h.0.attn.c_attn.lora_A": torch.zeros(2, 160)}),
+            r"lora_A of shape \(3, 160\), found \(2, 160\)",
+        ),
+    ],
+)
+def test_weights_are_taken_strictly(task, rows, change, message):
+    weights = dict(task.initial(Stream(KEY)))
+    change(weights)
+    for use in (task.local(task.prepare(rows), Stream(KEY)).train, lambda w: task.evaluate(w, rows, False)):
+        with pytest.raises(TaskError, match=message):
+            use(weights)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(max_size=40), st.text(max_size=40), st.integers(8, 40))
+def test_a_row_fits_and_its_source_gives_way_first(source, target, limit):
+    task = _unlimited()
+    task.config = run_config.parse({"task.max-tokens": limit})
+    tokenizer = task.base.tokenizer
+    row = task._encode(source, target)
+    answer = [*tokenizer.encode(target, add_special_tokens=False), tokenizer.eos_token_id]
+    whole = tokenizer.encode(source, add_special_tokens=False)
+    separator = tokenizer.encode(SEPARATOR, add_special_tokens=False)
+    kept = min(len(answer), limit - 1)
+    assert len(row.ids) <= limit
+    assert row.ids[row.start :] == answer[:kept]
+    assert row.ids[: row.start] == whole[: limit - 1 - kept] + separator
+
+
+_CACHE: list[TextGeneration] = []
+
+
+def _unlimited() -> TextGeneration:
+    if not _CACHE:
+        _CACHE.append(make())
+    return _CACHE[0]
+
+
+def test_generation_does_not_depend_on_the_batch(task):
+    """Left padding must be invisible: one at a time gives the same texts."""
+    sources = [row["mr"] for row in task.examples(DATA, "test")[:40:8]]
+    weights = task.initial(Stream(KEY))
+    together = task.generate(weights, sources)
+    assert together == [task.generate(weights, [source])[0] for source in sources]
+    assert any(together)
+    beams = make(Lora(rank=3, alpha=6.0), evaluate__beams=3, evaluate__max_new_tokens=12)
+    assert len(beams.generate(weights, sources)) == 5
+
+
+def test_references_are_grouped_by_source():
+    task = make(evaluate__max_examples=2)
+    rows = [{"mr": m, "ref": r} for m, r in (("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("b", "5"))]
+    assert task._references(rows) == {"a": ["1", "3"], "b": ["2", "5"]}
+
+
+def test_a_llama_from_a_folder_goes_the_same_way(llama, rows):
+    task = make(Lora(rank=2), task__model=str(llama), train__max_steps=2, train__learning_rate=1e-2)
+    modules = {n.split("layers.0.")[1] for n in task.spec if "layers.0." in n}
+    linear = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    linear += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert modules == {f"{m}.lora_{side}" for m in linear for side in "AB"}
+    assert not any("lm_head" in n for n in task.spec)
+    assert task._encode("x", "y").ids[0] == task.base.tokenizer.bos_token_id
+    start = task.initial(Stream(KEY))
+    result = task.local(task.prepare(rows), Stream(KEY)).train(start)
+    assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(start, rows, False)["loss"]
+    assert len(task.generate(start, ["name[X]", "name[The Mill], area[riverside]"])) == 2
+
+
+@pytest.mark.parametrize("quantised", ["4bit", "8bit"])
+def test_a_quantised_base_trains_its_factors(quantised, rows):
+    task = make(Lora(rank=2), train__quantized_base=quantised, train__max_steps=2, train__learning_rate=5e-3)
+    kinds = {type(m).__name__ for m in task.base.model.modules()}
+    assert "Linear4bit" in kinds or "Linear8bitLt" in kinds
+    start = task.initial(Stream(KEY))
+    assert list(task.spec) == list(make(Lora(rank=2)).spec)
+    result = task.local(task.prepare(rows), Stream(KEY)).train(start)
+    assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(start, rows, False)["loss"]
+    with pytest.raises(ConfigError, match='train.quantized-base: expected "none"'):
+        make(AllWeights(), train__quantized_base=quantised)
+
+
+def test_bf16_computes_coarsely_and_keeps_fp32_weights(task, rows):
+    coarse = make(Lora(rank=3, alpha=6.0), train__precision="bf16", train__max_steps=2)
+    assert {p.dtype for p in coarse.base.trained.values()} == {torch.float32}
+    weights = randomised(task)
+    exact = task.evaluate(weights, rows, False)["loss"]
+    rounded = coarse.evaluate(weights, rows, False)["loss"]
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=0.02)
+    assert coarse.local(task.prepare(rows), Stream(KEY)).train(weights).report["steps"] == 2
+
+
+_SCRIPT = """
+import hashlib, sys, torch
+from pathlib import Path
+from fedveil import config, rng, tasks
+from fedveil.adapters.lora import Lora
+torch.set_num_threads(1)
+task = tasks.load(config.parse({"train.max-steps": 4}), Lora(), "cpu")
+local = task.local(task.prepare(task.examples(Path(sys.argv[1]), "train")[:40]), rng.Stream(bytes(range(32))))
+trained = local.train(task.initial(rng.Stream(bytes(range(32)))))
+print(hashlib.sha256(b"".join(trained.weights[n].numpy().tobytes() for n in sorted(trained.weights))).hexdigest())
+"""
+
+
+def test_two_processes_train_bit_identically():
+    command = [sys.executable, "-c", _SCRIPT, str(DATA)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stderr == ""  # and no library talks
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        task = make(Lora(), train__max_steps=4)
+        local = task.local(task.prepare(task.examples(DATA, "train")[:40]), Stream(KEY))
+        weights = local.train(task.initial(Stream(KEY))).weights
+    finally:
+        torch.set_num_threads(threads)
+    here = hashlib.sha256(b"".join(weights[n].numpy().tobytes() for n in sorted(weights))).hexdigest()
+    assert done.stdout.strip() == here
+
+
+def test_examples_of_a_share_are_capped_by_seed():
+    task = make(task__max_examples=50, run__seed=4)
+    parts = [task.examples(DATA, "train", Share(i, 3)) for i in range(3)]
+    assert [len(p) for p in parts] == [50, 50, 50]
+    assert parts[0] == make(task__max_examples=50, run__seed=4).examples(DATA, "train", Share(0, 3))
+    assert parts[0] != make(task__max_examples=50, run__seed=5).examples(DATA, "train", Share(0, 3))
+    assert set(parts[0][0]) == {"mr", "ref", WHERE}
+    assert len(task.examples(DATA, "test")) > 1000
+
+
+def test_parquet_and_single_files_read_as_folders_do(task, tmp_path):
+    from datasets import Dataset
+
+    expected = task.examples(DATA, "test")
+    Dataset.from_list(list(expected)).to_parquet(tmp_path / "test.parquet")
+    parquet = [row | {WHERE: f"row {i + 1} of {tmp_path / 'test.parquet'}"} for i, row in enumerate(expected)]
+    assert task.examples(tmp_path, "test") == parquet
+    assert task.examples(tmp_path / "test.parquet", "anything") == parquet
+    assert task.examples(DATA / "test.jsonl", "train") == expected
+    assert {p.name for p in tmp_path.iterdir()} == {"test.parquet"}
+
+
+def test_text_that_looks_like_a_date_stays_text(task, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"mr": "2020-01-01", "ref": "2020-01-01T00:00:00"}\n')
+    (row,) = task.examples(tmp_path, "train")
+    assert (row["mr"], row["ref"]) == ("2020-01-01", "2020-01-01T00:00:00")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("dev.jsonl", "", r"expected train.jsonl or train.parquet in .* found dev.jsonl"),
+        ("train.jsonl", "", "at least one row"),
+        ("train.jsonl", '{"mr": "a", "text": "b"}', 'expected column "ref" in .* found mr, text'),
+        ("train.jsonl", '{"mr": "a", "ref": "b"}\n{"mr": ', "expected JSON in line 2"),
+        ("train.jsonl", "[1]", "expected an object in line 1"),
+        ("train.jsonl", '{"mr": 1, "ref": "b"}\n{"mr": "x", "ref": "b"}', "one type a column"),
+        ("train.parquet", "no parquet", "expected Parquet"),
+    ],
+)
+def test_bad_data_is_refused_with_the_next_step(task, tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(TaskError, match=message) as caught:
+        task.examples(tmp_path, "train")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_data_path_that_is_not_there_is_named(task, tmp_path):
+    with pytest.raises(TaskError, match=f'found none at "{tmp_path}/nowhere"'):
+        task.examples(tmp_path / "nowhere", "train")
+    with pytest.raises(TaskError, match='text in column "ref" of every row, found None'):
+        task.local(task.prepare([{"mr": "a", "ref": None}]), Stream(KEY)).train(task.initial(Stream(KEY)))
+    with pytest.raises(TaskError, match="at least one row to train on"):
+        task.local([], Stream(KEY))
+
+
+def test_a_base_that_is_not_there_or_not_whole_is_refused(tmp_path, llama):
+    from safetensors.torch import load_file, save_file
+
+    with pytest.raises(TaskError, match=f'task.model: expected a folder .* found none at "{tmp_path}/gone"'):
+        make(task__model=f"{tmp_path}/gone")
+    with pytest.raises(TaskError, match="config.json"):
+        make(task__model=str(tmp_path))
+    for file in llama.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(llama / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TaskError, match=r"lacks model.layers.1.mlp.up_proj.weight"):
+        _ = make(task__model=str(tmp_path)).spec
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(TaskError, match="does not load") as caught:
+        _ = make(task__model=str(tmp_path)).spec
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sequence_longer_than_the_context_is_refused():
+    with pytest.raises(ConfigError, match="task.max-tokens: expected at most 192"):
+        _ = make(task__max_tokens=193).spec
+    task = make(evaluate__max_new_tokens=192)
+    with pytest.raises(ConfigError, match="evaluate.max-new-tokens: expected less than 192"):
+        task.generate(task.initial(Stream(KEY)), ["name[X]"])
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match='device: expected "auto"'):
+        load(run_config.parse({}), Lora(), "tpu")

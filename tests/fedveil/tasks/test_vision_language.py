@@ -1,0 +1,261 @@
+"""Vision and language on the bundled base: rows, what is trained, the loss against transformers' own, bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from fedveil import config as run_config
+from fedveil import rng
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.adapters.hadamard import HadamardLora
+from fedveil.adapters.lora import Lora
+from fedveil.contract.task import Share
+from fedveil.errors import ConfigError, TaskError
+from fedveil.models import library, tiny
+from fedveil.tasks import load, vision_language
+from fedveil.tasks.vision_language import CAPTION_PROMPT, CHOICE_PROMPT, VisionLanguage
+
+
+def picture(seed: int) -> bytes:
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (40 + seed, 60, 3), generator=generator, dtype=torch.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(out, "PNG")
+    return out.getvalue()
+
+
+def make(adapter=Lora(rank=2), **keys: object) -> VisionLanguage:
+    flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
+    flat = {"task.name": "vision-language", "task.target-column": "caption", "train.batch-size": 3} | flat
+    task = load(run_config.parse(flat), adapter, "cpu")
+    assert isinstance(task, VisionLanguage)
+    return task
+
+
+def save(folder: Path, rows: list[dict], split: str = "train") -> Path:
+    folder.mkdir(exist_ok=True)
+    Dataset.from_list(rows).to_parquet(str(folder / f"{split}.parquet"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task() -> VisionLanguage:
+    return make(evaluate__max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Six images, one or two captions each."""
+    captions = [["A dog.", "A small dog."], ["A cat."], ["Two boats."], ["A red car."], ["A tree."], ["A bird flies."]]
+    rows = [{"image": {"bytes": picture(i), "path": None}, "caption": c} for i, c in enumerate(captions)]
+    return save(tmp_path_factory.mktemp("data") / "images", rows)
+
+
+@pytest.fixture(scope="module")
+def rows(task, data):
+    return task.prepare(task.examples(data, "train"))
+
+
+def randomised(task: VisionLanguage) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(577215)
+    return {n: 0.1 * torch.randn(s.shape, generator=generator) for n, s in task.spec.items()}
+
+
+def test_a_row_is_image_prompt_caption_end(task, data, rows):
+    assert len(rows) == 7  # one image has two captions
+    image, tokenizer = task.base.image_token, task.base.tokenizer
+    row = rows[2]
+    assert row.ids[:16] == [image] * 16
+    assert image not in row.ids[16:]
+    assert tokenizer.decode(row.ids[16 : row.start]) == CAPTION_PROMPT + "\n"
+    assert tokenizer.decode(row.ids[row.start :]) == "A cat." + tokenizer.eos_token
+    assert rows[0].ids[: rows[0].start] == rows[1].ids[: rows[1].start]
+
+
+def test_a_question_becomes_lettered_choices(data):
+    asked = make(task__choices_column="choices", task__source_column="question", task__target_column="answer")
+    example = {"image": picture(0), "question": "Which?", "choices": ["north", "south", "west"], "answer": 2}
+    (row,) = asked.prepare([example])
+    text = asked.base.tokenizer.decode(row.ids[16:])
+    assert text == f"Which?\nA. north\nB. south\nC. west\n{CHOICE_PROMPT}\nC{asked.base.tokenizer.eos_token}"
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"choices": ["north"]}, r"expected a text in \"question\" and 2 to 26 choices"),
+        ({"answer": 3}, r"expected an index from 0 to 2 in \"answer\", found 3 in row 7 of f"),
+        ({"answer": None}, "expected an index from 0 to 2"),
+        ({"question": None}, "expected a text in"),
+    ],
+)
+def test_a_question_without_what_it_needs_is_refused(change, said):
+    asked = make(task__choices_column="choices", task__source_column="question", task__target_column="answer")
+    example = {"image": picture(0), "question": "Which?", "choices": ["n", "s", "w"], "answer": 2}
+    with pytest.raises(TaskError, match=said):
+        asked.prepare([example | change | {"fedveil row": "row 7 of f"}])
+
+
+def test_only_the_language_model_is_trained(task):
+    assert task.spec
+    assert all(name.startswith("layers.") for name in task.spec)
+    wanted = {n for n, p in task.base.model.named_parameters() if p.requires_grad}
+    assert all("language_model" in name and "lora" in name for name in wanted)
+    assert len(wanted) == len(task.spec)
+
+
+@pytest.mark.parametrize("adapter", [AllWeights(), HadamardLora(rank=2)], ids=["all", "hadamard"])
+def test_other_adapters_are_of_the_language_model_too(adapter):
+    other = make(adapter)
+    model = other.base.model
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "vision" in n or "projector" in n)
+    assert (
+        other.local(other.prepare([{"image": picture(1), "caption": "A dog."}]), rng.initial(0, "b"))
+        .train(other.initial(rng.initial(0, "weights")))
+        .report["steps"]
+        == 1
+    )
+
+
+def test_loss_equals_that_of_the_original_model(data):
+    """The base alone, by transformers' own processor and loss, one row at a time."""
+    from PIL import Image
+    from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+    task = make(AllWeights())
+    folder = tiny.folder("vision-language")
+    with library.quiet():
+        plain = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        processor = AutoProcessor.from_pretrained(folder)
+    total = count = 0
+    for i, caption in ((1, "A cat."), (2, "Two boats.")):
+        image = Image.open(io.BytesIO(picture(i)))
+        content = [{"type": "image"}, {"type": "text", "text": CAPTION_PROMPT}]
+        prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        start = processor(images=[image], text=[prompt], return_tensors="pt")["input_ids"].shape[1]
+        full = processor(images=[image], text=[prompt + caption + task.base.tokenizer.eos_token], return_tensors="pt")
+        labels = full["input_ids"].clone()
+        labels[:, :start] = -100
+        terms = int((labels != -100).sum())
+        total += float(plain(**full, labels=labels).loss.detach()) * terms
+        count += terms
+    task.put(task.initial(rng.initial(0, "weights")))
+    mine = task.mean_loss(task.prepare(list(task.examples(data, "train"))[1:3]))
+    assert mine == pytest.approx(total / count, rel=1e-5)
+
+
+def test_padding_and_the_company_in_a_batch_change_nothing(task, rows):
+    task.put(randomised(task))
+    together = task.mean_loss(rows[:3]) * sum(len(r.ids) - r.start for r in rows[:3])
+    apart = sum(task.mean_loss([r]) * (len(r.ids) - r.start) for r in rows[:3])
+    assert together == pytest.approx(apart, rel=1e-4)
+
+
+def test_the_image_matters(task, rows):
+    """Each row's own image stands behind its tokens: swapping two images changes both losses."""
+    from dataclasses import replace
+
+    task.put(randomised(task))
+    swapped = replace(rows[2], inputs=rows[3].inputs)
+    assert task.mean_loss([rows[2]]) != task.mean_loss([swapped])
+
+
+def test_images_beyond_the_memory_bound_are_decoded_again(task, data, rows, monkeypatch):
+    monkeypatch.setattr(vision_language, "_KEPT_BYTES", rows[0].inputs()["pixel_values"].nbytes * 2)
+    bounded = task.prepare(task.examples(data, "train"))
+    assert bounded[0].inputs() is bounded[0].inputs()  # kept
+    assert bounded[-1].inputs() is not bounded[-1].inputs()
+    for kept, again in zip(rows, bounded, strict=True):
+        assert torch.equal(kept.inputs()["pixel_values"], again.inputs()["pixel_values"])
+
+
+def test_predictions_are_the_rows_own(task, rows):
+    weights = randomised(task)
+    found = list(task.predict(weights, rows, generate=True))
+    assert len(found) == len(rows)
+    for row, each in zip(rows, found, strict=True):
+        assert each.wanted.tolist() == row.ids[row.start :]
+        assert each.logits["image"].shape == (16, len(task.base.tokenizer))
+        assert len(each.logits["target"]) == len(each.wanted)
+        loss = torch.nn.functional.cross_entropy(each.logits["target"], each.wanted)
+        task.put(weights)
+        assert float(loss) == pytest.approx(task.mean_loss([row]), rel=1e-4)
+        assert 1 <= len(each.logits["generated"]) <= 6
+
+
+def test_training_learns_the_captions(data):
+    task = make(train__epochs=30, train__learning_rate=5e-3, evaluate__max_new_tokens=8)
+    examples = list(task.examples(data, "train"))[2:]
+    start = task.initial(rng.initial(0, "weights"))
+    trained = task.local(task.prepare(examples), rng.initial(0, "batches")).train(start)
+    before, after = task.evaluate(start, examples, True), task.evaluate(trained.weights, examples, True)
+    assert set(after) == {"loss", "exact_match", "bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider"}
+    assert after["loss"] < before["loss"] / 3
+    assert after["exact_match"] > before["exact_match"]
+
+
+def test_shares_cut_by_label(tmp_path):
+    rows = [{"image": picture(0), "caption": "A dog.", "topic": str(i % 3)} for i in range(30)]
+    task = make(task__partition="dirichlet", task__alpha=0.5, task__label_column="topic")
+    folder = save(tmp_path / "d", rows)
+    parts = [task.examples(folder, "train", Share(i, 2)) for i in range(2)]
+    where = [example["fedveil row"] for part in parts for example in part]
+    assert sorted(where) == sorted({f"row {i + 1} of {folder / 'train.parquet'}" for i in range(30)})
+
+
+def test_images_by_path_lie_beside_the_data_file(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture(3))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"image": "a.png", "caption": "A dog."}) + "\n")
+    task = make()
+    (row,) = task.prepare(task.examples(tmp_path, "train"))
+    (other,) = task.prepare([{"image": picture(3), "caption": "A dog."}])
+    assert torch.equal(row.inputs()["pixel_values"], other.inputs()["pixel_values"])
+
+
+def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
+    whole = {"image": picture(0), "caption": "A dog."}
+    cases = {
+        "image": (
+            {"image": b"no image", "caption": "x"},
+            "expected an image that decodes, found that row 2 of .*train.parquet",
+        ),
+        "caption": ({"image": picture(1), "caption": " "}, "expected a caption.* in row 2 of .*train.parquet"),
+        "none": ({"image": picture(1), "caption": None}, "expected a caption.* found None in row 2 of .*train.parquet"),
+        "empty": ({"image": None, "caption": "x"}, r'expected an image in column "image".* row 2 of .*train.parquet'),
+    }
+    for name, (bad, said) in cases.items():
+        folder = save(tmp_path / name, [whole, bad])
+        with pytest.raises(TaskError, match=said):
+            task.prepare(task.examples(folder, "train"))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"image": "gone.png", "caption": "A dog."}) + "\n")
+    with pytest.raises(TaskError, match=r'expected an image at the path in "image", found .*gone.png'):
+        task.prepare(task.examples(tmp_path, "train"))
+
+
+def test_a_prompt_without_room_is_refused(data):
+    task = make(task__max_tokens=30)
+    with pytest.raises(
+        ConfigError, match=r"task.max-tokens: expected room for the 33 tokens of image and prompt .*found 30"
+    ):
+        task.prepare(task.examples(data, "train"))
+
+
+def test_a_model_without_eyes_or_template_is_refused(tmp_path):
+    with pytest.raises(
+        TaskError, match="expected an image-text-to-text model with its processor, found that .* does not"
+    ):
+        make(task__model=str(tiny.folder("text-generation"))).base  # noqa: B018
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny.folder("vision-language"), copy)
+    (copy / "chat_template.jinja").unlink()
+    with pytest.raises(TaskError, match="expected a processor with a chat template, found none in"):
+        make(task__model=str(copy)).base  # noqa: B018

@@ -1,0 +1,131 @@
+"""CIDEr-D by hand and against a slow twin; the other scores at their extremes."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedveil.training.text_metrics import captions, cider_d, exact_match, score, words
+
+WORDS = ["the", "mill", "pub", "cheap", "riverside", "."]
+SENTENCE = st.lists(st.sampled_from(WORDS), max_size=7)
+
+
+def test_words_split_like_the_treebank():
+    assert words("It's family-friendly, costs £20-25!") == [
+        "it", "'s", "family-friendly", ",", "costs", "£", "20-25", "!",
+    ]  # fmt: skip
+    assert words("Café Rouge: 3.5 stars.") == ["café", "rouge", ":", "3.5", "stars", "."]
+    assert words("") == []
+
+
+def test_cider_d_by_hand():
+    """Two sources, idf = log 2 for grams of one source and 0 for "a", which both have.
+
+    Candidate "a b" against "a c b" (one reference): unigram vectors (a 0, b log2) and (a 0, c log2, b log2), cosine
+    1/sqrt 2; no bigram in common; no longer grams. Length penalty exp(-1/72). So 10 * exp(-1/72) / sqrt 2 / 4.
+    Candidate "a d d" against "a d": unigrams clipped at one d: (log2 * log2) / (2 log2 * log2) = 1/2; bigrams
+    (a d, d d) against (a d): 1/sqrt 2. Penalty the same.
+    """
+    got = cider_d([["a", "b"], ["a", "d", "d"]], [[["a", "c", "b"]], [["a", "d"]]])
+    penalty = math.exp(-1 / 72)
+    assert got == pytest.approx([10 * penalty / math.sqrt(2) / 4, 10 * penalty * (0.5 + 1 / math.sqrt(2)) / 4])
+
+
+def twin(candidates: list[list[str]], references: list[list[list[str]]]) -> list[float]:
+    """The paper's equations one gram at a time, every gram of the corpus in every vector."""
+
+    def occurrences(tokens: list[str], gram: tuple[str, ...]) -> int:
+        return sum(tuple(tokens[i : i + len(gram)]) == gram for i in range(len(tokens) - len(gram) + 1))
+
+    everything = candidates + [r for refs in references for r in refs]
+    scores = []
+    for candidate, refs in zip(candidates, references, strict=True):
+        total = 0.0
+        for n in range(1, 5):
+            grams = {tuple(t[i : i + n]) for t in everything for i in range(len(t) - n + 1)}
+            idf = {
+                g: math.log(len(references) / max(1, sum(any(occurrences(r, g) for r in rs) for rs in references)))
+                for g in grams
+            }
+            for ref in refs:
+                own = {g: occurrences(candidate, g) * idf[g] for g in grams}
+                its = {g: occurrences(ref, g) * idf[g] for g in grams}
+                norm = math.sqrt(sum(v * v for v in own.values()) * sum(v * v for v in its.values()))
+                if norm > 0:
+                    dot = sum(min(own[g], its[g]) * its[g] for g in grams)
+                    total += math.exp(-((len(candidate) - len(ref)) ** 2) / 72) * dot / norm / len(refs) / 4
+        scores.append(10 * total)
+    return scores
+
+
+def test_cider_d_equals_its_twin():
+    rng = random.Random(271828)
+
+    def sentence() -> list[str]:
+        return [rng.choice(WORDS) for _ in range(rng.randint(0, 8))]
+
+    for _ in range(10):
+        candidates = [sentence() for _ in range(4)]
+        references = [[sentence() for _ in range(rng.randint(1, 3))] for _ in range(4)]
+        assert cider_d(candidates, references) == pytest.approx(twin(candidates, references))
+
+
+@given(st.lists(st.tuples(SENTENCE, st.lists(SENTENCE, min_size=1, max_size=3)), min_size=1, max_size=4))
+def test_cider_d_lies_between_0_and_10(pairs):
+    scores = cider_d([c for c, _ in pairs], [refs for _, refs in pairs])
+    assert all(0 <= s <= 10 + 1e-9 for s in scores)
+
+
+def test_a_copy_of_the_only_reference_scores_full_marks():
+    sentences = ["The Mill is a cheap pub by the river .", "Bibimbap House serves English food near Clare Hall ."]
+    scores = score(sentences, [[s] for s in sentences])
+    assert scores["bleu"] == pytest.approx(100)
+    assert scores["rouge_l"] == pytest.approx(1)
+    assert scores["cider"] == pytest.approx(10)
+    assert scores["meteor"] > 0.99
+    swapped = score(sentences[::-1], [[s] for s in sentences])
+    assert all(swapped[name] < scores[name] / 2 for name in scores)
+
+
+def test_more_references_count_each_on_its_own():
+    """The best reference decides rouge_l; a source may have more of them than another."""
+    candidates = ["a cheap pub", "the riverside"]
+    one = score(candidates, [["nothing alike here"], ["the riverside"]])
+    two = score(candidates, [["nothing alike here", "a cheap pub"], ["the riverside"]])
+    assert one["rouge_l"] == pytest.approx(0.5)
+    assert two["rouge_l"] == pytest.approx(1.0)
+
+
+def test_meteor_matches_stems_without_wordnet():
+    assert score(["he walks"], [["he walked"]])["meteor"] > score(["he runs"], [["he walked"]])["meteor"]
+
+
+def test_empty_candidates_score_nothing():
+    assert set(score(["", ""], [["a pub"], ["the mill"]]).values()) == {0.0}
+
+
+def test_a_source_without_reference_is_refused():
+    with pytest.raises(ValueError, match="found 2 and 2"):
+        score(["a", "b"], [["a"], []])
+
+
+def test_exact_match_by_hand():
+    references = [["A dog."], ["a cat", "a small cat"], ["B"], ["two boats"]]
+    assert exact_match(["a dog", "A small cat.", " b ", "two boat"], references) == 0.75
+    with pytest.raises(ValueError, match="expected as many candidates"):
+        exact_match([], [])
+
+
+def test_captions_by_hand():
+    """One candidate of four words, three of them in the reference, two pairs, one triple, no four in a row."""
+    found = captions(["a red boat sinks"], [["a red boat floats"]])
+    assert set(found) == {"bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider"}
+    assert found["bleu_1"] == pytest.approx(75.0)
+    assert found["bleu_2"] == pytest.approx(100 * (3 / 4 * 2 / 3) ** (1 / 2))
+    assert found["bleu_3"] == pytest.approx(100 * (3 / 4 * 2 / 3 * 1 / 2) ** (1 / 3))
+    assert found["rouge_l"] == pytest.approx(0.75)

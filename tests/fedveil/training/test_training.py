@@ -1,0 +1,519 @@
+"""Local training beyond its plain loop: accumulation, bucketing, recomputed activations, the watch, what waits for a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedveil import config as run_config
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.adapters.lora import Lora
+from fedveil.errors import ConfigError, TaskError
+from fedveil.models import attach, memory
+from fedveil.rng import Stream
+from fedveil.rows import batches
+from fedveil.rows.batches import Row
+from fedveil.tasks import load
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.training import local_training, progress
+
+DATA = Path(__file__).parents[3] / "data" / "e2e"
+KEY = bytes(range(32))
+
+
+def make(device: str = "cpu", **keys: object) -> TextGeneration:
+    flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
+    task = load(run_config.parse(flat), Lora(rank=3, alpha=6.0), device)
+    assert isinstance(task, TextGeneration)
+    return task
+
+
+@pytest.fixture(scope="module")
+def task() -> TextGeneration:
+    return make()
+
+
+@pytest.fixture
+def configured(task, monkeypatch):
+    """The one loaded task under other keys: a base costs more to load than to train here."""
+
+    def configure(**keys: object) -> TextGeneration:
+        flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
+        monkeypatch.setattr(task, "config", run_config.parse(flat))
+        return task
+
+    return configure
+
+
+@pytest.fixture
+def one_thread():
+    """How a sum is split over threads shows in its last bits."""
+    with local_training._threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def rows(task) -> list[Row]:
+    return task.prepare(task.examples(DATA, "train")[:29])
+
+
+@pytest.fixture(scope="module")
+def start(task) -> dict[str, torch.Tensor]:
+    """No zero factor: with B = 0 the gradient of A is 0, and an error in it would not show."""
+    generator = torch.Generator().manual_seed(271828)
+    return {n: 0.05 * torch.randn(s.shape, generator=generator) for n, s in task.spec.items()}
+
+
+def gradients(task: TextGeneration, rows: list[Row]) -> dict[str, torch.Tensor]:
+    """Of the mean loss of one batch; the parameters are left without."""
+    batch = task.collate(rows)
+    (task.loss_sum(batch) / batch.terms).backward()
+    found = {name: p.grad.clone() for name, p in task.trained.items()}
+    for p in task.trained.values():
+        p.grad = None
+    return found
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_defaults_are_a_plain_loop_bit_for_bit(configured, rows, start):
+    """The naive twin: batches in the drawn order, one AdamW step each, the loss picked out by a mask of labels."""
+    task = configured(train__batch_size=8, train__epochs=2, train__learning_rate=1e-3)
+    seen = []
+    result = task.local(rows, Stream(KEY), seen.append).train(start)
+
+    attach.put(start, task.base.trained)
+    optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=1e-3, weight_decay=1e-6)
+    generator = Stream(KEY).torch_generator()
+    losses = []
+    for _ in range(2):
+        shuffled = torch.randperm(29, generator=generator).tolist()
+        for i in range(0, 29, 8):
+            chosen = [rows[j] for j in shuffled[i : i + 8]]
+            width = max(len(row.ids) for row in chosen)
+            end = [task.base.tokenizer.eos_token_id]
+            ids = torch.tensor([row.ids + (width - len(row.ids)) * end for row in chosen])
+            mask = torch.tensor([[int(i < len(row.ids)) for i in range(width)] for row in chosen])
+            labels = [row.start * [-1] + row.ids[row.start :] + (width - len(row.ids)) * [-1] for row in chosen]
+            labels = torch.tensor(labels)
+            logits = task.base.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            counted = labels[:, 1:] != -1
+            terms = torch.nn.functional.cross_entropy(logits[:, :-1][counted], labels[:, 1:][counted], reduction="sum")
+            loss = terms / int(counted.sum())
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+    optimiser.zero_grad()
+    assert all(torch.equal(result.weights[name], p) for name, p in task.base.trained.items())
+    assert result.report["loss_trained"] == sum(losses) / 8
+    assert result.report["tokens"] == 2 * sum(len(row.ids) for row in rows)
+    assert (seen[-1].step, seen[-1].loss) == (8, losses[-1])
+
+
+def test_accumulated_batches_step_as_one_batch_of_all_their_rows(configured, rows, start):
+    """29 rows, 4 x 3 a step: the third step has 5 rows in batches of 3 and 2."""
+    joint = configured(train__batch_size=12, train__epochs=2, train__max_steps=4).local(rows, Stream(KEY)).train(start)
+    task = configured(train__batch_size=3, train__accumulate=4, train__epochs=2, train__max_steps=4)
+    parts = task.local(rows, Stream(KEY)).train(start)
+    assert (parts.report["steps"], parts.report["tokens"]) == (4, joint.report["tokens"])
+    assert parts.report["loss_trained"] == pytest.approx(joint.report["loss_trained"], rel=1e-6)
+    # AdamW's first steps follow the sign of a gradient, so where one is rounding noise the weights differ by the rate.
+    apart = torch.cat([(parts.weights[n] - joint.weights[n]).flatten().abs() for n in start])
+    assert float(apart.quantile(0.999)) < 1e-6
+
+
+def test_the_accumulated_gradient_is_no_mean_of_means(configured, rows, start, monkeypatch):
+    """By what reaches the optimiser: equal to the joint gradient, and far from the mean of the batches' own means."""
+    attach.put(start, configured().base.trained)
+    given = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]]))  # fmt: skip
+    task = configured(train__batch_size=2, train__accumulate=3, train__max_steps=1)
+    task.local(rows[:6], Stream(KEY)).train(start)
+    chosen = next(task.local(rows[:6], Stream(KEY))._batches())
+    joint = gradients(task, chosen)
+    means = [gradients(task, chosen[i : i + 2]) for i in (0, 2, 4)]
+    assert len(given) == 1
+    for got, (name, expected) in zip(given[0], joint.items(), strict=True):
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-6), name
+    naive = sum(m["transformer.h.3.mlp.c_proj.lora_B"] for m in means) / 3
+    assert not torch.allclose(naive, joint["transformer.h.3.mlp.c_proj.lora_B"], rtol=1e-2, atol=1e-4)
+
+
+def test_what_an_error_left_of_a_gradient_is_dropped(configured, rows, start, monkeypatch):
+    task = configured(train__batch_size=4, train__accumulate=2, train__max_steps=1)
+    expected = task.local(rows, Stream(KEY)).train(start)
+    honest, seen = task.loss_sum, itertools.count(1)
+
+    def loss_sum(batch):
+        if torch.is_grad_enabled() and next(seen) == 2:
+            raise MemoryError
+        return honest(batch)
+
+    monkeypatch.setattr(task, "loss_sum", loss_sum)
+    with pytest.raises(MemoryError):
+        task.local(rows, Stream(KEY)).train(start)
+    assert any(p.grad is not None for p in task.trained.values())
+    again = task.local(rows, Stream(KEY)).train(start)
+    assert all(torch.equal(again.weights[n], expected.weights[n]) for n in start)
+
+
+def spread(count: int) -> list[Row]:
+    generator = torch.Generator().manual_seed(141421)
+    lengths = torch.randint(8, 90, (count,), generator=generator).tolist()
+    return [Row([i] * length, 3) for i, length in enumerate(lengths)]
+
+
+def padding(chosen: list[list[Row]]) -> int:
+    return sum(sum(max(len(r.ids) for r in batch) - len(row.ids) for row in batch) for batch in chosen)
+
+
+def test_bucketing_pads_less_and_takes_every_row_once_an_epoch(configured):
+    uneven = spread(531)  # 66 batches of 8 and one of 3; three windows, the last one short
+
+    def epochs(key: bytes, **keys: object) -> list[list[list[Row]]]:
+        local = configured(train__batch_size=8, train__epochs=2, **keys).local(uneven, Stream(key))
+        drawn = [list(batch) for batch in local._batches()]
+        assert len(drawn) == 134
+        return [drawn[:67], drawn[67:]]
+
+    plain, bucketed = epochs(KEY), epochs(KEY, train__bucketing=True)
+    for epoch in bucketed:
+        assert Counter(row.ids[0] for batch in epoch for row in batch) == Counter(range(531))
+        assert [len(batch) for batch in epoch] == [8] * 66 + [3]
+        assert padding(epoch) < 0.2 * padding(plain[0])
+        means = [sum(len(row.ids) for row in batch) / len(batch) for batch in epoch]
+        assert 20 < sum(later < earlier for earlier, later in itertools.pairwise(means)) < 46  # no sorted epoch
+    assert bucketed[0] != bucketed[1]
+    assert epochs(KEY, train__bucketing=True) == bucketed
+    assert epochs(bytes(32), train__bucketing=True) != bucketed
+
+
+def test_bucketing_and_accumulation_keep_batches_whole(configured):
+    """A step's batches are those that were cut: rows of like length stay together."""
+    local = configured(train__batch_size=4, train__accumulate=3, train__bucketing=True).local(spread(62), Stream(KEY))
+    steps = [local._collated(rows) for rows in local._batches()]
+    assert [[len(batch.ids) for batch in step] for step in steps] == [[4, 4, 4]] * 5 + [[2]]
+    apart = [int(batch.mask.sum(1).max() - batch.mask.sum(1).min()) for step in steps for batch in step]
+    assert max(apart) < 25
+
+
+def test_recomputed_activations_give_the_same_gradients(configured, rows, start):
+    task = configured()
+    attach.put(start, task.base.trained)
+    block = task.base.model.transformer.h[1]
+    passes, kept = [], []
+    hook = block.mlp.c_fc.base_layer.register_forward_hook(lambda *_: passes.append(block.training))
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        expected = gradients(task, rows[:6])
+        plain, passes_plain = sum(kept), list(passes)
+        kept.clear()
+        passes.clear()
+        with configured(train__checkpointing=True).training():
+            got = gradients(task, rows[:6])
+            flags = {name for name, m in task.base.model.named_modules() if m.training}
+    hook.remove()
+    assert (passes_plain, passes) == ([False], [True, True])
+    assert flags == {f"transformer.h.{i}" for i in range(4)}  # and what is inside drops nothing out
+    assert sum(kept) < plain  # only what lies outside the layers passes these hooks, and each layer's input
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert not any(m.training for m in task.base.model.modules())
+
+
+def test_checkpointing_trains_to_the_same_weights_and_leaves_generation_alone(configured, rows, start):
+    plain = configured(train__max_steps=3, train__batch_size=4).local(rows, Stream(KEY)).train(start)
+    task = configured(train__max_steps=3, train__batch_size=4, train__checkpointing=True, evaluate__max_new_tokens=6)
+    passes = []
+    hook = task.base.model.transformer.h[0].mlp.c_fc.register_forward_hook(
+        lambda *_: passes.append(torch.is_grad_enabled())
+    )
+    saved = task.local(rows, Stream(KEY)).train(start)
+    hook.remove()
+    assert passes.count(True) == 2 * 3  # twice a step
+    assert all(torch.equal(saved.weights[n], plain.weights[n]) for n in start)
+    sources = ["name[The Mill]", "name[X], area[riverside]"]
+    texts = task.generate(start, sources)
+    assert texts == configured(evaluate__max_new_tokens=6).generate(start, sources)
+    assert not any(m.training for m in task.base.model.modules())
+
+
+def test_a_layers_own_dropout_is_off_while_it_is_recomputed(configured, rows, start):
+    """OPT's layers drop out by themselves, by their own `training` flag."""
+    task = configured()
+    attach.put(start, task.base.trained)
+    layer = task.base.model.transformer.h[2]
+    layer.dropout = 0.25
+    with memory.recomputing(task.base.model, "tiny"):
+        assert (layer.dropout, layer.training) == (0.0, True)
+    assert (layer.dropout, layer.training) == (0.25, False)
+    del layer.dropout
+
+
+def test_a_model_without_such_layers_is_refused():
+    with (
+        pytest.raises(ConfigError, match=r'train.checkpointing: expected .* found none in "x" \(Linear\); set'),
+        memory.recomputing(torch.nn.Linear(2, 2), "x"),
+    ):
+        pass
+
+
+def poisoned(task: TextGeneration, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The loss of the training batch number `at` is not a number."""
+    honest, seen = task.loss_sum, itertools.count(1)
+
+    def loss_sum(batch):
+        loss = honest(batch)
+        return loss * math.nan if torch.is_grad_enabled() and next(seen) == at else loss
+
+    monkeypatch.setattr(task, "loss_sum", loss_sum)
+
+
+@pytest.mark.parametrize("every", [0.0, 3600.0])
+def test_the_first_loss_that_is_not_finite_is_named(configured, rows, start, monkeypatch, every):
+    """However late it is read, and although every loss after it is no number either."""
+    monkeypatch.setattr(progress, "_READ_SECONDS", every)
+    task = configured(train__batch_size=2, train__accumulate=2, train__epochs=1, train__learning_rate=0.05)
+    poisoned(task, monkeypatch, at=5)
+    seen = []
+    expected = "train.learning-rate: expected a finite loss, found nan at step 3 with 0.05; lower it"
+    with pytest.raises(TaskError, match=f"^{expected}$"):
+        task.local(rows, Stream(KEY), seen.append).train(start)
+    assert [step.step for step in seen] == ([1, 2] if every == 0 else [])
+    assert all(p.grad is None for p in task.trained.values())
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0.0, [1, 2, 3, 4, 5]), (3600.0, [5])])
+def test_the_watch_sees_the_last_step_once(configured, rows, start, monkeypatch, every, steps):
+    monkeypatch.setattr(progress, "_READ_SECONDS", every)
+    seen = []
+    task = configured(train__batch_size=3, train__accumulate=2)
+    result = task.local(rows, Stream(KEY), seen.append).train(start)
+    assert [step.step for step in seen] == steps
+    assert {step.steps for step in seen} == {5}
+    assert all(a.tokens < b.tokens and a.seconds < b.seconds for a, b in itertools.pairwise(seen))
+    assert seen[-1].tokens == result.report["tokens"] == sum(len(row.ids) for row in rows)
+    nothing = []
+    configured(train__epochs=0).local(rows, Stream(KEY), nothing.append).train(start)
+    assert nothing == []
+
+
+def test_what_the_watch_raises_ends_the_training(configured, rows, start, monkeypatch):
+    monkeypatch.setattr(progress, "_READ_SECONDS", 0.0)
+    task = configured(train__batch_size=2, train__checkpointing=True)
+    seen = []
+
+    def stop(step):
+        seen.append(step.step)
+        if step.step == 2:
+            raise InterruptedError("enough")
+
+    with pytest.raises(InterruptedError, match="enough"):
+        task.local(rows, Stream(KEY), stop).train(start)
+    assert seen == [1, 2]
+    assert not any(m.training for m in task.base.model.modules())
+    assert all(p.grad is None for p in task.trained.values())
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a GPU would have to be waited for: values read back, and shapes that depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        by_mask = name.startswith("aten.index.Tensor") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.count += name.startswith(("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select")) or by_mask
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_for_nothing_that_the_device_computes(configured, rows):
+    """Beyond the library's own look at the attention mask."""
+    task = configured()
+    batch = task.collate(rows[:6])
+    with Waits() as library:
+        task.base.model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
+    with Waits() as ours:
+        (task.loss_sum(batch) / batch.terms).backward()
+    with Waits() as by_mask:
+        _ = batch.ids[batch.mask == 1]
+    assert ours.count == library.count
+    assert by_mask.count > 0
+    for p in task.trained.values():
+        p.grad = None
+
+
+def test_batches_are_made_one_ahead_in_a_thread():
+    """The first is asked for when the second is under way; order and errors stay."""
+    begun = [threading.Event() for _ in range(5)]
+
+    def work(i: int) -> int:
+        begun[i].set()
+        if i == 3:
+            raise ValueError("row 3")
+        assert threading.current_thread() is not threading.main_thread()
+        return 10 * i
+
+    got = []
+    made = batches.ahead(range(5), work)
+    for _ in range(3):
+        got.append(next(made))
+        assert begun[len(got)].wait(5)
+    with pytest.raises(ValueError, match="row 3"):
+        next(made)
+    assert got == [0, 10, 20]
+    assert list(batches.ahead([], work)) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"train__quantized_base": "4bit"}, 'expected false with train.quantized-base = "4bit", found true; set'),
+        ({"train__checkpointing": True}, "expected false with train.checkpointing = true, found true; torch cannot"),
+        ({"run__deterministic": True}, "expected false with run.deterministic = true, found true; a compiled"),
+    ],
+)
+def test_compiling_is_refused_where_it_cannot_be_had(keys, message):
+    with pytest.raises(ConfigError, match=f"train.compile: {message}"):
+        make(train__compile=True, **keys)
+
+
+def test_a_machine_that_cannot_compile_says_so_before_the_first_step(rows, start, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no C++ compiler\nat length")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    task = make(train__compile=True)
+    with pytest.raises(ConfigError, match=r"train.compile: expected a machine .* it fails \(no C\+\+ compiler\); inst"):
+        task.local(rows, Stream(KEY)).train(start)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_model_trains_as_the_plain_one(configured, rows, start):
+    plain = configured(train__batch_size=4).local(rows, Stream(KEY)).train(start)
+    compiled = make(train__batch_size=4, train__compile=True).local(rows, Stream(KEY)).train(start)
+    assert compiled.report["loss_trained"] == pytest.approx(plain.report["loss_trained"], rel=1e-4)
+    assert compiled.report["loss_received"] == plain.report["loss_received"]  # scoring stays as it is
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "keys", [{}, {"train__bucketing": True, "train__accumulate": 2}, {"train__checkpointing": True}]
+)
+def test_a_gpu_trains_as_the_cpu_does(rows, start, keys):
+    on_cpu = make(train__batch_size=4, **keys).local(rows, Stream(KEY)).train(start)
+    on_gpu = make("cuda", train__batch_size=4, **keys).local(rows, Stream(KEY)).train(start)
+    assert {w.device.type for w in on_gpu.weights.values()} == {"cpu"}
+    assert on_gpu.report["tokens"] == on_cpu.report["tokens"]
+    assert on_gpu.report["loss_trained"] == pytest.approx(on_cpu.report["loss_trained"], rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_the_loss_and_its_gradient_wait_for_the_gpu_no_more_than_the_library(rows):
+    """The library looks at the attention mask once a forward pass; nothing else may synchronise."""
+    import warnings
+
+    task = make("cuda")
+    batch = task.collate(rows[:6]).to(task.device)
+    (task.loss_sum(batch) / batch.terms).backward()  # what is set up once
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            (task.loss_sum(batch) / batch.terms).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchronizing" in str(w.message) for w in found) <= 1
+
+
+@pytest.mark.gpu
+def test_adamw_is_fused_on_a_gpu():
+    parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    assert local_training._adamw([parameter], run_config.parse({}).train).param_groups[0]["fused"]
+
+
+def test_adamw_is_torchs_own_choice_on_a_cpu(task):
+    group = local_training._adamw(list(task.trained.values()), task.config.train).param_groups[0]
+    assert not group["fused"]
+    assert (group["lr"], group["weight_decay"]) == (3e-4, 1e-6)
+    with pytest.raises(ConfigError, match="train.accumulate: .*found 0"):
+        run_config.parse({"train.accumulate": 0})
+
+
+def test_all_weights_train_under_checkpointing_too(rows):
+    task = load(run_config.parse({"train.checkpointing": True, "train.max-steps": 1}), AllWeights(), "cpu")
+    assert isinstance(task, TextGeneration)
+    base = task.initial(Stream(KEY))
+    plain = load(run_config.parse({"train.max-steps": 1}), AllWeights(), "cpu")
+    expected = plain.local(rows, Stream(KEY)).train(base)
+    got = task.local(rows, Stream(KEY)).train(base)
+    assert all(torch.equal(got.weights[n], expected.weights[n]) for n in base)
+
+
+# --- one batch's gradient
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_gradient_is_autograd_s_of_the_first_batch_of_the_stream(configured, rows, start):
+    task = configured(train__batch_size=8, train__accumulate=2, train__epochs=0)
+    kept, seen = {n: w.clone() for n, w in start.items()}, []
+    found = task.local(rows, Stream(KEY), seen.append).gradient(start)
+    drawn = torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()[:8]
+    attach.put(start, task.base.trained)
+    expected = gradients(task, [rows[i] for i in drawn])
+    assert {n: (g.shape, g.dtype) for n, g in found.weights.items()} == {n: (s.shape, s.dtype) for n, s in task.spec.items()}  # fmt: skip
+    assert all(torch.equal(found.weights[n], g) for n, g in expected.items())
+    assert all(g.any() for g in expected.values())
+    assert all(torch.equal(start[n], w) for n, w in kept.items())
+    assert all(torch.equal(p, start[n]) and p.grad is None for n, p in task.trained.items())
+    batch = task.collate([rows[i] for i in drawn])
+    with torch.no_grad():
+        loss = float(task.loss_sum(batch) / batch.terms)
+    assert found.report["loss_received"] == pytest.approx(loss, rel=1e-6)
+    assert (found.report["tokens"], found.report["steps"]) == (sum(len(rows[i].ids) for i in drawn), 1)
+    assert (seen[-1].step, seen[-1].steps) == (1, 1)
+
+
+def test_the_gradient_is_the_first_step_of_train(configured, rows, start, monkeypatch):
+    """What reaches the optimiser in `train` of one batch is what `gradient` gives, whatever was left over before."""
+    given = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]]))  # fmt: skip
+    task = configured(train__batch_size=5, train__max_steps=1)
+    task.local(rows, Stream(KEY)).train(start)
+    for parameter in task.trained.values():
+        parameter.grad = torch.ones_like(parameter)
+    found = task.local(rows, Stream(KEY)).gradient(start)
+    for got, expected in zip(found.weights.values(), given[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    other = task.local(rows, Stream(KEY[::-1])).gradient(start)
+    assert not any(torch.equal(found.weights[n], g) for n, g in other.weights.items())
+
+
+def test_a_tensor_without_gradient_gives_zeros(configured, rows, start, monkeypatch):
+    task = configured(train__batch_size=4)
+    idle = torch.nn.Parameter(torch.ones(3))
+    monkeypatch.setattr(type(task), "trained", {**task.trained, "idle": idle})
+    monkeypatch.setattr(task, "put", lambda weights: None)
+    found = task.local(rows, Stream(KEY)).gradient({**start, "idle": torch.ones(3)})
+    assert found.weights["idle"].tolist() == [0.0, 0.0, 0.0]
+    assert set(found.weights) == {*start, "idle"}
+
+
+def test_a_gradient_of_a_loss_that_is_not_finite_is_refused(configured, rows, start):
+    task = configured(train__batch_size=4)
+    broken = {n: w * float("nan") for n, w in start.items()}
+    with pytest.raises(TaskError, match="expected a finite loss, found nan at step 1"):
+        task.local(rows, Stream(KEY)).gradient(broken)

@@ -1,0 +1,237 @@
+"""A message arrives whole and as declared, or is refused with field, expected and found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedveil.contract.layout import Field, Layout, Payload, Word
+from fedveil.contract.spec import TensorSpec
+from fedveil.errors import WireError
+from fedveil.wire.dense import Dense
+from fedveil.wire.envelope import Stamp, describe, digest, pack, unpack
+from fedveil.wire.payloads import dense_fields
+
+SPEC = {"w": TensorSpec((3, 5)), "b": TensorSpec((7,))}
+LAYOUT = Layout(dense_fields(SPEC, "up", "float32"))
+STAMP = Stamp("fedavg", 1, 4, "up")
+PAYLOAD = Payload({"w": torch.arange(15.0).reshape(3, 5), "b": torch.arange(7.0)})
+
+
+def packed(**changes) -> bytes:
+    arguments = {"layout": LAYOUT, "stamp": STAMP, "payload": PAYLOAD, "num_examples": 3, "report": {"steps": 2}}
+    return pack(**(arguments | changes))
+
+
+def with_header(data: bytes, **changes) -> bytes:
+    """The message with a changed header under a right checksum: what a hostile sender can do."""
+    length = int.from_bytes(data[4:8], "little")
+    header = json.loads(zlib.decompress(data[16 : 16 + length])) | changes
+    new = zlib.compress(json.dumps(header).encode())
+    start = 16 + length + -(16 + length) % 8
+    prefix = data[:4] + len(new).to_bytes(4, "little") + xxhash.xxh3_64_digest(new)[::-1]
+    return prefix + new + bytes(-(16 + len(new)) % 8) + data[start:]
+
+
+def header_of(data: bytes) -> dict:
+    return json.loads(zlib.decompress(data[16 : 16 + int.from_bytes(data[4:8], "little")]))
+
+
+def test_round_trip():
+    message = unpack(packed(), LAYOUT, STAMP)
+    assert all(torch.equal(message.payload.fields[n], PAYLOAD.fields[n]) for n in SPEC)
+    assert (message.num_examples, dict(message.report)) == (3, {"steps": 2})
+    assert message.field_bytes == {"w": 60, "b": 28}
+    assert describe(packed())["payload_bytes"] == 88
+
+
+def test_decoded_tensors_are_views_of_the_received_bytes():
+    data = bytearray(packed())
+    tensor = unpack(data, LAYOUT, STAMP).payload.fields["w"]
+    assert tensor.data_ptr() % 4 == 0
+    data[-1 - 7 - 28 :] = data[-1 - 7 - 28 :]
+    before = tensor.clone()
+    start = bytes(data).index(PAYLOAD.fields["w"].numpy().tobytes())
+    data[start : start + 4] = torch.tensor([99.0]).numpy().tobytes()
+    assert tensor[0, 0] == 99.0
+    assert torch.equal(tensor.flatten()[1:], before.flatten()[1:])
+
+
+def other(**changes) -> Payload:
+    return Payload({**PAYLOAD.fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "payload,layout,match",
+    [
+        (other(w=torch.zeros(5, 3)), LAYOUT, r"w: expected shape \(3, 5\), found \(5, 3\)"),
+        (other(w=torch.zeros(3, 5, dtype=torch.float16)), LAYOUT, "float16"),
+        (other(extra=torch.zeros(1)), LAYOUT, "extra: expected no such field up"),
+        (Payload({"w": PAYLOAD.fields["w"]}), LAYOUT, "b: expected this field up"),
+        (Payload({"W": PAYLOAD.fields["w"], "b": PAYLOAD.fields["b"]}), LAYOUT, "W: expected no such field"),
+    ],
+)
+def test_a_payload_that_is_not_declared_is_refused_on_both_sides(payload, layout, match):
+    with pytest.raises(WireError, match=match):
+        pack(layout, STAMP, payload, 3)
+    fields = [Field(n, "up", Dense(v.dtype), tuple(v.shape)) for n, v in payload.fields.items()]
+    foreign = pack(Layout(tuple(fields)), STAMP, payload, 3)
+    with pytest.raises(WireError, match=match):
+        unpack(foreign, LAYOUT, STAMP)
+    with pytest.raises(WireError, match=match):  # the same, from a sender who forges the digest
+        unpack(with_header(foreign, layout=digest(LAYOUT)), LAYOUT, STAMP)
+
+
+@pytest.mark.parametrize(
+    "stamp,match",
+    [
+        (Stamp("fedavg", 1, 3, "up"), "round: expected 3, found 4"),
+        (Stamp("fedavg", 2, 4, "up"), "version: expected 2, found 1"),
+        (Stamp("fedrand", 1, 4, "up"), "method: expected 'fedrand', found 'fedavg'"),
+        (Stamp("fedavg", 1, 4, "down"), "direction: expected 'down', found 'up'"),
+    ],
+)
+def test_a_message_of_another_round_method_or_version_is_refused(stamp, match):
+    with pytest.raises(WireError, match=match):
+        unpack(packed(), LAYOUT, stamp)
+
+
+def test_every_truncation_and_extension_is_refused():
+    data = packed()
+    for cut in range(0, len(data), 3):
+        with pytest.raises(WireError, match="expected"):
+            unpack(data[:cut], LAYOUT, STAMP)
+    for longer in (data + b"\0", data * 10):
+        with pytest.raises(
+            WireError, match=f"message: expected {len(data)} bytes as its header declares, found {len(longer)}"
+        ):
+            unpack(longer, LAYOUT, STAMP)
+
+
+def test_every_flipped_bit_of_a_field_or_header_is_refused():
+    data = packed()
+    length = int.from_bytes(data[4:8], "little")
+    start = 16 + length + -(16 + length) % 8
+    padding = (
+        {start + 60 + i for i in range(4)} | {len(data) - 1 - i for i in range(4)} | set(range(16 + length, start))
+    )
+    for position in range(len(data)):
+        if position in padding:
+            continue
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << (position % 8)
+        with pytest.raises(WireError):
+            unpack(bytes(damaged), LAYOUT, STAMP)
+    damaged = bytearray(data)
+    damaged[start + 5] ^= 4
+    with pytest.raises(WireError, match="w: expected checksum"):
+        unpack(bytes(damaged), LAYOUT, STAMP)
+
+
+@pytest.mark.parametrize(
+    "changes,match",
+    [
+        ({"fields": "w"}, "header.fields"),
+        ({"fields": [["w", "dense float32", [3, 5], -4, "0"]]}, "header.fields"),
+        ({"fields": [["w", "dense float32", [3, True], 60, "0"]]}, "header.fields"),
+        ({"report": {"diagnosis": 1.0}}, "report diagnosis: expected one of"),
+        ({"report": {"steps": float("nan")}}, "report steps: expected a finite number, found nan"),
+        ({"report": {"steps": "3"}}, "report steps: expected a finite number"),
+        ({"scalars": {"note": "x"}}, r"scalars: expected \[\], found \['note'\]"),
+        ({"variant": "A"}, "variant: expected one of"),
+        ({"layout": "0" * 16}, "layout: expected digest"),
+    ],
+)
+def test_a_forged_header_is_refused(changes, match):
+    with pytest.raises(WireError, match=match):
+        unpack(with_header(packed(), **changes), LAYOUT, STAMP)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(key=st.sampled_from(sorted(header_of(packed()))), value=JSON)
+def test_any_value_in_any_place_of_a_header_is_decoded_or_refused_and_never_raises_otherwise(key, value):
+    with contextlib.suppress(WireError):
+        message = unpack(with_header(packed(), **{key: value}), LAYOUT, STAMP)
+        assert set(message.payload.fields) == set(SPEC)
+
+
+@settings(max_examples=300, deadline=None)
+@given(position=st.integers(0, 4), value=JSON)
+def test_any_value_in_any_place_of_a_field_s_entry_is_decoded_or_refused(position, value):
+    fields = header_of(packed())["fields"]
+    fields[0][position] = value
+    with contextlib.suppress(WireError):
+        message = unpack(with_header(packed(), fields=fields), LAYOUT, STAMP)
+        assert all(torch.equal(message.payload.fields[n], PAYLOAD.fields[n]) for n in SPEC)
+
+
+def test_a_declared_size_that_does_not_fit_the_shape_is_refused():
+    data = packed()
+    fields = header_of(data)["fields"]
+    fields[0][3], fields[1][3] = fields[0][3] + 8, fields[1][3] - 8
+    with pytest.raises(WireError, match=r"w: expected 60 bytes for shape \(3, 5\), found 68"):
+        unpack(with_header(data, fields=fields), LAYOUT, STAMP)
+
+
+@pytest.mark.parametrize("data", [b"", b"FVL1", b"PK\x03\x04" + bytes(40), b"FVL1" + b"\xff" * 40])
+def test_foreign_bytes_are_refused(data):
+    with pytest.raises(WireError, match="expected"):
+        unpack(data, LAYOUT, STAMP)
+
+
+def test_a_header_that_inflates_without_end_is_refused():
+    bomb = zlib.compress(b"[" + b" " * (32 << 20) + b"]")
+    data = b"FVL1" + len(bomb).to_bytes(4, "little") + xxhash.xxh3_64_digest(bomb)[::-1] + bomb
+    assert len(bomb) < 40_000
+    with pytest.raises(WireError, match="header"):
+        unpack(data, LAYOUT, STAMP)
+
+
+def test_words_are_required_and_one_of_their_choices():
+    layout = Layout(LAYOUT.fields, (Word("next", "up", ("A", "B")),))
+    message = pack(layout, STAMP, Payload(PAYLOAD.fields, "", {"next": "B"}), 3)
+    assert unpack(message, layout, STAMP).payload.scalars == {"next": "B"}
+    with pytest.raises(WireError, match="scalars: expected"):
+        pack(layout, STAMP, PAYLOAD, 3)
+
+
+def test_digest_changes_with_every_part_of_a_layout():
+    field = LAYOUT.fields[0]
+    layouts = [
+        LAYOUT,
+        Layout(LAYOUT.fields[:1]),
+        Layout((Field(field.name, "down", field.codec, field.shape), LAYOUT.fields[1])),
+        Layout((Field(field.name, "up", Dense(torch.float16), field.shape), LAYOUT.fields[1])),
+        Layout((Field(field.name, "up", field.codec, (5, 3)), LAYOUT.fields[1])),
+        Layout((Field(field.name, "up", field.codec, field.shape, variants=("A",)), LAYOUT.fields[1])),
+        Layout(LAYOUT.fields, (Word("next", "up", ("A",)),)),
+    ]
+    assert len({digest(layout) for layout in layouts}) == len(layouts)
+    assert digest(Layout(LAYOUT.fields[::-1])) == digest(LAYOUT)
+
+
+def test_header_of_many_fields_stays_small():
+    """448 LoRA factors of an 8B model: under 1 % of their bytes, and a few bytes a field."""
+    spec = {
+        f"model.layers.{i}.self_attn.{m}_proj.lora_{s}": TensorSpec((8, 64))
+        for i in range(32)
+        for m in "qkvogud"
+        for s in "AB"
+    }
+    payload = Payload({n: torch.zeros(t.shape) for n, t in spec.items()})
+    data = pack(Layout(dense_fields(spec, "up", "float32")), STAMP, payload, 3)
+    assert len(data) - describe(data)["payload_bytes"] < 16 * len(spec)
