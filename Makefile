@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.fedveil-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test containers check bench methods clean
+.PHONY: help install demo test coverage containers check mutate build bench methods clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (
 test: $(READY) ## Run the fast tests, two at a time (ARGS="-k fedrand", WORKERS=8)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+coverage: $(READY) ## Run the fast tests and measure coverage; fails below fail_under of pyproject.toml
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-report=xml $(ARGS)
+
 containers: $(READY) ## Build the image and run the tests that need a container engine
 	@$(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)
 
@@ -40,6 +43,14 @@ check: $(READY) ## Run ruff, mypy and the import rules
 	@$(BIN)/mypy
 	@cd .one_tree && $(abspath $(BIN))/lint-imports --config ../pyproject.toml --cache-dir ../.import_linter_cache
 
+mutate: $(READY) ## Break a room and see which breaks no test notices: make mutate ROOM=algebra ARGS="--sample 40"
+	@test -n "$(ROOM)" || { echo "error: ROOM: expected strategies, algebra, wire, privacy or guard; run: make mutate ROOM=algebra" >&2; exit 1; }
+	@$(BIN)/python tools/mutate.py $(ROOM) --workers $(WORKERS) $(ARGS)
+
+build: $(READY) ## Build the wheel and the source archive into dist/
+	@rm -rf build dist
+	@$(BIN)/python -m build --outdir dist
+
 bench: $(READY) ## Run a benchmark: make bench PRESET=fedrand/e2e ARGS=--quick; without PRESET, list them
 	@$(BIN)/fedveil bench $(if $(PRESET),$(PRESET),--list) $(ARGS)
 
@@ -47,4 +58,4 @@ methods: $(READY) ## List the methods; one in full: make methods ARGS=fedrand
 	@$(BIN)/fedveil methods $(ARGS)
 
 clean: ## Remove caches and runs; .venv stays
-	@rm -rf runs build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache *.egg-info
+	@rm -rf runs build dist .coverage coverage.xml .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,152 @@
+"""Breaks the code on purpose, one place at a time, and says which breaks no test notices.
+
+    make mutate ROOM=algebra ARGS="--sample 40 --seed 1"
+    python tools/mutate.py --code fedveil/mean.py --tests tests/fedveil/test_mean.py --sample 10
+
+cosmic-ray writes the mutants. This file runs them: cosmic-ray's runner takes a timeout for a kill, and mutates the tree that it
+stands in. Here each worker has a copy of what git tracks or does not ignore. A mutant in `x.py` first meets `test_x.py`, then the
+room's other tests. Annotations and lines that begin as one of _IDLE does stay as they are. A sample has one mutant a place.
+Two controls come first: the tests pass on the code as it is, and fail when a file raises at its import; an installed copy's would not.
+"""
+
+import argparse
+import ast
+import contextlib
+import difflib
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator, operator_names
+
+ROOT = Path(__file__).parent.parent
+ROOMS = {  # name: (its code, its tests)
+    "strategies": (["strategies"], ["tests/strategies", "tests/contract"]),
+    "algebra": (["fedveil/algebra"], ["tests/fedveil/algebra", "tests/contract"]),
+    "wire": (["fedveil/wire"], ["tests/fedveil/wire", "tests/contract"]),
+    "privacy": (["fedveil/privacy"], ["tests/fedveil/privacy", "tests/contract"]),
+    "guard": (["guard"], ["tests/guard"]),
+}
+_IDLE = ("@final", "@abstractmethod", "@override", "if TYPE_CHECKING")
+
+
+class Mutant(NamedTuple):
+    """One occurrence of one of cosmic-ray's operators; `path` is relative to the checkout."""
+
+    path: str
+    place: tuple[int, int]
+    operator: str
+    occurrence: int
+
+    def code(self) -> str:
+        """The whole file with it."""
+        return str(mutate_code((ROOT / self.path).read_text(), get_operator(self.operator)(), self.occurrence))
+
+
+def mutants(path: Path) -> Iterator[Mutant]:
+    """Every mutant of a file whose effect a test could see."""
+    source = path.read_text()
+    lines, nodes = source.splitlines(), list(ast_nodes(get_ast(source)))
+    held = [getattr(n, key, None) for n in ast.walk(ast.parse(source)) for key in ("annotation", "returns")]
+    typed = [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in held if n is not None]
+    for name in (n for n in operator_names() if not get_operator(n).arguments()):
+        starts = (start for node in nodes for start, _ in get_operator(name)().mutation_positions(node))
+        for occurrence, place in enumerate(starts):
+            if not lines[place[0] - 1].strip().startswith(_IDLE) and not any(a <= place < b for a, b in typed):
+                yield Mutant(str(path.relative_to(ROOT)), place, name, occurrence)
+
+
+class Copies:
+    """Copies of the working tree, one a worker, and the tests that run in them."""
+
+    def __init__(self, folder: Path, count: int, tests: list[str]) -> None:
+        self.tests, self.seconds = tests, 3600.0
+        self._free: queue.Queue[Path] = queue.Queue()
+        listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
+        for copy in (folder / str(i) for i in range(count)):
+            for name in filter(lambda name: (ROOT / name).is_file(), listed.split("\0")):
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copy / name)
+            self._free.put(copy)
+
+    def judge(self, path: str, code: str) -> str:
+        """What becomes of a file's other text: "killed", "survived" or "timeout"."""
+        copy = self._free.get()
+        try:
+            (copy / path).write_text(code)
+            own = [str(p) for test in self.tests for p in (copy / test).rglob(f"test_{Path(path).stem}.py")]
+            outcomes = (self._run(copy, tests) for tests in (own, self.tests) if tests)
+            return next((outcome for outcome in outcomes if outcome != "survived"), "survived")
+        finally:
+            shutil.copy2(ROOT / path, copy / path)
+            self._free.put(copy)
+
+    def _run(self, copy: Path, tests: list[str]) -> str:
+        # The limit, in kB of address space: a mutant may ask for any amount.
+        run = f'ulimit -v {16 << 20} && exec "$0" -m pytest -x -q -p no:cacheprovider "$@"'
+        own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        with copy.with_suffix(".log").open("w") as log, subprocess.Popen(
+            ["sh", "-c", run, sys.executable, *tests], cwd=copy, env=os.environ | own, stdout=log, stderr=log, start_new_session=True
+        ) as process:  # fmt: skip
+            try:
+                return "killed" if process.wait(self.seconds) else "survived"
+            except subprocess.TimeoutExpired:
+                return "timeout"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def main() -> int:
+    """0 once every mutant was tried, whatever became of it; 1 where a control failed."""
+    parser = argparse.ArgumentParser(description="Mutation testing of one room, on copies of the working tree.")
+    parser.add_argument("room", nargs="?", choices=sorted(ROOMS), default="strategies")
+    for name in ("--code", "--tests"):
+        parser.add_argument(name, nargs="+", metavar="PATH", help="files or folders, in place of the room's")
+    parser.add_argument("--sample", type=int, metavar="N", help="so many mutants; all of them take hours")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args()
+    code, tests = given.code or ROOMS[given.room][0], given.tests or ROOMS[given.room][1]
+    if missing := [name for name in [*code, *tests] if not (ROOT / name).exists()]:
+        parser.error(f"expected files or folders of this checkout, not found: {', '.join(missing)}")
+    files = [p for name in code for p in ((ROOT / name).rglob("*.py") if (ROOT / name).is_dir() else [ROOT / name])]
+    chosen = sorted(mutant for path in files for mutant in mutants(path))
+    if given.sample:
+        shuffled = random.Random(given.seed).sample(chosen, len(chosen))
+        chosen = sorted(list({(m.path, m.place): m for m in shuffled}.values())[: given.sample])
+    paths = sorted({m.path for m in chosen})
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.workers) as pool:
+        copies, began = Copies(Path(folder), given.workers, tests), time.monotonic()
+        if copies.judge(paths[0], (ROOT / paths[0]).read_text()) != "survived":
+            sys.exit("\n".join(log.read_text() for log in Path(folder).glob("*.log")) + "\nerror: tests fail unmutated")
+        copies.seconds = 30 + 5 * (time.monotonic() - began)
+        reached = {path for path in paths if copies.judge(path, "raise ImportError\n") == "killed"}
+        chosen, judged = [m for m in chosen if m.path in reached], []
+        for outcome in pool.map(lambda m: copies.judge(m.path, m.code()), chosen):
+            judged.append((chosen[len(judged)], outcome))
+            print(f"\r{len(judged)} of {len(chosen)}", end="\n" if len(judged) == len(chosen) else "", file=sys.stderr)
+    for mutant in (mutant for mutant, outcome in judged if outcome == "survived"):
+        old, new = (ROOT / mutant.path).read_text().splitlines(), mutant.code().splitlines()
+        print(*difflib.unified_diff(old, new, mutant.path, mutant.operator, n=1, lineterm=""), sep="\n", end="\n\n")
+    print(f"{'file':50} {'killed':>8} {'survived':>8} {'timeout':>8}")
+    for path in paths:
+        row = [sum(m.path == path and o == outcome for m, o in judged) for outcome in ("killed", "survived", "timeout")]
+        print(f"{path:50}", *(f"{n:8}" for n in row) if path in reached else ["no test here imports it: not mutated"])
+    return 0 if len(reached) == len(paths) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
