@@ -48,7 +48,7 @@ _UNREAD: Mapping[str, Sequence[str]] = {
     "gradients": (
         "Sites send gradients: there is no model of theirs to attack; the alignment is with what they sent.",
     ),
-    "coded": (
+    "changes": (
         "The sites' uploads are NOT attacked: they are codes or changes of a proxy, which no attack here reads.",
     ),
 }
@@ -149,9 +149,9 @@ def audit(
     found.align("overfitted FedAvg", "alignment", control.view, "a", own, known, some)
     found.attack("server", task, knowledge.server, everyone)
     rebuilt, sites = [], list(members)
-    kind = view.exchange.method.uploads
+    kind = view.exchange.method.sends
     for site, sample in members.items():
-        if kind == "coded":
+        if kind == "changes":
             continue
         mine, theirs = sample.alike(sample.labels, ALIGNED), non_members.alike(sample.labels, ALIGNED)
         found.align(site, "alignment", view, site, knowledge, mine, theirs)

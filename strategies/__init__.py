@@ -13,7 +13,6 @@ from pydantic import TypeAdapter, ValidationError
 from fedveil.config import parse_toml
 from fedveil.contract.method import Method
 from fedveil.errors import ConfigError
-from fedveil.privacy.dp_sgd import DpSgd, Noisy
 
 
 def names() -> list[str]:
@@ -50,9 +49,8 @@ def create_from_json(name: str, fields: str) -> Method:
 
 
 def _validated(name: str, fields: dict[str, Any]) -> Method:
-    noisy = fields.pop("dp_sgd", None)
     method: Method = _parsed(load(name), name, fields)
-    return method if noisy is None else Noisy(method, _parsed(DpSgd, "dp_sgd", noisy, "dp_sgd"))
+    return method
 
 
 def _parsed(cls: Any, name: str, fields: Any, *within: str) -> Any:

@@ -36,17 +36,17 @@ over all clients, as the paper has it in round 0. The gradient of R flows throug
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
 from fedveil.adapters import prompts
 from fedveil.adapters.prompt import Prompt
-from fedveil.algebra.mean import WeightedMean
 from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Method, RoundContext, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
 from fedveil.rng import Stream
 from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, tensors_of
 
@@ -76,19 +76,20 @@ class FedPGP(Method):
         return Payload(cast_to(prompts.shared(server.tensors), self.wire_dtype))
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """Eq. 3; p_G is sent, the factors kept."""
-        start = prompts.start(self.adapter, private, tensors_of(down), local.spec, ctx.rng("init"))
-        trained = local.train(start).weights
+        start = prompts.start(self.adapter, private, tensors_of(down), trainer.spec, ctx.rng("init"))
+        trained = trainer.train(start).weights
         return State(prompts.own(trained)), Payload(cast_to(prompts.shared(trained), self.wire_dtype))
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """n_k times the shared prompt, and n_k."""
+        return weighted(tensors_of(payload), num_examples)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """Eq. 4."""
-        mean = WeightedMean()
-        for upload in uploads:
-            mean.add(tensors_of(upload.payload), upload.num_examples)
-        new = mean.result(prompts.shared(server.tensors))
+        new = sums.means(prompts.shared(server.tensors))
         return State(prompts.alone(self.adapter, {**server.tensors, **new}))
 
     def deployed(

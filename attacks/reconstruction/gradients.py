@@ -44,7 +44,6 @@ def everything(gradients: Mapping[str, Tensor]) -> Observed:
 
 def observed(method: Method, payload: Payload, spec: Spec) -> Observed:
     """What an upload of a gradient shows. Entries outside its masks are not seen; a tensor that was not sent is left out."""
-    method = method.plain
     if not isinstance(method, RandomBinary):
         return everything(tensors_of(payload))
     found = list(method.surviving(payload, {name: tuple(tensor.shape) for name, tensor in spec.items()}))

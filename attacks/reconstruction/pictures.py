@@ -39,7 +39,7 @@ def reconstructed(
     from fedveil.attacks.reconstruction.images import contact_sheet, mean_image, psnr
     from fedveil.tasks.image_classification import ImageClassification
 
-    if view.exchange.method.uploads != "gradients" or not isinstance(task, ImageClassification):
+    if view.exchange.method.sends != "gradients" or not isinstance(task, ImageClassification):
         return None
     model = task.base.model
     shapes = {n: p.shape for n, p in model.named_parameters()}

@@ -38,16 +38,16 @@ from fedveil.benchmarks.common import data, resampling, seeds, texts
 from fedveil.benchmarks.common.forwarding import Dark, Forwarding
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.run import Options, Outcome
-from fedveil.config import RunConfig, parse
+from fedveil.config import DpConfig, RunConfig, parse
 from fedveil.contract.budget import Plan
-from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.method import Method, RoundContext, ServerTrained
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows
-from fedveil.contract.trainer import Local, Trained
+from fedveil.contract.trainer import Penalty, Trained, Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.privacy import accounting
-from fedveil.privacy.dp_sgd import Noisy
+from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
 from fedveil.server_app.distillation import Distillation
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import per_sample
@@ -126,14 +126,14 @@ class Best:
 class _Watched(Forwarding):
     """Shows what it is asked to train, and what came out."""
 
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: Trainer) -> None:
         super().__init__(local)
         self.received: Proxy | None = None
         self.trained: Weights = {}
 
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
         self.received = self.received or Proxy(weights, frozen or {})
-        trained = super().train(weights, frozen)
+        trained = super().train(weights, frozen, penalty)
         self.trained = trained.weights
         return trained
 
@@ -203,7 +203,7 @@ def _part(
     longer = {"train.max-steps": config.train.max_steps * config.run.rounds, "train.epochs": config.run.rounds}
     alone = task_of(parse({**config.flat(), **longer}), AllWeights(), options)
     first = alone.prepare(next(iter(found.clients.values())))
-    tuned = alone.local(first, rng.initial(seed, "alone")).train(base).weights
+    tuned = alone.trainer(first, rng.initial(seed, "alone")).train(base).weights
     rows["public base, fine-tuned"] = {"figures": texts.scores(alone, tuned, found.test, seed)}
     for label, chosen in settings["methods"].items():
         rows |= _method(label, configured(settings, chosen, seed), chosen, found, base, settings, seed, options)
@@ -229,26 +229,28 @@ def _method(
     started = time.perf_counter()
     method = strategies.create(config.method.name, config.method.fields)
     task = task_of(config, method.adapter, options)
-    own = method.server_adapter
+    own = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
+    dp, undefended = DpSgd.of(config.dp), config.model_copy(update={"dp": DpConfig()})
     model = task if own == method.adapter else task_of(config, own, options)
     clients = {site: task.prepare(rows) for site, rows in found.clients.items()}
     best = Best(task, task.prepare(found.validation))
     watched: dict[str, _Watched] = {}
 
-    def local_for(site: str, ctx: RoundContext) -> Local:
-        local: Local = task.local(clients[site], ctx.rng("batches"))
+    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
+        local: Trainer = task.trainer(clients[site], ctx.rng("batches"))
         if chosen.get("dark", False):
             local = Dark(local)
-        watched[site] = _Watched(method.training(local, ctx) if isinstance(method, Noisy) else local)
+        # In front of the noisy steps: what the method asks for, and what it gets.
+        watched[site] = _Watched(NoisyTrainer(local.spec, local.rows, dp, ctx) if dp else local)
         return watched[site]
 
     weights = task.initial(rng.initial(seed, "weights"))
-    if method.prepares:
+    if isinstance(method, ServerTrained) and method.needs_server_rows:
         distilling = Distillation(task, model, task.prepare(found.server), rng.initial(seed, "preparation"))
-        weights = method.prepare(weights, distilling)
-    exchange = Exchange(method.plain, config.method.name, task.spec)
+        weights = method.before_round_0(weights, distilling)
+    exchange = Exchange(method, config.method.name, task.spec)
     state = method.init(task.spec, weights, rng.initial(seed, "method init"))
-    federation = Federation(exchange, config, local_for, list(clients), state)
+    federation = Federation(exchange, undefended, trainer_for, list(clients), state)
     alike: list[attack.Similarity] = []
     for round_ in range(config.run.rounds):
         watched.clear()
@@ -269,9 +271,9 @@ def _method(
     rows[f"{label} global"] |= {
         "upload_bytes": federation.upload_bytes, "download_bytes": federation.download_bytes, "seconds": seconds
     }  # fmt: skip
-    if isinstance(method, Noisy) and method.dp_sgd.noise:
-        title = f"epsilon at delta {method.budget.delta:g} ({method.budget.neighbours})"
-        rows[f"{label} global"]["figures"][title] = resampling.fixed(_epsilon(method, config, clients))
+    if dp and dp.noise:
+        title = f"epsilon at delta {dp.delta:g} ({dp.neighbours})"
+        rows[f"{label} global"]["figures"][title] = resampling.fixed(_epsilon(dp, config, clients))
     for kind, title in (("proxy", "gap"), ("tuned", "tuned gap")):
         if f"{label} {kind}" in rows:
             rows[f"{label} {title}"] = {"figures": _gap(*(rows[f"{label} {k}"]["figures"] for k in ("global", kind)))}
@@ -285,12 +287,12 @@ def _method(
     return rows
 
 
-def _epsilon(method: Noisy, config: RunConfig, clients: Mapping[str, Rows]) -> float:
+def _epsilon(dp: DpSgd, config: RunConfig, clients: Mapping[str, Rows]) -> float:
     """Of a row of the client with the fewest rows, which are looked at most often, in a client that is in every round."""
-    fewest, train, budget = min(map(len, clients.values())), config.train, method.budget
+    fewest, train, budget = min(map(len, clients.values())), config.train, dp.budget
     steps = per_sample.steps(fewest, train.batch_size, train.epochs, train.max_steps)
     plan = Plan(config.run.rounds, steps, train.batch_size, fewest, budget.neighbours)
-    return accounting.epsilon(method.privacy_spent(plan), budget.delta, budget.neighbours)
+    return accounting.epsilon(dp.privacy_spent(plan), budget.delta, budget.neighbours)
 
 
 def _gap(mine: Mapping[str, Figure], other: Mapping[str, Figure]) -> dict[str, Figure]:
@@ -306,7 +308,7 @@ def similarities(
 ) -> list[attack.Similarity]:
     """For every client two: to the server's weights, and of the differences to the base."""
     found = []
-    scale = getattr(method.plain, "scale", 1.0) if isinstance(method.adapter, AllWeights) else 1.0
+    scale = getattr(method, "scale", 1.0) if isinstance(method.adapter, AllWeights) else 1.0
     true = merged(task, server)
     for at in seen:
         assert at.received is not None

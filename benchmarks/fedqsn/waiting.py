@@ -41,7 +41,7 @@ from fedveil.benchmarks.fedqsn import tables
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.trainer import Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.strategies.fedqsn import FedQSN
@@ -117,8 +117,8 @@ def _method(
     tap_folder = tempfile.TemporaryDirectory()
     exchange, tap = Exchange(method, "fedqsn", task.spec), Tap(Path(tap_folder.name))
 
-    def local_for(site: str, ctx: RoundContext) -> Local:
-        return task.local(clients[site], ctx.rng("batches"))
+    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
+        return task.trainer(clients[site], ctx.rng("batches"))
 
     def note(name: str, weights: Weights, **more: float) -> None:
         figure = texts.loss(task, weights, found.test, seed)
@@ -127,11 +127,11 @@ def _method(
         row |= more
 
     def tuned(weights: Weights) -> Weights:
-        return attack.fine_tuned(Proxy(weights, {}), task.local(clients[own], rng.initial(seed, "attack"))).weights
+        return attack.fine_tuned(Proxy(weights, {}), task.trainer(clients[own], rng.initial(seed, "attack"))).weights
 
     alone = tuned(base)
     state = method.init(task.spec, base, rng.initial(seed, "method init"))
-    federation = Federation(exchange, config, local_for, list(clients), state, tap=tap)
+    federation = Federation(exchange, config, trainer_for, list(clients), state, tap=tap)
     for round_ in range(config.run.rounds):
         server = federation.deployed()["server"]
         federation.round(round_)

@@ -19,7 +19,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Examples, Rows, Share, Task
-from fedveil.contract.trainer import Local
+from fedveil.contract.trainer import Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 
@@ -99,14 +99,14 @@ def _federate(
     started = time.perf_counter()
     state = exchange.method.init(exchange.spec, initial, rng.initial(config.run.seed, "method init"))
 
-    def local_for(site: str, ctx: RoundContext) -> Local:
-        return task.local(rows[site], ctx.rng("batches"))
+    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
+        return task.trainer(rows[site], ctx.rng("batches"))
 
     def tell(running: Federation, round_: int) -> None:
         if (round_ + 1) % 10 == 0:
             options.say(f"seed {config.run.seed}: {exchange.name}: round {round_ + 1} of {config.run.rounds}")
 
-    federation = Federation(exchange, config, local_for, list(rows), state)
+    federation = Federation(exchange, config, trainer_for, list(rows), state)
     federation.run(tell)
     seconds = time.perf_counter() - started
     scores = task.evaluate(federation.deployed()["server"], test, generate=True)

@@ -42,7 +42,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows, Share, Task
-from fedveil.contract.trainer import Local, Trained
+from fedveil.contract.trainer import Penalty, Trained, Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.rows import partition
@@ -143,12 +143,12 @@ class _Data:
 class _Remembering(Forwarding):
     """Leaves what it trained last where the benchmark finds it: the truth that a rebuilt client is held to."""
 
-    def __init__(self, local: Local, site: str, truth: dict[str, Weights]) -> None:
+    def __init__(self, local: Trainer, site: str, truth: dict[str, Weights]) -> None:
         super().__init__(local)
         self._site, self._truth = site, truth
 
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
-        trained = super().train(weights, frozen)
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+        trained = super().train(weights, frozen, penalty)
         self._truth[self._site] = trained.weights
         return trained
 
@@ -302,11 +302,11 @@ def _federate(
     initial = task.initial(rng.initial(seed, "weights"))
     truth: dict[str, Weights] = {}
 
-    def local_for(site: str, ctx: RoundContext) -> Local:
-        return _Remembering(task.local(clients[site], ctx.rng("batches")), site, truth)
+    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
+        return _Remembering(task.trainer(clients[site], ctx.rng("batches")), site, truth)
 
     state = exchange.method.init(exchange.spec, initial, rng.initial(seed, "method init"))
-    federation = Federation(exchange, config, local_for, list(clients), state, tap=tap)
+    federation = Federation(exchange, config, trainer_for, list(clients), state, tap=tap)
     federation.run()
     return federation, truth, time.perf_counter() - started
 

@@ -40,7 +40,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows, Share
-from fedveil.contract.trainer import Local
+from fedveil.contract.trainer import Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.rows import partition
@@ -105,7 +105,7 @@ def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
         drawn = bare.initial(rng.initial(seed, "weights"))
         bases: dict[str, Weights] = {}
         if "pre-trained" in settings["bases"]:
-            first = bare.local(public, rng.initial(seed, "pre-training"))
+            first = bare.trainer(public, rng.initial(seed, "pre-training"))
             other = bare.initial(rng.initial(seed, "head"))  # the body was trained to fit the first one
             bases["pre-trained"] = _new_head(first.train(drawn).weights, other)
             options.say(f"seed {seed}: pre-trained in {time.perf_counter() - started:.0f} s")
@@ -206,13 +206,13 @@ def _method(
     method = strategies.create(config.method.name, config.method.fields)
     exchange = Exchange(method, config.method.name, task.spec)
 
-    def local_for(site: str, ctx: RoundContext) -> Local:
-        return task.local(clients[site], ctx.rng("batches"))
+    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
+        return task.trainer(clients[site], ctx.rng("batches"))
 
     federation = Federation(
         exchange,
         config,
-        local_for,
+        trainer_for,
         list(clients),
         method.init(exchange.spec, weights, rng.initial(seed, "method init")),
     )

@@ -40,7 +40,7 @@ from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.config import RunConfig, parse
 from fedveil.contract.method import RoundContext
-from fedveil.contract.trainer import Local
+from fedveil.contract.trainer import Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.tasks.image_classification import ImageClassification, Picture
@@ -215,8 +215,8 @@ class _Target:
         }
         exchange = Exchange(self.method, self.config.method.name, self.task.spec)
 
-        def local_for(site: str, ctx: RoundContext) -> Local:
-            return self.task.local(sites[site], ctx.rng("batches"))
+        def trainer_for(site: str, ctx: RoundContext) -> Trainer:
+            return self.task.trainer(sites[site], ctx.rng("batches"))
 
         state = self.method.init(
             exchange.spec,
@@ -225,7 +225,7 @@ class _Target:
         )
         with tempfile.TemporaryDirectory() as folder:
             tap = Tap(Path(folder))
-            federation = Federation(exchange, self.config, local_for, list(sites), state, tap=tap)
+            federation = Federation(exchange, self.config, trainer_for, list(sites), state, tap=tap)
             federation.run()
             view = View.server(tap, exchange)
             found = [self._reconstructed(view, site, sites[site]) for site in sites]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedveil.adapters.hadamard import HadamardLora
 from fedveil.adapters.lora import Lora
-from fedveil.algebra.mean import WeightedMean
+from fedveil.algebra.sums import RunningSums
 from fedveil.errors import ConfigError
 from fedveil.rng import Stream
 
@@ -83,13 +83,14 @@ def aggregation_gap(clients: Sequence[Mapping[str, Tensor]], num_examples: Seque
     for nothing here: it is not averaged.
     """
     clients = [without_private(client) for client in clients]
-    factors, products = WeightedMean(), WeightedMean()
+    sums = RunningSums()
     for client, n in zip(clients, num_examples, strict=True):
-        factors.add(client, n)
-        products.add({m: product(client, m) for m in modules(client)}, n)
-    mean_factors = factors.result(clients[0])
+        for name, value in [*client.items(), *((m, product(client, m)) for m in modules(client))]:
+            sums.fold(name, value, n)
+    mean_factors = sums.means(clients[0])
     gap = norm = 0.0
-    for module, of_products in products.result({m: torch.empty(()) for m in modules(clients[0])}).items():
+    for module in modules(clients[0]):
+        of_products = sums.mean(module)
         gap += float((of_products - product(mean_factors, module)).square().sum())
         norm += float(of_products.square().sum())
     return (gap / norm) ** 0.5 if norm else 0.0

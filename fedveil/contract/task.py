@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.trainer import Trainer
 from fedveil.rng import Stream
 
 Examples = Sequence[Mapping[str, Any]]
@@ -99,7 +99,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def local(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> Local:
+    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> Trainer:
         """One client's training on prepared rows; `rng` orders the batches, `watch` sees how far it is.
 
         Raises:

@@ -116,7 +116,7 @@ class AdaptedTask(Task):
             return prompts.draw(self.adapter, shapes, rng)
         return factors.draw(self.adapter, shapes, rng)
 
-    def local(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> LocalTraining:
+    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> LocalTraining:
         """Training on `rows`. Raises TaskError where there are none."""
         return LocalTraining(self, rows, rng, watch)
 

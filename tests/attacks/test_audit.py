@@ -96,7 +96,7 @@ class _Recorder:
     [
         ("weights", {("scores", "a"), ("alignment", "a"), (WRONG_SITE, "a")}, ""),
         ("gradients", {("alignment", "a"), (WRONG_SITE, "a")}, "Sites send gradients"),
-        ("coded", set(), "uploads are NOT attacked"),
+        ("changes", set(), "uploads are NOT attacked"),
     ],
 )
 def test_what_uploads_are_decides_how_sites_are_attacked(uploads, attacked, said, monkeypatch):
@@ -106,7 +106,7 @@ def test_what_uploads_are_decides_how_sites_are_attacked(uploads, attacked, said
     rebuilt = SimpleNamespace(coverage=1.0, staleness=0, weights={})
     monkeypatch.setattr(audit.factor_pairing, "latest", lambda *_: rebuilt)
     monkeypatch.setattr(audit.factor_pairing, "merged", lambda *_: rebuilt)
-    view = SimpleNamespace(exchange=SimpleNamespace(method=SimpleNamespace(uploads=uploads)))
+    view = SimpleNamespace(exchange=SimpleNamespace(method=SimpleNamespace(sends=uploads)))
     knowledge = SimpleNamespace(task=None, initial={}, server={})
     control = SimpleNamespace(task=None, weights={}, members=[1], view=None, loss_share=0.1, rounds=4)
     sample = Sample([1], [""])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dp_accounting import DpEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +22,7 @@ from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.wire.envelope import Stamp, describe, pack, unpack
 from fedveil.wire.tap import Tap
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer, aggregated
 
 METHODS = strategies.names()
 SECRET = bytes(range(32))
@@ -53,14 +52,14 @@ def federation(
     exchange: Exchange, sites=("a", "b", "c"), seed: int = 5, step: float = 0.5, rounds: int = 4
 ) -> Federation:
     config = parse({"run.deterministic": True, "run.seed": seed, "run.rounds": rounds, "cohort.fraction": 0.67})
-    local_for = lambda site, ctx: ToyLocal(exchange.spec, 3 + len(site), step * (1 + ord(site[0]) % 3))  # noqa: E731
-    return Federation(exchange, config, local_for, list(sites), start(exchange))
+    trainer_for = lambda site, ctx: ToyTrainer(exchange.spec, 3 + len(site), step * (1 + ord(site[0]) % 3))  # noqa: E731
+    return Federation(exchange, config, trainer_for, list(sites), start(exchange))
 
 
 def one_turn(exchange: Exchange, server: State, site: str = "a", round_: int = 0, private=None, is_new: bool = True):
     down = exchange.broadcast(server, RoundContext(round_, site, is_new, SECRET))
     ctx = RoundContext(round_, site, is_new, SECRET[::-1])
-    private, up = exchange.participate(down, private, ToyLocal(exchange.spec), ctx)
+    private, up = exchange.participate(down, private, ToyTrainer(exchange.spec), ctx)
     return down, private, b"".join(up)
 
 
@@ -109,7 +108,7 @@ def test_no_half_changes_its_inputs(exchange):
     _, private, up = one_turn(exchange, server)
     kept, sent = copy.deepcopy(private), bytes(up)
     ctx = RoundContext(0, "a", True, SECRET)
-    new = exchange.method.aggregate(server, iter([as_upload(exchange, up, ctx), as_upload(exchange, up, ctx)]))
+    new = exchange.aggregate(server, iter([as_upload(exchange, up, ctx), as_upload(exchange, up, ctx)]))
     one_turn(exchange, new, round_=1, private=private, is_new=False)
     assert equal(server.tensors, before.tensors)
     assert server.scalars == before.scalars
@@ -134,7 +133,7 @@ def test_states_keep_names_shapes_and_dtypes_over_rounds(exchange):
 
 def test_no_upload_leaves_the_server_as_it_is(exchange):
     server = start(exchange)
-    after = exchange.method.aggregate(server, iter([]))
+    after = exchange.aggregate(server, iter([]))
     assert equal(server.tensors, after.tensors)
 
 
@@ -151,7 +150,7 @@ def test_aggregate_holds_one_upload_at_a_time(exchange):
             yield upload
             del upload
 
-    exchange.method.aggregate(server, uploads())
+    exchange.aggregate(server, uploads())
     assert len(seen) == 6
 
 
@@ -169,8 +168,8 @@ def test_mean_of_equal_uploads_is_the_upload(name, counts):
         for i, n in enumerate(numbers):
             yield Upload(message.payload, n, RoundContext(0, f"s{i}", True, SECRET), {})
 
-    once = method.aggregate(server, uploads([1]))
-    many = method.aggregate(server, uploads(counts))
+    once = aggregated(method, server, uploads([1]))
+    many = aggregated(method, server, uploads(counts))
     assert equal(method.deployed(once)["server"], method.deployed(many)["server"])
 
 
@@ -186,7 +185,7 @@ def test_zero_training_from_zero_state_stays_finite(exchange):
     zeros = {n: torch.zeros(t.shape) for n, t in exchange.spec.items()}
     server = exchange.method.init(exchange.spec, zeros, rng.initial(0, "method init"))
     _, _, up = one_turn(exchange, server)
-    after = exchange.method.aggregate(server, iter([as_upload(exchange, up, RoundContext(0, "a", True, SECRET))]))
+    after = exchange.aggregate(server, iter([as_upload(exchange, up, RoundContext(0, "a", True, SECRET))]))
     assert all(torch.isfinite(t).all() for t in after.tensors.values())
 
 
@@ -230,14 +229,10 @@ def test_server_and_client_draw_apart(exchange):
     down = exchange.broadcast(server, RoundContext(0, "a", True, SECRET))
     ups = set()
     for secret in (bytes([i]) * 32 for i in range(12)):
-        _, parts = exchange.participate(down, None, ToyLocal(exchange.spec), RoundContext(0, "a", True, secret))
+        _, parts = exchange.participate(down, None, ToyTrainer(exchange.spec), RoundContext(0, "a", True, secret))
         ups.add(b"".join(parts))
     variants = {exchange.receive(up, 0).payload.variant for up in ups}
     assert variants <= set(exchange.layout.variants("up"))
-
-
-def test_dp_event_is_one(exchange):
-    assert isinstance(exchange.method.dp_event(None), DpEvent)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -33,7 +33,7 @@ from fedveil.guard.clientapp import Guard, Refused
 from fedveil.records import audit_log
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.wire import slices
-from tests.conftest import ROOT, ToyLocal
+from tests.conftest import ROOT, ToyTrainer
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = KEY.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
@@ -131,7 +131,7 @@ def upload(lora_spec, lora_weights) -> bytes:
     exchange = Exchange(FedAvg(), "fedavg", lora_spec)
     state = FedAvg().init(spec_of(lora_weights), lora_weights, None)
     ctx = RoundContext(0, "north", True, b"s" * 32)
-    _, parts = exchange.participate(exchange.broadcast(state, ctx), None, ToyLocal(lora_spec, 3), ctx)
+    _, parts = exchange.participate(exchange.broadcast(state, ctx), None, ToyTrainer(lora_spec, 3), ctx)
     return b"".join(parts)
 
 

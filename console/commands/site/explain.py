@@ -86,6 +86,7 @@ def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
     """The run in plain words, a line each."""
     from fedveil.console.runs.disclosure import words_of
     from fedveil.contract.method import REPORT_FIELDS
+    from fedveil.privacy.dp_sgd import DpSgd, claim_of
     from fedveil.privacy.promised import epsilon
 
     rounds, share = config.run.rounds, config.cohort.fraction
@@ -102,12 +103,12 @@ def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
         f"Over the whole run at most {rounds * largest(exchange, 'up'):,} bytes of fields leave this site.",
         "Rows, prepared rows and the method's private state stay in this site's own folders.",
     ]
-    found, budget = epsilon(exchange.method, config, delta), exchange.method.budget
+    found, claim = epsilon(exchange.method, config, delta), claim_of(exchange.method, DpSgd.of(config.dp))
     if config.run.deterministic:
         lines.append("Epsilon: not private: seeded noise (run.deterministic).")
-    elif budget is None:
+    elif claim is None:
         lines.append(
-            "Epsilon: infinite. This method gives no differential-privacy guarantee; it leaves out, it adds no noise."
+            "Epsilon: infinite. This run gives no differential-privacy guarantee; its method leaves out, it adds no noise."
         )
     elif math.isinf(found):
         lines.append(
@@ -115,7 +116,7 @@ def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
         )
     else:
         lines.append(
-            f"Epsilon: at most {found:.3g} at delta = {delta:g} ({budget.neighbours.value}) for any row, over this and all earlier "
+            f"Epsilon: at most {found:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any row, over this and all earlier "
             "runs; this site's ledger stops the run before."
         )
     return [*lines, "", *words_of(exchange.name)]
@@ -160,6 +161,7 @@ def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfi
     from fedveil.client_app.site import policy as policies
     from fedveil.client_app.site.node_config import Site
     from fedveil.console.flower.bundle import built
+    from fedveil.contract.method import fields_of
     from fedveil.guard import signature
 
     site = Site(policy=str(policy.absolute()))
@@ -170,7 +172,7 @@ def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfi
 
         digest = hashlib.sha256(built(app)).hexdigest()
         bundle = policies.Bundle(digest, signature.signer(config.run.signature, digest))
-    fields = json.dumps(exchange.method.fields)
+    fields = json.dumps(fields_of(exchange.method))
     order = Order(0, True, "", "explain", exchange.name, fields)
     down, up = largest(exchange, "down"), largest(exchange, "up")
     policies.check(Assignment(order, config, site), bundle, down)

@@ -26,7 +26,7 @@ def add_parser(sub: Any) -> None:
     plan.add_argument(
         "--epsilon", type=float, help="wished; without it, what --noise, or --noise-local and --noise-global are worth"
     )
-    plan.add_argument("--noise", type=float, help="z of dp_sgd, which has one release a step")
+    plan.add_argument("--noise", type=float, help="z of dp.noise, which has one release a step")
     plan.add_argument("--noise-local", type=float, help="z of the private part: noise over its clipping bound")
     plan.add_argument("--noise-global", type=float, help="z of the shared part")
     plan.add_argument("--delta", type=float, default=1e-5)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(str(plan.examples), str(plan.batch), needs, stated(found, args.delta, args.neighbours))
     console = Console(highlight=False)
     console.print(table)
-    alone = f"; dp_sgd, with one release a step: noise = {_rounded_up(joint(local, shared)):.6g}"
+    alone = f"; noisy steps, with one release a step: dp.noise = {_rounded_up(joint(local, shared)):.6g}"
     console.print(
         f"noise_local = {local:.6g}, noise_global = {shared:.6g}, for all sites: {args.rounds} rounds of {args.steps} steps, "
         f"{args.sampling} batches{alone if (args.sampling, args.exchange) == ('poisson', 'epoch') else ''}"
@@ -99,16 +99,19 @@ def statements(run: Run) -> list[str]:
     if "method" not in run.config:
         return []
     from fedveil import strategies
+    from fedveil.config import parse
     from fedveil.privacy import accounting
+    from fedveil.privacy.dp_sgd import DpSgd, claim_of
 
     config = run.config["config"]
     try:
         method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
     except ConfigError as error:  # a run of another version; the rest of its report is worth having
         return [f"Not known: this version cannot make the run's method ({error}). Take epsilon for infinite."]
-    budget = method.budget
-    if budget is None:
-        return ["The method makes no claim of differential privacy: epsilon infinite."]
+    claim = claim_of(method, DpSgd.of(parse(config).dp))
+    if claim is None:
+        return ["The run makes no claim of differential privacy: epsilon infinite."]
+    budget = claim.budget
     if config["run.deterministic"]:
         return ["Not private: seeded noise (run.deterministic = true). Epsilon infinite."]
     nominal = "" if budget.nominal is None else f" The nominal epsilon was {budget.nominal:g}; the honest one follows."
@@ -128,9 +131,9 @@ def statements(run: Run) -> list[str]:
         # Every round up to the last: with an epoch cut over rounds a site that skips some meets more epochs.
         plan = Plan(max(asked) + 1, max(steps, 1), int(config["train.batch-size"]), rows, budget.neighbours)
         once = Plan(1, plan.steps, plan.batch, rows, budget.neighbours)
-        charges = Counter(dict(method.privacy_spent(plan)))
+        charges = Counter(dict(claim.privacy_spent(plan)))
         for _ in range(len(asked) - len(set(asked))):
-            charges.update(dict(method.privacy_spent(once)))
+            charges.update(dict(claim.privacy_spent(once)))
         found = stated(accounting.epsilon(charges, budget.delta, budget.neighbours), budget.delta, budget.neighbours)
         sentences.append(
             f"{site}: {rows} rows, {len(asked)} participations of {steps} steps: at most {found}, this run alone."

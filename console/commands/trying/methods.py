@@ -53,15 +53,14 @@ def _list() -> Table:
 def _show(console: Any, name: str) -> None:
     from fedveil import strategies
     from fedveil.adapters.kinds import example_spec
+    from fedveil.contract.budget import Claim
 
     cls = strategies.load(name)
     console.print(inspect.getdoc(importlib.import_module(cls.__module__)), markup=False)
     console.print(_fields(cls))
     method = strategies.create(name)
-    if method.budget is None and method.uploads != "gradients":
-        console.print(
-            "Clients may train by noisy steps: dp_sgd = {clip, noise, learning_rate, epsilon, delta}", markup=False
-        )
+    if not isinstance(method, Claim) and method.sends != "gradients":
+        console.print("Clients may train by noisy steps: dp.clip, dp.noise, dp.learning-rate, dp.epsilon", markup=False)
     spec = example_spec(method.adapter)
     layout = method.layout(spec)
     console.print(_wire(layout, "down", spec))

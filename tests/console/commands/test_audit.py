@@ -44,7 +44,12 @@ def run_folder(tmp_path_factory) -> Path:
     exchange = Exchange(method, "fedrand", task.spec)
     state = method.init(task.spec, task.initial(rng.initial(0, "weights")), rng.initial(0, "method init"))
     federation = Federation(
-        exchange, config, lambda s, ctx: task.local(rows[s], ctx.rng("batches")), SITES, state, tap=Tap(folder / "tap")
+        exchange,
+        config,
+        lambda s, ctx: task.trainer(rows[s], ctx.rng("batches")),
+        SITES,
+        state,
+        tap=Tap(folder / "tap"),
     )
     federation.run()
     save_state(State(federation.deployed()["server"]), folder / "final" / "server.safetensors")
@@ -153,8 +158,8 @@ def pictures_of(tmp_path, fields: str):
     exchange = Exchange(method, "random_binary", task.spec)
     state = method.init(task.spec, task.initial(rng.initial(0, "weights")), rng.initial(0, "method init"))
     tap = Tap(tmp_path / "tap")
-    local_for = lambda site, ctx: task.local(members[site].rows, ctx.rng("batches"))  # noqa: E731
-    Federation(exchange, config, local_for, list("ab"), state, tap=tap).run()
+    trainer_for = lambda site, ctx: task.trainer(members[site].rows, ctx.rng("batches"))  # noqa: E731
+    Federation(exchange, config, trainer_for, list("ab"), state, tap=tap).run()
     found = pictures.reconstructed(View.server(tap, exchange), task, config, members)
     assert found is not None
     (tmp_path / pictures.FILE).write_bytes(found[0])

@@ -191,7 +191,7 @@ def test_a_task_trains_it(form, quantised):
     )
     start = task.initial(Stream(KEY))
     assert list(start) == list(task.spec)
-    result = task.local(task.prepare(ROWS), Stream(KEY)).train(start)
+    result = task.trainer(task.prepare(ROWS), Stream(KEY)).train(start)
     assert task.evaluate(result.weights, ROWS, False)["loss"] < task.evaluate(start, ROWS, False)["loss"]
     assert all(not torch.equal(result.weights[n], start[n]) for n in start)
 
