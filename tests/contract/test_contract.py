@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import weakref
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.contract.spec import TensorSpec
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
+from fedveil.records.state import digest
 from fedveil.wire.envelope import Stamp, describe, pack, unpack
 from fedveil.wire.tap import Tap
 from tests.conftest import ToyTrainer, aggregated
@@ -72,11 +74,93 @@ def as_upload(exchange: Exchange, up: bytes, ctx: RoundContext) -> Upload:
     return Upload(message.payload, message.num_examples, ctx, message.report)
 
 
-def test_deterministic_under_a_seed_and_different_under_another(exchange):
-    first, second, other = (federation(exchange, seed=s).run() for s in (5, 5, 6))
-    assert equal(first.tensors, second.tensors)
-    assert first.scalars == second.scalars
-    assert not all(torch.isnan(t).any() for t in other.tensors.values())
+class Watched:
+    """One deterministic run: all that left either side, all that stayed at sites, and who asked its context for draws."""
+
+    def __init__(self, exchange: Exchange, seed: int, folder: Path, monkeypatch) -> None:
+        run = federation(exchange, seed=seed)
+        run.tap = Tap(folder)
+        sides = {run._server_secret: "server"}
+        self.drew: set[str] = set()
+        real = RoundContext.rng
+
+        def noted(ctx: RoundContext, purpose: str):
+            self.drew.add(sides.get(ctx.secret, "client"))
+            return real(ctx, purpose)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RoundContext, "rng", noted)
+            self.server = run.run()
+        seen = list(run.tap.messages())
+        self.down = [run.tap.read(m) for m in seen if m.direction == "down"]
+        self.client = [run.tap.read(m) for m in seen if m.direction == "up"]
+        self.client += [save(state) for _, state in sorted(run.private.items()) if state]
+
+
+def save(state: State) -> bytes:
+    return digest(state.tensors).encode() + json.dumps(state.scalars, sort_keys=True).encode()
+
+
+def test_a_seed_decides_every_draw_and_another_one_decides_otherwise(exchange, tmp_path, monkeypatch):
+    first, second, other = (
+        Watched(exchange, seed, tmp_path / name, monkeypatch) for seed, name in ((5, "a"), (5, "b"), (6, "c"))
+    )
+    assert save(first.server) == save(second.server)
+    assert (first.down, first.client) == (second.down, second.client)
+    if "client" in first.drew:  # whatever of it: an upload's mask, or a private tensor's first value
+        assert first.client != other.client
+    if "server" in first.drew:
+        assert first.down != other.down
+    if not first.drew:
+        assert (first.down, first.client) == (other.down, other.client)
+
+
+def test_draws_of_sites_and_rounds_are_their_own(exchange, tmp_path, monkeypatch):
+    """From one broadcast: what leaves a site or stays there differs over sites exactly where the method draws there."""
+    watched = Watched(exchange, 5, tmp_path, monkeypatch)
+    server = start(exchange)
+    down = exchange.broadcast(server, RoundContext(0, "a", True, SECRET))
+    kept = set()
+    for secret in (bytes([i]) * 32 for i in range(12)):
+        ctx = RoundContext(0, "a", True, secret, seeded=True)
+        private, parts = exchange.participate(down, None, ToyTrainer(exchange.spec), ctx)
+        kept.add(b"".join(parts) + (save(private) if private else b""))
+    assert (len(kept) > 1) == ("client" in watched.drew)
+
+
+def test_every_kind_of_upload_that_the_layout_declares_is_sent_by_somebody(exchange):
+    """With the default fields, over two rounds of 24 sites: a draw that always falls on one side is none."""
+    found, server = set(), start(exchange)
+    for secret in (bytes([i + 1]) * 32 for i in range(24)):
+        private = None
+        for round_ in (0, 1):
+            down = exchange.broadcast(server, RoundContext(round_, "a", round_ == 0, SECRET))
+            ctx = RoundContext(round_, "a", round_ == 0, secret)
+            private, parts = exchange.participate(down, private, ToyTrainer(exchange.spec), ctx)
+            found.add(exchange.receive(b"".join(parts), round_).payload.variant)
+    assert found == set(exchange.layout.variants("up"))
+
+
+def test_terms_are_the_same_on_either_side_and_belong_to_the_servers_tensors(exchange):
+    """Under secure aggregation a site makes them, who has another secret than the server."""
+    server = start(exchange)
+    _, _, up = one_turn(exchange, server)
+    message = exchange.receive(up, 0)
+    ours, theirs = (
+        exchange.method.terms(message.payload, 7, exchange.spec, RoundContext(0, "a", True, secret))
+        for secret in (SECRET, SECRET[::-1])
+    )
+    assert ours.clear == theirs.clear
+    pairs = list(zip(ours.tensors, theirs.tensors, strict=True))
+    assert pairs
+    for one, two in pairs:
+        assert (one.name, one.weight) == (two.name, two.weight)
+        assert torch.equal(one.value, two.value)
+        assert (one.mask is None) == (two.mask is None)
+        assert one.mask is None or torch.equal(one.mask, two.mask)
+        assert one.name in server.tensors
+        assert one.value.shape == server.tensors[one.name].shape
+        assert one.weight > 0
 
 
 def test_messages_decode_to_what_was_encoded_and_sizes_are_the_bytes(exchange):
@@ -222,17 +306,6 @@ def test_undeclared_field_cannot_be_packed(exchange):
     smuggled = Payload({**payload.fields, "patients": torch.zeros(3)}, payload.variant, payload.scalars)
     with pytest.raises(WireError, match="patients: expected no such field"):
         pack(exchange.layout, Stamp.of(exchange.method, exchange.name, 0, "down"), smuggled)
-
-
-def test_server_and_client_draw_apart(exchange):
-    server = start(exchange)
-    down = exchange.broadcast(server, RoundContext(0, "a", True, SECRET))
-    ups = set()
-    for secret in (bytes([i]) * 32 for i in range(12)):
-        _, parts = exchange.participate(down, None, ToyTrainer(exchange.spec), RoundContext(0, "a", True, secret))
-        ups.add(b"".join(parts))
-    variants = {exchange.receive(up, 0).payload.variant for up in ups}
-    assert variants <= set(exchange.layout.variants("up"))
 
 
 @pytest.mark.parametrize("name", METHODS)
