@@ -1,4 +1,4 @@
-"""One file a method, both halves of its maths, no Flower in it. A method is found by its file name."""
+"""The methods, one file each: both halves of its maths, and no Flower. A method is found by its file name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load(name: str) -> type[Method]:
     """The method's class: the one Method that the module `fedveil.strategies.<name>` defines.
 
     Raises:
-        ConfigError: no file of that name.
+        ConfigError: there is no file of that name.
     """
     if name not in names():
         raise ConfigError(f'method.name: expected one of {names()}, found "{name}"')
@@ -38,13 +38,13 @@ def create(name: str, fields: str = "") -> Method:
     """The method `name` with its hyper-parameters from TOML text ("rho = 0.3").
 
     Raises:
-        ConfigError: an unknown field or a value out of range; names the field.
+        ConfigError: a field is unknown or its value is out of range; the message names the field.
     """
     return _validated(name, parse_toml(fields, "method.fields"))
 
 
 def create_from_json(name: str, fields: str) -> Method:
-    """The method that a server describes to a client: every field as JSON. Raises ConfigError."""
+    """The method that a server describes to a client, with every field as JSON. Raises ConfigError."""
     return _validated(name, json.loads(fields))
 
 
