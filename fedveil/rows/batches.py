@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +15,7 @@ WINDOW = 32  # batches inside which bucketing sorts: wide enough for rows of lik
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+_Same = TypeVar("_Same")  # not `Self`: the checks in tests take a method by itself, without its class
 
 
 class AnyBatch(Protocol):
@@ -30,11 +31,11 @@ class AnyBatch(Protocol):
         """Tokens of all rows, padding apart; 0 where a task has none."""
         ...
 
-    def pinned(self) -> Self:
+    def pinned(self: _Same) -> _Same:
         """The batch in page-locked memory."""
         ...
 
-    def to(self, device: torch.device) -> Self:
+    def to(self: _Same, device: torch.device) -> _Same:
         """The batch on `device`."""
         ...
 
@@ -139,7 +140,8 @@ def collate(rows: Sequence[Row], padding: int) -> Batch:
     positions = [i * width + at - 1 for i, row in enumerate(rows) for at in range(max(1, row.start), len(row.ids))]
     wanted = [token for row in rows for token in row.ids[max(1, row.start) :]]
     tokens = sum(len(row.ids) for row in rows)
-    return Batch(torch.tensor(ids), torch.tensor(mask), torch.tensor(positions), torch.tensor(wanted), tokens)
+    whole = [torch.tensor(values, dtype=torch.int64) for values in (ids, mask, positions, wanted)]  # also where empty
+    return Batch(*whole, tokens)
 
 
 def order(rows: Sequence[AnyRow], batch_size: int, generator: torch.Generator, bucketing: bool) -> list[int]:
