@@ -54,8 +54,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedveil.adapters.factors import draw, modules, without_private
 from fedveil.adapters.hadamard import HadamardLora
+from fedveil.algebra.factors import modules, without_private
 from fedveil.algebra.mean import WeightedMean
 from fedveil.contract.layout import Layout, Payload
 from fedveil.contract.method import Method, RoundContext, State, Upload
@@ -100,7 +100,7 @@ class FedPara(Method):
 
     def _drawn(self, spec: Spec, rng: Stream) -> dict[str, Tensor]:
         shared = without_private(spec)
-        return draw(self.adapter, {n: t.shape for n, t in spec.items() if n not in shared}, rng)
+        return self.adapter.draw({n: t.shape for n, t in spec.items() if n not in shared}, rng, {})
 
     def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
         """Eq. 3."""

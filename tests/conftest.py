@@ -16,7 +16,7 @@ from fedveil.contract.trainer import Batch, FeatureGradients, PerSample, Trained
 from fedveil.training import per_sample
 
 install_import_hook(
-    ["fedveil.adapters.factors", "fedveil.algebra.mean", "fedveil.algebra.masks"],
+    ["fedveil.algebra.factors", "fedveil.algebra.mean", "fedveil.algebra.masks"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 

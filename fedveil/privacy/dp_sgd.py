@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, final
 
-from fedveil.adapters.kinds import Adapter
+from fedveil.contract.adapter import Adapter
 from fedveil.contract.budget import Budget, Neighbours, Plan, Sampling, check_claim, check_number
 from fedveil.contract.layout import Layout, Payload
 from fedveil.contract.method import Method, RoundContext, State, Upload

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from fedveil.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedveil.adapters.kinds import Adapter
     from fedveil.config import RunConfig
+    from fedveil.contract.adapter import Adapter
     from fedveil.contract.task import Task
 
 

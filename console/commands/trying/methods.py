@@ -52,7 +52,6 @@ def _list() -> Table:
 
 def _show(console: Any, name: str) -> None:
     from fedveil import strategies
-    from fedveil.adapters.kinds import example_spec
 
     cls = strategies.load(name)
     console.print(inspect.getdoc(importlib.import_module(cls.__module__)), markup=False)
@@ -62,7 +61,7 @@ def _show(console: Any, name: str) -> None:
         console.print(
             "Clients may train by noisy steps: dp_sgd = {clip, noise, learning_rate, epsilon, delta}", markup=False
         )
-    spec = example_spec(method.adapter)
+    spec = method.adapter.example_spec()
     layout = method.layout(spec)
     console.print(_wire(layout, "down", spec))
     console.print(_wire(layout, "up", spec))
