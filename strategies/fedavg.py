@@ -21,7 +21,7 @@ Formal guarantees: none.
 |---|---|
 | no upload | the weights stay, bit for bit |
 | one upload | its weights, bit for bit |
-| LoRA factors | A and B are averaged apart: mean(B) mean(A) is not mean(B A), see `fedveil.adapters.factors.aggregation_gap` |
+| LoRA factors | A and B are averaged apart: mean(B) mean(A) is not mean(B A), see `fedveil.algebra.factors.aggregation_gap` |
 
 Differences from the paper: AdamW or SGD is the task's choice; the mean is over the cohort of the round.
 """
@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters.kinds import Adapter
+from fedveil.adapters.kinds import AnyAdapter
 from fedveil.adapters.lora import Lora
 from fedveil.contract.layout import Layout, Payload
 from fedveil.contract.method import Method, RoundContext, State
@@ -53,7 +53,7 @@ class FedAvg(Method):
         wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
     """
 
-    adapter: Adapter = field(default_factory=Lora)
+    adapter: AnyAdapter = field(default_factory=Lora)
     wire_dtype: WireDtype = "float32"
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:

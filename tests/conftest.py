@@ -19,7 +19,7 @@ from fedveil.strategies import fedqsn
 from fedveil.training import per_sample
 
 install_import_hook(
-    ["fedveil.adapters.factors", "fedveil.algebra.sums", "fedveil.algebra.masks"],
+    ["fedveil.algebra.factors", "fedveil.algebra.sums", "fedveil.algebra.masks"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 

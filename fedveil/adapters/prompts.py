@@ -1,4 +1,4 @@
-"""Prompts as tensors: which contexts a form of `fedveil.adapters.kinds.Prompt` has, and what is made of their texts.
+"""Prompts as tensors: which contexts a form of `fedveil.adapters.prompt.Prompt` has, and what is made of their texts.
 
 b = length, d = width of the token embeddings, D = of the common space, M = patches, C = classes. All features have norm 1.
 
@@ -34,13 +34,6 @@ SHARED = "prompt"  # the tensor that every form has, and that a site sends
 EPSILON, ITERATIONS, TOLERANCE = 0.01, 100, 1e-3  # of Eq. 2; the last in ln u
 
 
-def draw(adapter: Prompt, shapes: Mapping[str, tuple[int, ...]], stream: Stream) -> dict[str, Tensor]:
-    """Initial tensors under the names of `shapes`, from N(0, std^2), drawn by sorted name."""
-    generator = stream.torch_generator()
-    drawn = {name: torch.randn(shapes[name], generator=generator) * adapter.std for name in sorted(shapes)}
-    return {name: drawn[name] for name in shapes}
-
-
 def shared(tensors: Mapping[str, T]) -> dict[str, T]:
     """The entry that is averaged."""
     return {SHARED: tensors[SHARED]}
@@ -66,7 +59,8 @@ def start(
     adapter: Prompt, private: State | None, received: Mapping[str, Tensor], spec: Spec, stream: Stream
 ) -> dict[str, Tensor]:
     """Where a site starts: the shared prompt as received, its own parts as kept, or drawn by the site at its first time."""
-    kept = private.tensors if private is not None else own(draw(adapter, {n: t.shape for n, t in spec.items()}, stream))
+    shapes = {name: tensor.shape for name, tensor in spec.items()}
+    kept = private.tensors if private is not None else own(adapter.draw(shapes, stream, {}))
     return as_spec({**kept, **shared(received)}, spec)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fedveil import rng
 from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.factors import of_factor
+from fedveil.algebra.factors import of_factor
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload

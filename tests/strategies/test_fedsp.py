@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fedveil import rng, strategies, tasks
-from fedveil.adapters.kinds import example_spec
 from fedveil.adapters.prefix import Prefix
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
@@ -42,7 +41,7 @@ def model(config):
 
 def stated(method=None):
     method = method or FedSP(adapter=Prefix(3, cells=1))
-    spec = example_spec(method.adapter)
+    spec = method.adapter.example_spec()
     weights = {n: torch.randn(t.shape, generator=torch.Generator().manual_seed(7)) for n, t in spec.items()}
     return method, spec, method.init(spec, weights, rng.initial(0, "x"))
 

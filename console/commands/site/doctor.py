@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def _site(args: argparse.Namespace) -> list[Check]:
     import tomllib
 
+    from fedveil import tasks
     from fedveil.client_app.site.node_config import parse_site
     from fedveil.config import parse
     from fedveil.console.commands.site.explain import overrides
@@ -72,9 +73,6 @@ def _site(args: argparse.Namespace) -> list[Check]:
             f"--kit: expected site.toml and node-config.toml in {args.kit}, found none ({error})"
         ) from None
     task, ca, state = parse(overrides(None, args.set)).task, args.kit / "ca.crt", site.state_dir.expanduser()
-    columns = (task.source_column, task.target_column)
-    if task.name != "text-generation":
-        columns = (task.image_column, task.label_column if task.name == "image-classification" else task.target_column)
     host = superlink.rpartition(":")[0].strip("[]")
     todo = {
         "certificate ca.crt": lambda: checks.certificate(ca),
@@ -83,7 +81,7 @@ def _site(args: argparse.Namespace) -> list[Check]:
         "control port": lambda: checks.closed(host, _CONTROL_PORT, "control port"),
         "gpu": lambda: checks.gpu(site.device),
         "disk": lambda: checks.disk(state),
-        "data": lambda: checks.data(site.data, columns),
+        "data": lambda: checks.data(site.data, tasks.info(task.name).columns(task)),
         "policy": lambda: checks.policy(site.policy),
         "audit log": lambda: checks.audit_log(state / audit_log.NAME),
     }

@@ -52,7 +52,6 @@ def _list() -> Table:
 
 def _show(console: Any, name: str) -> None:
     from fedveil import strategies
-    from fedveil.adapters.kinds import example_spec
     from fedveil.contract.budget import Claim
 
     cls = strategies.load(name)
@@ -61,7 +60,7 @@ def _show(console: Any, name: str) -> None:
     method = strategies.create(name)
     if not isinstance(method, Claim) and method.sends != "gradients":
         console.print("Clients may train by noisy steps: dp.clip, dp.noise, dp.learning-rate, dp.epsilon", markup=False)
-    spec = example_spec(method.adapter)
+    spec = method.adapter.example_spec()
     layout = method.layout(spec)
     console.print(_wire(layout, "down", spec))
     console.print(_wire(layout, "up", spec))

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.adapters.kinds import example_spec
 from fedveil.attacks.base import View
 from fedveil.attacks.hidden_model import proxy as attack
 from fedveil.attacks.hidden_model.proxy import Proxy, Scored, average, filled, gap, proxies, similarity
@@ -136,7 +135,7 @@ def test_fine_tuning_trains_the_proxy_without_holding_anything():
 def test_later_messages_of_fedsp_are_read_with_what_came_before(tmp_path):
     """The proxy is sent to a newcomer, then its prefix alone; the rest stays as it was sent."""
     method = FedSP(distil_steps=0)
-    exchange = Exchange(method, "fedsp", dict(example_spec(method.adapter)))
+    exchange = Exchange(method, "fedsp", dict(method.adapter.example_spec()))
     generator = torch.Generator().manual_seed(1)
     start = {n: torch.randn(t.shape, generator=generator) for n, t in exchange.spec.items()}
     config = parse({"run.deterministic": True, "run.rounds": 3})

@@ -66,7 +66,7 @@ def test_the_shared_model_alone_has_the_shared_prompt_s_text_only(form):
 
 def test_initial_tensors_are_normal_and_repeat():
     adapter = Prompt(40, form="sum", std=0.02)
-    first, again, other = (prompts.draw(adapter, adapter.shapes(300), rng.initial(s, "w")) for s in (0, 0, 1))
+    first, again, other = (adapter.draw(adapter.shapes(300), rng.initial(s, "w"), {}) for s in (0, 0, 1))
     for name, tensor in first.items():
         assert float(tensor.std()) == pytest.approx(0.02, rel=0.03)
         assert abs(float(tensor.mean())) < 0.001

@@ -19,7 +19,7 @@ from fedveil.adapters.lora import Lora
 from fedveil.contract.method import REPORT_FIELDS
 from fedveil.contract.task import Share
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import attach, library, loading
+from fedveil.models import library, tiny
 from fedveil.rng import Stream
 from fedveil.rows.reading import WHERE
 from fedveil.tasks import load
@@ -116,13 +116,13 @@ def test_lora_is_the_base_plus_scale_b_a(task, rows):
 
     weights = randomised(task)
     with library.quiet():
-        plain = GPT2LMHeadModel.from_pretrained(loading.find("tiny")[0], dtype=torch.float32).eval()
+        plain = GPT2LMHeadModel.from_pretrained(tiny.folder("text-generation"), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, w in weights.items():
             if name.endswith(".lora_A"):
                 module = name.removesuffix(".lora_A")
                 plain.get_submodule(module).weight += 2.0 * (weights[f"{module}.lora_B"] @ w).T
-    attach.put(weights, task.base.trained)
+    task.base.put(weights)
     ids = torch.tensor([task.base.tokenizer.encode(rows[0]["ref"])])
     with torch.no_grad():
         difference = task.base.model(input_ids=ids).logits - plain(input_ids=ids).logits
@@ -160,7 +160,7 @@ def test_training_steps_as_a_plain_loop_does(task, rows):
     assert (result.report["steps"], local.num_examples) == (3, 24)
 
     order = torch.randperm(24, generator=Stream(KEY).torch_generator()).tolist()
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=2e-3, weight_decay=1e-6)
     losses, tokens = [], 0
     for i in (0, 4, 8):

@@ -16,7 +16,7 @@ from fedveil import config as run_config
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.lora import Lora
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import attach, memory
+from fedveil.models import memory
 from fedveil.rng import Stream
 from fedveil.rows import batches
 from fedveil.rows.batches import Row
@@ -89,7 +89,7 @@ def test_the_defaults_are_a_plain_loop_bit_for_bit(configured, rows, start):
     seen = []
     result = task.trainer(rows, Stream(KEY), seen.append).train(start)
 
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=1e-3, weight_decay=1e-6)
     generator = Stream(KEY).torch_generator()
     losses = []
@@ -134,7 +134,7 @@ def test_accumulated_batches_step_as_one_batch_of_all_their_rows(configured, row
 
 def test_the_accumulated_gradient_is_no_mean_of_means(configured, rows, start, monkeypatch):
     """By what reaches the optimiser: equal to the joint gradient, and far from the mean of the batches' own means."""
-    attach.put(start, configured().base.trained)
+    configured().base.put(start)
     given = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]]))  # fmt: skip
     task = configured(train__batch_size=2, train__accumulate=3, train__max_steps=1)
@@ -209,7 +209,7 @@ def test_bucketing_and_accumulation_keep_batches_whole(configured):
 
 def test_recomputed_activations_give_the_same_gradients(configured, rows, start):
     task = configured()
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     block = task.base.model.transformer.h[1]
     passes, kept = [], []
     hook = block.mlp.c_fc.base_layer.register_forward_hook(lambda *_: passes.append(block.training))
@@ -254,7 +254,7 @@ def test_checkpointing_trains_to_the_same_weights_and_leaves_generation_alone(co
 def test_a_layers_own_dropout_is_off_while_it_is_recomputed(configured, rows, start):
     """OPT's layers drop out by themselves, by their own `training` flag."""
     task = configured()
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     layer = task.base.model.transformer.h[2]
     layer.dropout = 0.25
     with memory.recomputing(task.base.model, "tiny"):
@@ -475,7 +475,7 @@ def test_the_gradient_is_autograd_s_of_the_first_batch_of_the_stream(configured,
     kept, seen = {n: w.clone() for n, w in start.items()}, []
     found = task.trainer(rows, Stream(KEY), seen.append).gradient(start)
     drawn = torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()[:8]
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     expected = gradients(task, [rows[i] for i in drawn])
     assert {n: (g.shape, g.dtype) for n, g in found.weights.items()} == {n: (s.shape, s.dtype) for n, s in task.spec.items()}  # fmt: skip
     assert all(torch.equal(found.weights[n], g) for n, g in expected.items())

@@ -6,19 +6,14 @@ An adapter of kind "hadamard-lora" has a second pair a module, `<module>.private
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
-import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedveil.adapters.hadamard import HadamardLora
-from fedveil.adapters.lora import Lora
 from fedveil.algebra.sums import RunningSums
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
 
 Factor = Literal["A", "B"]
 T = TypeVar("T")
@@ -51,23 +46,6 @@ def modules(names: Iterable[str]) -> list[str]:
 def without_private(tensors: Mapping[str, T]) -> dict[str, T]:
     """The entries that belong to no private pair."""
     return {name: value for name, value in tensors.items() if not name.endswith(PRIVATE)}
-
-
-def draw(adapter: Lora | HadamardLora, shapes: Mapping[str, tuple[int, ...]], rng: Stream) -> dict[str, Tensor]:
-    """Initial factors under the names of `shapes`, in their order: A uniform within 1/sqrt(d_in), B zero.
-
-    Likewise the private pair, but for its B in the adapter's form "product", see `HadamardLora`. The draws go by sorted
-    name, so they do not depend on the order of the mapping.
-    """
-    generator = rng.torch_generator()
-    private_b_std = adapter.private_b_std if isinstance(adapter, HadamardLora) else 0.0
-    drawn = {name: torch.zeros(shapes[name]) for name in sorted(shapes)}
-    for name, tensor in drawn.items():
-        if name.endswith((".lora_A", ".private_A")):
-            nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
-        elif name.endswith(".private_B") and private_b_std:
-            tensor.normal_(std=private_b_std, generator=generator)
-    return {name: drawn[name] for name in shapes}
 
 
 def product(weights: Mapping[str, Tensor], module: str) -> Float[Tensor, "d_out d_in"]:
