@@ -98,7 +98,9 @@ class Site:
             install_from_fab=install_from_fab,
             push_message=lambda client, message, context: self.sent.append(message),
         )
-        self.guard = Guard(self.runtime, require_policy=True)
+        guard = Guard(self.runtime, require_policy=True)
+        assert self.runtime.install_from_fab is install_from_fab  # nothing is changed by making one
+        guard.install()
         self.message = self.runtime.pull_task_input(None)[0]
 
     @property
