@@ -21,7 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedveil.console.provisioning.keys import write_node_key
+from fedveil.console.flower.keys import write_node_key
 from fedveil.errors import ConfigError
 
 

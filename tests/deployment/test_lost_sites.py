@@ -48,7 +48,7 @@ def test_the_round_goes_on_without_a_killed_and_a_broken_site(tmp_path):
     assert first["failed"]["broken"] == "TaskError at the site; its log has the text (code 2)"
     assert "no-such-folder" not in json.dumps(first)
     assert "no-such-folder" in log
-    from fedveil.console.commands.running import report
+    from fedveil.console.report import run_page as report
     from fedveil.console.runs import folder
 
     page = tmp_path / "report.html"

@@ -12,7 +12,7 @@ from fedveil.console.flower.command_line import Flower
 from fedveil.console.flower.local_federation import LocalFederation, LocalSite
 from fedveil.console.flower.machine import free_ports
 from fedveil.console.flower.processes import LaunchError
-from fedveil.console.flower.site_process import supernode
+from fedveil.console.flower.programs import supernode
 from fedveil.console.main import main
 from tests.conftest import ROOT, extract
 
@@ -70,7 +70,7 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
         waiting = {"cohort.sites": 5, "run.dir": str(tmp_path / "runs"), "run.name": "long"}
         run = str(federation.run(ROOT, waiting))
         assert main(["watch", run, "--flower-home", str(home), "--timeout", "1"]) == 4
-        federation._flwr("stop", run, "fedveil", "--format", "json")
+        federation.flower.stop(run)
         assert main(["watch", run, "--flower-home", str(home), "--timeout", "60"]) == 3
         with pytest.raises(LaunchError):
             flower.run_status("123")

@@ -1,4 +1,4 @@
-"""`fedveil members`: who belongs to a federation, until when; register, renew, revoke, expire.
+"""`fedveil members`: lets sites' keys in, shuts them out, renews the server's.
 
 The registry is changed after Flower has been: what it says of a key is what Flower does. Flower is asked through its
 command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database is
@@ -10,20 +10,22 @@ from __future__ import annotations
 import argparse
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedveil.console.flower import keys
+from fedveil.console.flower.command_line import Flower
+from fedveil.console.provisioning import enrol
+from fedveil.console.provisioning.federation import Members
 from fedveil.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fedveil.console.flower.command_line import Flower
-    from fedveil.console.provisioning.federation import Members
 
 _SOON = timedelta(days=30)
 
 
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser("members", help="the sites of a federation: list, register, revoke, expire, renew")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listed = actions.add_parser("list", help="each site with its state and its last day; 1 where one is soon or over")
     listed.set_defaults(run=_list)
@@ -52,10 +54,6 @@ def add_parser(sub: Any) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from cryptography import x509
-
-    from fedveil.console.provisioning.federation import Members
-
     members, now = Members(args.folder), datetime.now(UTC)
     over = False
     for name in ("ca.crt", "server.pem"):
@@ -77,9 +75,6 @@ def _remark(ends: datetime, now: datetime) -> str:
 
 
 def _register(args: argparse.Namespace) -> int:
-    from fedveil.console.provisioning import enrol
-    from fedveil.console.provisioning.federation import Members
-
     members = Members(args.folder)
     ca = (args.folder / "server" / "ca.crt").read_bytes()
     site, public = enrol.check(args.request, members.federation.name, ca)
@@ -100,8 +95,6 @@ def _register(args: argparse.Namespace) -> int:
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    from fedveil.console.provisioning.federation import Members
-
     members = Members(args.folder)
     members.entry(args.site)
     if (flower := _flower(args)) is not None:
@@ -112,8 +105,6 @@ def _revoke(args: argparse.Namespace) -> int:
 
 
 def _expire(args: argparse.Namespace) -> int:
-    from fedveil.console.provisioning.federation import Members
-
     members = Members(args.folder)
     over = members.expired()
     flower = _flower(args) if over else None
@@ -128,9 +119,6 @@ def _expire(args: argparse.Namespace) -> int:
 
 
 def _sync(args: argparse.Namespace) -> int:
-    from fedveil.console.flower.command_line import Flower
-    from fedveil.console.provisioning.federation import Members
-
     members, flower = Members(args.folder), Flower(args.folder.absolute() / "server" / "flower")
     known, over = flower.nodes(), members.expired()
     for site, entry in sorted(members.sites.items()):
@@ -146,13 +134,6 @@ def _sync(args: argparse.Namespace) -> int:
 
 
 def _renew(args: argparse.Namespace) -> int:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    from fedveil.console.provisioning import keys
-    from fedveil.console.provisioning.federation import Members
-
     federation = Members(args.folder).federation
     file = args.ca_key or args.folder / "ca" / "ca.key"
     ca = x509.load_pem_x509_certificate((args.folder / "ca" / "ca.crt").read_bytes())
@@ -178,8 +159,6 @@ def _renew(args: argparse.Namespace) -> int:
 
 
 def _flower(args: argparse.Namespace) -> Flower | None:
-    from fedveil.console.flower.command_line import Flower
-
     return None if args.offline else Flower(args.folder.absolute() / "server" / "flower")
 
 

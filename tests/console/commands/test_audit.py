@@ -9,8 +9,9 @@ import pytest
 
 from fedveil import rng, strategies, tasks
 from fedveil.config import parse
-from fedveil.console.commands.running import audit, report
+from fedveil.console.commands.running import audit
 from fedveil.console.main import main
+from fedveil.console.report import run_page as report
 from fedveil.console.runs import folder as runs
 from fedveil.contract.method import State
 from fedveil.contract.task import Share
