@@ -1,4 +1,4 @@
-"""`fedveil watch`: shows a run until it has ended; the exit code is its fate.
+"""`fedveil watch`: follows a run to its end; the exit code says how it ended.
 
 `flwr run --stream` returns 0 always; this command does not:
 
