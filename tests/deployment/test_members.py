@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from fedveil.console.flower.processes import LaunchError
 from fedveil.console.flower.programs import supernode
 from fedveil.console.main import main
 from tests.conftest import ROOT, extract
+from tests.deployment.engine import until
 
 
 @pytest.mark.slow
@@ -42,22 +42,19 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
             federation.processes.start(name, command, federation._env())
 
         started("unregistered")
-        while federation.processes.ended("unregistered") is None:
-            time.sleep(0.1)
+        until(lambda: federation.processes.ended("unregistered") is not None, 60, "an unregistered key is refused", 0.1)
         assert federation.processes.ended("unregistered") != 0  # no message is served without a registered key
         assert main(["members", "register", str(pilot), request, "--fingerprint", fingerprint]) == 0
         started("guest")
-        deadline = time.monotonic() + 60
-        while "online" not in (shown := _status(pilot, capsys)) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert re.search(r"guest +registered +online", shown)
+        until(
+            lambda: re.search(r"guest +registered +online", _status(pilot, capsys)) is not None, 60, "guest is online"
+        )
         assert main(["members", "revoke", str(pilot), "guest"]) == 0
         assert sorted(flower.nodes().values()).count("online") == 1  # north alone
         federation.processes.kill("guest")
         started("revoked")
-        while federation.processes.ended("revoked") is None and time.monotonic() < deadline + 60:
-            time.sleep(0.1)
-        assert federation.processes.ended("revoked") not in (None, 0)
+        until(lambda: federation.processes.ended("revoked") is not None, 60, "a revoked key is refused", 0.1)
+        assert federation.processes.ended("revoked") != 0
         assert main(["members", "register", str(pilot), request, "--fingerprint", fingerprint]) == 2
         assert main(["members", "sync", str(pilot)]) == 0
 
