@@ -9,12 +9,12 @@
 | another site's upload | for the alignment alone: the site's rows did not move it, so the attack must not win |
 | overfitted FedAvg | a few members known by heart, undefended: an attack must win here, its interval wholly above 0.5 |
 
-An attack whose controls fail proves nothing about the run, in either direction, and the result says so. Where round 0 is
-already told apart, the non-members are not of the members' distribution.
+An attack whose controls fail proves nothing about the run, in either direction, and the result says so. Where round 0
+is already told apart, the non-members are not of the members' distribution.
 
-An attack gets the view of the tap, what every adversary knows (base model, initial weights, method) and rows without labels;
-which of them are members only the statistics know. Against a site's model scores are compared within a label, since a model
-that likes the labels of its site is no sign of membership.
+An attack gets the view of the tap, what every adversary knows (base model, initial weights, method) and rows without
+labels; which of them are members only the statistics know. Against a site's model scores are compared within a label,
+since a model that likes the labels of its site is no sign of membership.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an audit found: the statistics of each attack's scores, and what its controls say of them.
 
-A control is a model of which the answer is known (attacks/audit.py). An attack whose controls fail proves nothing about the
-run, in either direction, and its note says so.
+A control is a model of which the answer is known (attacks/audit.py). An attack whose controls fail proves nothing
+about the run, in either direction, and its note says so.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def notes(found: Sequence[Finding], overfitted: Overfitted) -> list[str]:
     """What the controls say of each attack, and what follows for the run: a sentence an attack."""
     by = {(f.model, f.attack): f for f in found}
     said = [
-        f"The overfitted control has {100 * overfitted.loss_share:.0f} % of its members' loss left after {overfitted.rounds} "
-        f"rounds of 8 epochs."
+        f"The overfitted control has {100 * overfitted.loss_share:.0f} % of its members' loss left after "
+        f"{overfitted.rounds} rounds of 8 epochs."
     ]
     for attack in dict.fromkeys(f.attack for f in found if f.attack != WRONG_SITE):
         won = by.get((OVERFITTED, attack))

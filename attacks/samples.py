@@ -94,8 +94,8 @@ def members_of(
     data = _data(source, config)
     if data is None:
         raise ConfigError(
-            "--data: expected the folder of the sites' rows, found none (the run's sites named their own); give --data, or "
-            "--site NAME=FOLDER for each site whose rows you have"
+            "--data: expected the folder of the sites' rows, found none (the run's sites named their own); give "
+            "--data, or --site NAME=FOLDER for each site whose rows you have"
         )
     every = sorted(asked, key=_natural)
     return {site: task.examples(data, "train", Share(every.index(site), len(every))) for site in took_part}

@@ -68,7 +68,11 @@ def commands() -> dict[str, Path]:
 
 
 def parser(chosen: str) -> argparse.ArgumentParser:
-    """The command line of one sub-command; for "" or an option, that of all. Raises ConfigError for an unknown command."""
+    """The command line of one sub-command; for "" or an option, that of all.
+
+    Raises:
+        ConfigError: there is no such command; with the nearest one.
+    """
     found = commands()
     if chosen and not chosen.startswith("-") and chosen not in found:
         near = difflib.get_close_matches(chosen, found, 1)

@@ -11,7 +11,7 @@ from fedveil.errors import ConfigError
 
 
 def overrides(file: Path | None, assignments: Sequence[str]) -> dict[str, Any]:
-    """The flat run config, by dotted key. A value that is not TOML is text. Raises ConfigError; keys are not checked."""
+    """The run config by dotted key; a value that is not TOML is text, and keys are not checked. Raises ConfigError."""
     flat: dict[str, Any] = {}
     if file is not None:
         try:

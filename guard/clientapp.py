@@ -1,4 +1,4 @@
-"""`flwr-clientapp` as a site's SuperExec finds it: Flower's own, with this site's decision before the bundle is installed.
+"""`flwr-clientapp` as a site's SuperExec finds it: Flower's own, and before it this site's decision.
 
     SuperExec -> flwr-clientapp (the script that `fedveil site guard` writes) -> main
         message, run and bundle are pulled               Flower
@@ -74,8 +74,8 @@ class Guard:
         self._assignments, self._policy, self._audit_log, self._header, self._slices, self._bundle, self._signature = (
             importlib.import_module(name)
             for name in (
-                "fedveil.client_app.assignment", "fedveil.client_app.site.policy", "fedveil.records.audit_log", "fedveil.wire.header",
-                "fedveil.wire.slices", "fedveil.guard.bundle", "fedveil.guard.signature",
+                "fedveil.client_app.assignment", "fedveil.client_app.site.policy", "fedveil.records.audit_log",
+                "fedveil.wire.header", "fedveil.wire.slices", "fedveil.guard.bundle", "fedveil.guard.signature",
             )
         )  # fmt: skip
 

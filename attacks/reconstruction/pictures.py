@@ -1,8 +1,8 @@
 """Pictures that an adversary reads off a run's gradients, beside the sites' own.
 
-The closed form of `direct_inversion` on each site's first gradients, as the server saw them. It is exact for a gradient of
-one image that is sent whole. Beside each result stands the nearest of the site's own images, and what the mean of all images
-would have been worth.
+The closed form of `direct_inversion` on each site's first gradients, as the server saw them. It is exact for a
+gradient of one image that is sent whole. Beside each result stands the nearest of the site's own images, and what the
+mean of all images would have been worth.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class _Attempt:
 
 
 def reconstructed(view: View, task: Task, config: RunConfig, members: Mapping[str, Sample]) -> Sheet | None:
-    """What the closed form makes of the sites' gradients. None where the method sends no gradients, the task has no images,
-    or the model has no position embedding to solve for.
+    """What the closed form makes of the sites' gradients.
+
+    None where the method sends no gradients, the task has no images, or the model has no position embedding.
     """
     if view.exchange.method.uploads != "gradients" or not isinstance(task, ImageClassification):
         return None
@@ -98,14 +99,14 @@ def _notes(attempts: Sequence[_Attempt], batch: int) -> list[str]:
     best, baseline = max(a.score for a in attempts), max(a.baseline for a in attempts)
     notes = [
         f"Pictures read off the sites' gradients by the closed form: {recovered} of {len(attempts)} recovered (above "
-        f"{_RECOVERED:g} dB of an image of the site; the best {best:.0f} dB, the mean image {baseline:.0f} dB at best). "
-        f"Gradients were of {batch} image{'s' if batch > 1 else ''}."
+        f"{_RECOVERED:g} dB of an image of the site; the best {best:.0f} dB, the mean image {baseline:.0f} dB at "
+        f"best). Gradients were of {batch} image{'s' if batch > 1 else ''}."
     ]
     if recovered < len(attempts):
         notes.append(
-            "Where the closed form fails, pictures are NOT shown to be safe: it takes withheld entries for zeros and needs a "
-            "gradient of one image. An adversary who matches the entries that were sent does better (`fedveil bench "
-            "random_binary/adaptive`)."
+            "Where the closed form fails, pictures are NOT shown to be safe: it takes withheld entries for zeros and "
+            "needs a gradient of one image. An adversary who matches the entries that were sent does better "
+            "(`fedveil bench random_binary/adaptive`)."
         )
     return notes
 

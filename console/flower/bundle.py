@@ -1,7 +1,7 @@
 """The app as Flower sends it: its source folder, the bundle that `flwr build` makes of it, and the digest of that.
 
-The app of this installation is the same, byte for byte, whether it is a checkout or a wheel: the bundle is made of a copy
-with pyproject.toml, LICENSE and the app's Python files, and of nothing else.
+The app of this installation is the same, byte for byte, whether it is a checkout or a wheel: the bundle is made of a
+copy with pyproject.toml, LICENSE and the app's Python files, and of nothing else.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class LocalFederation:
         self.processes.kill(name, grace)
 
     def start_site(self, name: str) -> None:
-        """Starts a site's SuperNode and a spare worker; its key must be registered. Does not wait until it is online."""
+        """Starts a SuperNode and a spare worker, and does not wait until it is online. Its key must be registered."""
         log, env = self.processes.log(name), {**self._env(), "OMP_NUM_THREADS": str(self.client_threads)}
         if "policy" in dict(self.sites[name].node_config):
             env = guarded(env, self.folder / "guard")

@@ -18,7 +18,7 @@ CLIENT_APP = "flwr-clientapp"
 
 
 def write_guard(folder: Path, require_policy: bool = True) -> Path:
-    """Writes the site's entry point, a `flwr-clientapp` that goes before Flower's own on the PATH (guard/clientapp.py)."""
+    """Writes the site's `flwr-clientapp`, which goes before Flower's own on the PATH (guard/clientapp.py)."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / CLIENT_APP
     says = f"from fedveil.guard.clientapp import main\n\nmain(require_policy={require_policy})\n"

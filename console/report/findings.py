@@ -13,8 +13,9 @@ from fedveil.console.report.page import Html, bullets, join, table, tag
 from fedveil.errors import StateError
 
 NOTE = (
-    "AUROC 0.5 is guessing, 1 is certainty; intervals of 95 % by bootstrap over the rows. Every attack stands beside the "
-    "overfitted control, which it must win, and round 0, which it must lose. One interval in twenty leaves 0.5 out by chance."
+    "AUROC 0.5 is guessing, 1 is certainty; intervals of 95 % by bootstrap over the rows. Every attack stands beside "
+    "the overfitted control, which it must win, and round 0, which it must lose. One interval in twenty leaves 0.5 "
+    "out by chance."
 )
 _MUST: dict[str, tuple[str, ...]] = {findings.UNTRAINED: ("contains",), findings.OVERFITTED: ("above",)}
 

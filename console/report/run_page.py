@@ -13,16 +13,19 @@ from fedveil.console.runs.folder import Row, Run
 from fedveil.console.runs.summary import metric_names, upload_ratio
 
 SUMMARY_NOTE = (
-    "Quality: the server's model on the server's own test data, last value. Loss is cross-entropy a token, lower is better; "
-    "of the text metrics higher is better. Bytes: whole messages. Seconds: all rounds, scoring on the server not counted."
+    "Quality: the server's model on the server's own test data, last value. Loss is cross-entropy a token, lower is "
+    "better; of the text metrics higher is better. Bytes: whole messages. Seconds: all rounds, scoring on the server "
+    "not counted."
 )
 LEDGER_NOTE = (
-    "Every message of every attempt, as it crossed the wire; refused and repeated ones count. Payload is the bytes of the "
-    "tensors; overhead is everything else in the message: names, shapes, and the figures a site reports about its training."
+    "Every message of every attempt, as it crossed the wire; refused and repeated ones count. Payload is the bytes "
+    "of the tensors; overhead is everything else in the message: names, shapes, and the figures a site reports about "
+    "its training."
 )
 PRIVACY_NOTE = (
-    "Upper bounds, by dp-accounting, of what everyone but a site can tell about one of its rows, from everything that the site "
-    "sent and keeps. The relation of neighbouring data sets stands beside each; a site's own ledger adds its other runs."
+    "Upper bounds, by dp-accounting, of what everyone but a site can tell about one of its rows, from everything "
+    "that the site sent and keeps. The relation of neighbouring data sets stands beside each; a site's own ledger "
+    "adds its other runs."
 )
 
 

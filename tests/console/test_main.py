@@ -41,7 +41,8 @@ def test_interrupt_is_exit_code_130(monkeypatch, capsys):
 
 
 def test_help_lists_every_sub_command_without_importing_torch():
-    code = "import sys; from fedveil.console.main import parser; print(parser('').format_help()); sys.exit('torch' in sys.modules)"
+    code = "import sys; from fedveil.console.main import parser; print(parser('').format_help())"
+    code += "; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in ("bench", "demo", "methods", "report"):

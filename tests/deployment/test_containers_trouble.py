@@ -1,4 +1,4 @@
-"""Hosts of their own: a server from its compose file, sites from their kits, and everything that may go wrong with a site."""
+"""Hosts of their own: a server from its compose file, sites from their kits, and all that may go wrong with a site."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Hosts:
         self.gateway = json.loads(docker("network", "inspect", "bridge").stdout)[0]["IPAM"]["Config"][0]["Gateway"]
         (port,) = free_ports(1)
         (folder / "federation.toml").write_text(
-            f'name = "p{self.token}"\nserver = ["{self.gateway}"]\nfleet-port = {port}\nsites = {json.dumps(SITES)}\nimage = "{IMAGE}"\n'
+            f'name = "p{self.token}"\nserver = ["{self.gateway}"]\nfleet-port = {port}\nimage = "{IMAGE}"\n'
+            f"sites = {json.dumps(SITES)}\n"
         )
         assert main(["provision", str(folder / "federation.toml")]) == 0
         self.made = folder / f"p{self.token}"
@@ -187,8 +188,9 @@ def test_a_run_ends_as_the_quorum_allows_and_says_why_for_each(hosts):
     until(lambda: hosts.online(*SITES[:6]), 240, "six sites online")
 
     settings = [f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items()]
-    command = ["docker", "compose", "-p", hosts.server.project, "-f", str(hosts.made / "server" / "compose.yaml"), "run", "--rm", "-T",
-               "operator", "fedveil", "submit", "--federation", str(hosts.made), *settings]  # fmt: skip
+    command = ["docker", "compose", "-p", hosts.server.project, "-f", str(hosts.made / "server" / "compose.yaml"),
+               "run", "--rm", "-T", "operator", "fedveil", "submit", "--federation", str(hosts.made),
+               *settings]  # fmt: skip
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     sent = "for l in open('/runs/trouble/disclosure.jsonl'): print(__import__('json').loads(l)['site'])"
 

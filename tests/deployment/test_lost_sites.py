@@ -1,4 +1,4 @@
-"""A site killed in mid-round and a site whose client raises: the round ends with the rest, and the report says who and why."""
+"""A site is killed in mid-round and another one's client raises: the round ends with the rest, the report says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members of a federation against a running SuperLink: a key is let in, shut out, and not let in again; runs are watched."""
+"""Members of a federation at a running SuperLink: a key is let in, shut out, not let in again; runs are watched."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ PROGRAMS = """
 import importlib.metadata, pathlib, sys
 for entry in importlib.metadata.distribution("flwr").entry_points.select(group="console_scripts"):
     script = pathlib.Path(sys.executable).parent / entry.name
-    script.write_text(f"#!{sys.executable}\\nimport sys\\nfrom {entry.module} import {entry.attr}\\nsys.exit({entry.attr}())\\n")
+    call = f"from {entry.module} import {entry.attr}\\nsys.exit({entry.attr}())"
+    script.write_text(f"#!{sys.executable}\\nimport sys\\n{call}\\n")
     script.chmod(0o755)
 """
 

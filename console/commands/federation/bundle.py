@@ -2,9 +2,9 @@
 
 An offline bundle is a folder with wheels of FedVeil and everything that it needs, container images, and a manifest:
 
-    fedveil bundle make FOLDER         where there is a network: collects all of it in a new folder
-    fedveil bundle manifest FOLDER     lists every file with its size and SHA-256 in FOLDER/MANIFEST.json, after a change
-    fedveil bundle verify FOLDER       at the site: finds a file that is missing, changed, or not in the manifest
+    fedveil bundle make FOLDER         where there is a network: collects all of it in a new folder fedveil bundle
+    manifest FOLDER     lists every file with its size and SHA-256 in FOLDER/MANIFEST.json, after a change fedveil
+    bundle verify FOLDER       at the site: finds a file that is missing, changed, or not in the manifest
 
 The manifest says whether the folder arrived as it left, not who made it: hand over the SHA-256 that the commands print
 on another way.

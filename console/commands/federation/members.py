@@ -1,8 +1,8 @@
 """`fedveil members`: lets sites' keys in, shuts them out, renews the server's.
 
 The registry is changed after Flower has been: what it says of a key is what Flower does. Flower is asked through its
-command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database is
-lost or not there yet; `fedveil members sync` then brings Flower to what the registry says.
+command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database
+is lost or not there yet; `fedveil members sync` then brings Flower to what the registry says.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _list(args: argparse.Namespace) -> int:
     members, now = Members(args.folder), datetime.now(UTC)
     over = False
     for name in ("ca.crt", "server.pem"):
-        ends = x509.load_pem_x509_certificate((args.folder / "server" / name).read_bytes()).not_valid_after_utc
+        ends = _certificate(args.folder / "server" / name).not_valid_after_utc
         over |= ends - now < _SOON
         print(f"{name:<20} until {ends:%Y-%m-%d}{_remark(ends, now)}")
     for site, entry in sorted(members.sites.items()):
@@ -70,14 +70,24 @@ def _list(args: argparse.Namespace) -> int:
     return int(over)
 
 
+def _certificate(file: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file}: expected a certificate that fedveil provision made, found none ({error}); bring it back"
+        ) from None
+
+
 def _remark(ends: datetime, now: datetime) -> str:
     return "  EXPIRED" if ends <= now else "  soon" if ends - now < _SOON else ""
 
 
 def _register(args: argparse.Namespace) -> int:
     members = Members(args.folder)
-    ca = (args.folder / "server" / "ca.crt").read_bytes()
-    site, public = enrol.check(args.request, members.federation.name, ca)
+    ca = args.folder / "server" / "ca.crt"
+    _certificate(ca)  # there, or an error that names it
+    site, public = enrol.check(args.request, members.federation.name, ca.read_bytes())
     members.entry(site)
     members.require_new(site, public)
     shown = enrol.fingerprint(public)
@@ -136,7 +146,7 @@ def _sync(args: argparse.Namespace) -> int:
 def _renew(args: argparse.Namespace) -> int:
     federation = Members(args.folder).federation
     file = args.ca_key or args.folder / "ca" / "ca.key"
-    ca = x509.load_pem_x509_certificate((args.folder / "ca" / "ca.crt").read_bytes())
+    ca = _certificate(args.folder / "ca" / "ca.crt")
     try:
         key = serialization.load_pem_private_key(file.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
@@ -150,8 +160,7 @@ def _renew(args: argparse.Namespace) -> int:
             f"ca.crt: expected a CA that is still valid, found one until {ca.not_valid_after_utc:%Y-%m-%d}; "
             "provision anew, every site needs the new ca.crt"
         )
-    names = [*federation.server, "superlink", "localhost", "127.0.0.1"]
-    keys.write_server(args.folder / "server", ca, key, names, timedelta(days=federation.days))
+    keys.write_server(args.folder / "server", ca, key, federation.server_names, timedelta(days=federation.days))
     print(
         f"{args.folder / 'server'}: new server.pem and server.key; restart the SuperLink, sites come back by themselves"
     )

@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         shutil.rmtree(partial, ignore_errors=True)
     print(f"{out}: certificates, the server's folder and {len(federation.sites)} kits under kits/")
     print(
-        f"next: move {out / 'ca' / 'ca.key'} to a safe place, start the server (docs/deploy.md), send each site its kit,"
+        f"next: move {out / 'ca' / 'ca.key'} to a safe place, start the server (docs/deploy.md), send each site its "
+        "kit,"
     )
     print(f"      and register what comes back: fedveil members register {out} request.json")
     return 0
@@ -60,7 +61,7 @@ def make(folder: Path, federation: FederationFile, final: Path) -> None:
     keys.write_private(folder / "ca" / "ca.key", ca_key, serialization.PrivateFormat.PKCS8)
     for place in ("ca", "server"):
         keys.write_certificate(folder / place / "ca.crt", ca)
-    keys.write_server(folder / "server", ca, ca_key, [*federation.server, "superlink", "localhost", "127.0.0.1"], days)
+    keys.write_server(folder / "server", ca, ca_key, federation.server_names, days)
     secret = folder / "server" / "superexec-secret"
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_hex(32))

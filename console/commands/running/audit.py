@@ -1,8 +1,8 @@
 """`fedveil audit`: attacks a run on its own tap, beside controls.
 
-The run must have recorded a tap (run.tap = true). The auditor needs the rows that the sites trained on, and rows of the same
-distribution that none of them had. An attack counts only where it wins against the overfitted control and loses against the
-untrained one. The result goes to RUN/audit.json, which `fedveil report` shows.
+The run must have recorded a tap (run.tap = true). The auditor needs the rows that the sites trained on, and rows of
+the same distribution that none of them had. An attack counts only where it wins against the overfitted control and
+loses against the untrained one. The result goes to RUN/audit.json, which `fedveil report` shows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--non-members",
         type=Path,
         metavar="FOLDER",
-        help="rows of no site, of the same distribution (default: rows that task.max-examples left out, else the split test)",
+        help="rows of no site, alike to theirs (default: rows that task.max-examples left out, else the split test)",
     )
     parser.add_argument(
         "--max-rows", type=int, default=300, metavar="N", help="members and non-members used, each (default: 300)"

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify = actions.add_parser("verify", help="find any line that was changed, dropped, moved or cut off the front")
     verify.add_argument(
         "--anchor", action="append", default=[], metavar="LINES:HASH",
-        help="an anchor taken earlier and kept elsewhere: only with one is a cut at the end found, or a log written anew",
+        help="an anchor taken earlier and kept elsewhere; only with one is a cut at the end found, or a new log",
     )  # fmt: skip
     verify.add_argument(
         "--other", type=Path, metavar="FILE",

@@ -59,4 +59,5 @@ def run(args: argparse.Namespace) -> int:
 def _said(attempt: dict[str, Any]) -> str:
     failed = "".join(f"; {site}: {reason}" for site, reason in attempt.get("failed", {}).items())
     accepted = f"{len(attempt['accepted'])} of {len(attempt['cohort'])} sites"
-    return f"round {attempt['round']}: {accepted}, {attempt['seconds']:.0f} s, up {attempt['upload_bytes']:,} bytes{failed}"
+    cost = f"{attempt['seconds']:.0f} s, up {attempt['upload_bytes']:,} bytes"
+    return f"round {attempt['round']}: {accepted}, {cost}{failed}"

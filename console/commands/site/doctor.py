@@ -1,7 +1,7 @@
 """`fedveil doctor`: checks whether a machine is ready to be site or server.
 
-It looks at certificates, clock, ports, versions, GPU, disk, data, policy and health, and changes nothing. Each line says
-what to do next. The exit code is 1 where a check fails.
+It looks at certificates, clock, ports, versions, GPU, disk, data, policy and health, and changes nothing. Each line
+says what to do next. The exit code is 1 where a check fails.
 """
 
 from __future__ import annotations

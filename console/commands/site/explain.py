@@ -87,8 +87,8 @@ def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
         )
     else:
         lines.append(
-            f"Epsilon: at most {found:.3g} at delta = {delta:g} ({budget.neighbours.value}) for any row, over this and all earlier "
-            "runs; this site's ledger stops the run before."
+            f"Epsilon: at most {found:.3g} at delta = {delta:g} ({budget.neighbours.value}) for any row, over this "
+            "and all earlier runs; this site's ledger stops the run before."
         )
     return [*lines, "", *words_of(exchange.name)]
 

@@ -1,7 +1,8 @@
 """`fedveil privacy`: plans the noise of a private run, from epsilon or to it.
 
-`fedveil privacy plan` says how much noise a wished epsilon takes, and what epsilon given noise is worth. The relation of
-neighbouring data sets stands beside every epsilon. What a finished run cost its sites is in its report (fedveil report).
+`fedveil privacy plan` says how much noise a wished epsilon takes, and what epsilon given noise is worth. The relation
+of neighbouring data sets stands beside every epsilon. What a finished run cost its sites is in its report (fedveil
+report).
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(table)
     alone = f"; dp_sgd, with one release a step: noise = {_rounded_up(joint(local, shared)):.6g}"
     console.print(
-        f"noise_local = {local:.6g}, noise_global = {shared:.6g}, for all sites: {args.rounds} rounds of {args.steps} steps, "
-        f"{args.sampling} batches{alone if (args.sampling, args.exchange) == ('poisson', 'epoch') else ''}"
+        f"noise_local = {local:.6g}, noise_global = {shared:.6g}, for all sites: {args.rounds} rounds of {args.steps} "
+        f"steps, {args.sampling} batches{alone if (args.sampling, args.exchange) == ('poisson', 'epoch') else ''}"
     )
     return 0
 

@@ -30,8 +30,8 @@ _POLL_SECONDS = 0.5
 _EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
 _MEANINGS = {
     "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
-    "305": "the server does not know the key, or has it online already, or does not answer at that address; the operator "
-    "registers a key with fedveil members, and fedveil doctor says what answers",
+    "305": "the server does not know the key, or has it online already, or does not answer at that address; "
+    "the operator registers a key with fedveil members, and fedveil doctor says what answers",
 }
 
 

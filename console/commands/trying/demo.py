@@ -1,7 +1,7 @@
 """`fedveil demo`: runs methods side by side on this machine, on real text.
 
-One SuperLink and a SuperNode for each site, over gRPC with TLS and node authentication. It ends with a table and a report,
-and leaves no process behind. With the defaults it takes some minutes on two cores.
+One SuperLink and a SuperNode for each site, over gRPC with TLS and node authentication. It ends with a table and a
+report, and leaves no process behind. With the defaults it takes some minutes on two cores.
 
     fedveil demo
     fedveil demo --methods fedavg,fedrand,fedpara --rounds 6
