@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.attacks import statistics
-from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.base import Knowledge, ModelAttack, View, installed
 from fedveil.attacks.controls import Overfitted
 from fedveil.attacks.hidden_model import factor_pairing
 from fedveil.attacks.membership import alignment
-from fedveil.attacks.membership.scores import Base, centred
+from fedveil.attacks.membership.scores import PublicBase, centred
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows, Task
 
@@ -137,7 +137,7 @@ def audit(
         control: the overfitted control.
         seed: of the bootstrap.
     """
-    task, base = knowledge.task, Base(knowledge.task, knowledge.initial)
+    task, base = knowledge.task, PublicBase(knowledge.task, knowledge.initial)
     assert knowledge.server is not None
     everyone = [row for sample in members.values() for row in sample.rows]
     found = _Findings(base, non_members, seed, say)
@@ -171,7 +171,7 @@ def audit(
 class _Findings:
     """Runs the attacks and keeps what they found."""
 
-    def __init__(self, base: Base, non_members: Sample, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(self, base: PublicBase, non_members: Sample, seed: int, say: Callable[[str], None]) -> None:
         self.done: list[Finding] = []
         self._base, self._non_members, self._seed, self._say = base, non_members, seed, say
 
@@ -179,7 +179,8 @@ class _Findings:
         """Every attack on one model; with the members' labels, within a label."""
         others = self._non_members
         self._say(f"{model}: {len(members)} members, {len(others.rows)} non-members")
-        mine, theirs = (self._base.scores(task, weights, rows) for rows in (members, others.rows))
+        attacks = [attack for attack in installed() if isinstance(attack, ModelAttack)]
+        mine, theirs = (self._base.scores(attacks, task, weights, rows) for rows in (members, others.rows))
         for name in mine:
             self.add(model, name, mine[name], theirs[name], labels, others.labels)
 

@@ -17,6 +17,9 @@ from fedveil.attacks.base import Knowledge, View
 from fedveil.attacks.controls import Overfitted
 from fedveil.attacks.membership import alignment, lira
 from fedveil.attacks.membership import scores as membership
+from fedveil.attacks.membership.calibrated import Calibrated
+from fedveil.attacks.membership.loss import Loss
+from fedveil.attacks.membership.renyi import MaxRenyi
 from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.common.resampling import Figure, Numbers
 from fedveil.config import RunConfig
@@ -25,6 +28,7 @@ from fedveil.contract.task import Rows, Task
 from fedveil.wire.tap import Tap
 
 _MEMBERS, _HELD_OUT, _SHIFTED = 1, 2, 3  # names of draws; those of a client's members have its number too
+_ATTACKS = (MaxRenyi(), Loss(), Calibrated())
 Figures = dict[str, Figure]
 
 
@@ -81,7 +85,7 @@ class Adversary:
         settings: `settings.attack` of the preset.
     """
 
-    base: membership.Base
+    base: membership.PublicBase
     yardstick: Yardstick | None
     non_members: NonMembers
     settings: Mapping[str, Any]
@@ -101,7 +105,7 @@ class Adversary:
     def _of_model(self, task: Task, target: Target) -> Figures:
         members, labels = self._some(target)
         generated = 0 if target.name else self.settings["generated_rows"]
-        mine = self.base.scores(task, target.weights, members, generated)
+        mine = self.base.scores(_ATTACKS, task, target.weights, members, generated)
         figures = {}
         for prefix, others, draw in (
             ("", self.non_members.held_out, _HELD_OUT),
@@ -109,7 +113,7 @@ class Adversary:
         ):
             if not others:
                 continue
-            theirs = self.base.scores(task, target.weights, others, generated)
+            theirs = self.base.scores(_ATTACKS, task, target.weights, others, generated)
             if self.yardstick and not target.name and not prefix:
                 mine["LiRA"] = self.yardstick.scores(members, -mine["loss"])
                 theirs["LiRA"] = self.yardstick.scores(others, -theirs["loss"])

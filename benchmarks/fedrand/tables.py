@@ -202,7 +202,7 @@ def _adversary(
         pool = [*members, *found.held_out[: len(members)]]
         yardstick = Yardstick(_task(config, options), initial, pool, settings["shadows"], seed)
     others = NonMembers(found.held_out, found.labels[""], found.shifted)
-    return Adversary(membership.Base(task, initial), yardstick, others, settings, seed)
+    return Adversary(membership.PublicBase(task, initial), yardstick, others, settings, seed)
 
 
 def _task(config: RunConfig, options: Options) -> VisionLanguage:

@@ -70,7 +70,7 @@ def test_rows_survive_the_way_between_processes():
 class _Fake:
     """A base whose scores are the rows themselves."""
 
-    def scores(self, task, weights, rows, generated_rows=0):
+    def scores(self, attacks, task, weights, rows, generated_rows=0):
         return {"loss": np.array(rows, dtype=float), "image 10%": np.zeros(len(rows))}
 
 
