@@ -38,9 +38,9 @@ from fedveil.attacks.membership import shadow
 from fedveil.attacks.statistics import Estimate
 from fedveil.benchmarks.common import resampling, seeds
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.dp_fpl import sites as prompt_sites
-from fedveil.benchmarks.dp_fpl.sites import Federated, Sites
-from fedveil.benchmarks.dp_fpl.tables import ZERO
+from fedveil.benchmarks.dp_fpl import federated_prompts
+from fedveil.benchmarks.dp_fpl.accuracy import ZERO
+from fedveil.benchmarks.dp_fpl.federated_prompts import Federated, Sites
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows
@@ -77,7 +77,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
 
 def verdicts(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[str]:
     """Whether the controls hold, and where each target stands."""
-    blind = {prompt_sites.blind(name) for name in settings["rows"]} | {ZERO}
+    blind = {federated_prompts.blind(name) for name in settings["rows"]} | {ZERO}
     won = {name for name, row in settings["rows"].items() if row.get("control") == "win"}
     said = []
     for row in rows:
@@ -94,7 +94,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
 
 
 def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
-    sites = prompt_sites.load(settings, seed, options)
+    sites = federated_prompts.load(settings, seed, options)
     parts = parted(sites.rows, np.random.default_rng(seed))
     said: dict[str, Any] = {ZERO: _attacked(settings, sites, parts, None, False, options)}
     for name, chosen in settings["rows"].items():
@@ -106,7 +106,7 @@ def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
         else:
             said[name] = _attacked(settings, sites, parts, chosen, False, options)
         if chosen.get("control") is True:
-            said[prompt_sites.blind(name)] = _attacked(settings, sites, parts, chosen, True, options)
+            said[federated_prompts.blind(name)] = _attacked(settings, sites, parts, chosen, True, options)
     return said
 
 
@@ -149,7 +149,7 @@ def _attacked(
     def trained(rows: Mapping[str, Sequence[Seen]]) -> Weights:
         if chosen is None:
             return {}
-        federated.append(prompt_sites.federate(sites, chosen, rows, dark))
+        federated.append(federated_prompts.federate(sites, chosen, rows, dark))
         return {f"{site}/{n}": w for site, model in federated[-1].models.items() for n, w in model.items()}
 
     def like_target(rows: Rows, number: int) -> Weights:

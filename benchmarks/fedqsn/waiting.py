@@ -37,7 +37,7 @@ from fedveil.attacks.hidden_model import proxy as attack
 from fedveil.attacks.hidden_model.proxy import Proxy
 from fedveil.benchmarks.common import resampling, seeds, texts
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.fedqsn import tables
+from fedveil.benchmarks.fedqsn import proxies
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
@@ -84,7 +84,7 @@ def _told(name: str, mine: Figure, other: Figure, what: str) -> str:
 
 
 def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
-    found = tables.of_seed(settings["data"], settings, seed)
+    found = proxies.of_seed(settings["data"], settings, seed)
     rows: dict[str, Any] = {}
     for label, chosen in settings["methods"].items():
         started = time.perf_counter()
@@ -100,20 +100,20 @@ def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
 def _method(
     label: str,
     chosen: Mapping[str, Any],
-    found: tables.Texts,
+    found: proxies.Texts,
     settings: Mapping[str, Any],
     seed: int,
     options: Options,
     rows: dict[str, Any],
 ) -> None:
-    config = tables.configured(settings, chosen, seed)
+    config = proxies.configured(settings, chosen, seed)
     method = strategies.create(config.method.name, config.method.fields)
     assert isinstance(method, FedQSN)
-    task = tables.task_of(config, method.adapter, options)
+    task = proxies.task_of(config, method.adapter, options)
     clients = {site: task.prepare(of_site) for site, of_site in found.clients.items()}
     base = task.initial(rng.initial(seed, "weights"))
     own = sorted(clients)[0]
-    matrices = list(tables.merged(task, base))
+    matrices = list(proxies.merged(task, base))
     tap_folder = tempfile.TemporaryDirectory()
     exchange, tap = Exchange(method, "fedqsn", task.spec), Tap(Path(tap_folder.name))
 

@@ -28,7 +28,7 @@ from fedveil.rng import Stream
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Repeats are interleaved; all in one process of one thread."""
     found: dict[str, dict[str, list[float]]] = seeds.run(
-        "fedveil.benchmarks.random_binary.speed", settings | {"seeds": 1}, options
+        "fedveil.benchmarks.random_binary.mask_cost", settings | {"seeds": 1}, options
     )[0]
     rows = [{"name": name, "metrics": {m: interval(v) for m, v in metrics.items()}} for name, metrics in found.items()]
     slowest = min((n for n in found if n != "copy"), key=lambda n: statistics.median(found[n]["GB/s"]))

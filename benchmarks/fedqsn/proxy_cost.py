@@ -40,7 +40,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     said = []
     for threads in settings["threads"]:
         asked = settings | {"seeds": 1, "now": threads}
-        found = seeds.run("fedveil.benchmarks.fedqsn.speed", asked, options)[0]
+        found = seeds.run("fedveil.benchmarks.fedqsn.proxy_cost", asked, options)[0]
         for name, metrics in found["rows"].items():
             rows.append({"name": name, "metrics": {m: interval(v) for m, v in metrics.items()}})
         speed, copy = (statistics.median(m["GB/s"]) for m in found["rows"].values())

@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 from fedveil.attacks.reconstruction.images import psnr
 from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.random_binary import accuracy, reconstruction, speed
+from fedveil.benchmarks.random_binary import accuracy, mask_cost, reconstruction
 from fedveil.benchmarks.run import Options
 
 VIT = {"image_size": 8, "patch_size": 2, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -141,7 +141,7 @@ def test_pre_training_leaves_no_head():
 
 
 def test_masking_measures_each_step():
-    found = speed._of_seed({"entries": 100_000, "rates": [0.5], "repeats": 2}, 0, Options())
+    found = mask_cost._of_seed({"entries": 100_000, "rates": [0.5], "repeats": 2}, 0, Options())
     assert set(found) == {"R = 0.5", "copy"}
     assert {len(v) for v in found["R = 0.5"].values()} == {2}
     assert set(found["R = 0.5"]) == {"GB/s", "cpu seconds", "draw seconds", "pack seconds", "unpack seconds"}

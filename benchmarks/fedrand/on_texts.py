@@ -36,7 +36,7 @@ class _Run:
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Rows: round 0, one client alone, and each of `settings["methods"]`; a run a seed."""
-    answers = seeds.run("fedveil.benchmarks.fedrand.e2e", settings, options)
+    answers = seeds.run("fedveil.benchmarks.fedrand.on_texts", settings, options)
     done = [{name: _Run(**measured) for name, measured in answer.items()} for answer in answers]
     runs = {name: [of_seed[name] for of_seed in done] for name in done[0]}
     rows = [_row(name, measured, settings) for name, measured in runs.items()]

@@ -58,7 +58,7 @@ _FORMS = ("whole", "visible", "mean")
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every method of `settings["methods"]` on each of `settings["data"]`, a run a seed."""
-    answers = seeds.run("fedveil.benchmarks.fedqsn.tables", settings, options)
+    answers = seeds.run("fedveil.benchmarks.fedqsn.proxies", settings, options)
     listed = []
     rows: dict[str, dict[str, Figure]] = {}
     for name in answers[0]:

@@ -10,7 +10,7 @@ import torch
 from fedveil import strategies
 from fedveil.adapters.lora import Lora
 from fedveil.benchmarks.common import texts
-from fedveil.benchmarks.fedqsn import speed, tables, waiting
+from fedveil.benchmarks.fedqsn import proxies, proxy_cost, waiting
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.config import parse
 from fedveil.strategies.fedqsn import FedQSN
@@ -63,7 +63,7 @@ def test_models_proxies_and_gaps(folder):
         "FedSP": {"name": "fedsp", "fields": "distil_steps = 1\nadapter = {kind = 'prefix', length = 2, cells = 1}"},
         "FedLPP": {"name": "fedlpp"},
     }
-    rows = tables._of_seed(settings(methods, similarity=True), 0, Options(device="cpu"))
+    rows = proxies._of_seed(settings(methods, similarity=True), 0, Options(device="cpu"))
     loss = {name: row["figures"]["e2e_nlg loss"][0] for name, row in rows.items() if "e2e_nlg loss" in row["figures"]}
     assert "FedAvg proxy" not in loss
     assert loss["open global"] == pytest.approx(loss["FedAvg global"], rel=1e-6)
@@ -83,7 +83,7 @@ def test_models_proxies_and_gaps(folder):
 def test_noise_goes_with_a_method_as_it_is(folder):
     noisy = "dp_sgd = {clip = 1.0, noise = 1.0, learning_rate = 0.001, neighbours = 'add-or-remove-one'}"
     methods = {"it": {"name": "fedqsn", "fields": f"bits = 4\n{noisy}"}}
-    rows = tables._of_seed(settings(methods), 0, Options(device="cpu"))
+    rows = proxies._of_seed(settings(methods), 0, Options(device="cpu"))
     assert rows["it tuned"]["figures"]["e2e_nlg loss"][0] > 0
     assert rows["it global"]["figures"]["e2e_nlg epsilon at delta 1e-05 (add-or-remove-one)"][0] == pytest.approx(
         6.573, abs=0.01
@@ -91,10 +91,10 @@ def test_noise_goes_with_a_method_as_it_is(folder):
 
 
 def test_merged_weights_are_what_the_model_computes_with(folder):
-    task = tables.task_of(parse({"method.name": "fedlpp"}), Lora(rank=2, alpha=6.0), Options(device="cpu"))
+    task = proxies.task_of(parse({"method.name": "fedlpp"}), Lora(rank=2, alpha=6.0), Options(device="cpu"))
     weights = {n: torch.randn(t.shape, generator=torch.Generator().manual_seed(2)) for n, t in task.spec.items()}
     task.put(weights)
-    found = tables.merged(task, weights)
+    found = proxies.merged(task, weights)
     name = "transformer.h.1.mlp.c_fc"
     layer = task.base.model.get_submodule(name)
     x = torch.randn(3, 160, generator=torch.Generator().manual_seed(3))
@@ -119,16 +119,16 @@ def test_speed_and_exact_bytes(monkeypatch):
         "threads": [1], "now": 1, "repeats": 2, "fields": "bits = 2",
         "model": {"n_layer": 2, "n_embd": 256, "n_head": 2, "vocab_size": 3000, "n_positions": 16},
     }  # fmt: skip
-    found = speed._of_seed(asked, 0, Options(device="cpu"))
+    found = proxy_cost._of_seed(asked, 0, Options(device="cpu"))
     assert set(found["rows"]) == {"1 threads", "1 threads, clone"}
     sizes = found["bytes"]
     assert sizes["download_bytes"] == pytest.approx(sizes["counted_bytes"], rel=0.02)
-    spec = speed.spec_of_gpt2(asked["model"])
+    spec = proxy_cost.spec_of_gpt2(asked["model"])
     assert sizes["fedavg_bytes"] == 4 * sum(torch.Size(t.shape).numel() for t in spec.values())
     method = strategies.create("fedqsn", "bits = 2")
     assert isinstance(method, FedQSN)
-    everything = speed.counted(method, spec, {})
+    everything = proxy_cost.counted(method, spec, {})
     assert everything > sizes["counted_bytes"]
-    monkeypatch.setattr(speed.seeds, "run", lambda *_: [found])
-    outcome: Outcome = speed.run(asked, Options())
+    monkeypatch.setattr(proxy_cost.seeds, "run", lambda *_: [found])
+    outcome: Outcome = proxy_cost.run(asked, Options())
     assert "within 2 %: held" in outcome.verdicts[-1]

@@ -64,7 +64,7 @@ class _Row:
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every part of `settings["parts"]` under every method of `settings["methods"]`, a run a seed."""
-    answers = [_from_json(answer) for answer in seeds.run("fedveil.benchmarks.fedrand.tables", settings, options)]
+    answers = [_from_json(answer) for answer in seeds.run("fedveil.benchmarks.fedrand.on_pictures", settings, options)]
     rows: dict[str, Figures] = {}
     listed = []
     for name in answers[0]:

@@ -7,7 +7,7 @@ import pytest
 
 from fedveil.benchmarks.common import pictures, resampling, seeds
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.fedrand import adversary, tables
+from fedveil.benchmarks.fedrand import adversary, on_pictures
 from fedveil.benchmarks.run import Options
 from fedveil.errors import ConfigError
 
@@ -28,14 +28,15 @@ def around(value: float, width: float = 0.01) -> Figure:
 )
 def test_controls_are_judged_by_their_intervals(row, value, said):
     settings = {"methods": {}, "controls": ["loss"]}
-    (sentence,) = tables._verdicts({row: {"loss": around(value), "other": around(0.1)}}, settings)
+    (sentence,) = on_pictures._verdicts({row: {"loss": around(value), "other": around(0.1)}}, settings)
     assert sentence.startswith(f"Control {row}, loss: {value:.3f} [")
     assert sentence.endswith(said)
 
 
 def test_a_wrong_site_may_lie_below_but_not_above():
     below, above = (
-        tables._verdicts({"M client": {"alignment, wrong site": around(v)}}, {"methods": {}})[0] for v in (0.3, 0.7)
+        on_pictures._verdicts({"M client": {"alignment, wrong site": around(v)}}, {"methods": {}})[0]
+        for v in (0.3, 0.7)
     )
     assert below.endswith("held.")
     assert above.endswith("NOT HELD.")
@@ -45,23 +46,23 @@ def test_lower_is_better_turns_the_order_round():
     rows = {"a server": {"loss": around(0.2)}, "b server": {"loss": around(0.4)}}
     order = {"metric": "loss", "view": "server", "better": "lower", "rows": ["a", "b"]}
     settings = {"methods": {"a": {}, "b": {}}, "orders": [order]}
-    assert tables._verdicts(rows, settings)[0].endswith("holds in all 1 pairs.")
+    assert on_pictures._verdicts(rows, settings)[0].endswith("holds in all 1 pairs.")
     settings["orders"] = [order | {"better": "higher"}]
-    assert "1 are reversed" in tables._verdicts(rows, settings)[0]
+    assert "1 are reversed" in on_pictures._verdicts(rows, settings)[0]
     settings["orders"] = [order | {"metric": "not measured"}]
-    assert tables._verdicts({k: {} for k in rows}, settings) == []
+    assert on_pictures._verdicts({k: {} for k in rows}, settings) == []
 
 
 def test_reconstruction_errors_are_compared():
     rows = {"x client": {"reconstruction error": around(0.2)}, "y client": {"reconstruction error": around(0.5)}}
-    small, large = (tables._verdicts(rows, {"methods": {}, "errors": [e]})[0] for e in (["x", "y"], ["y", "x"]))
+    small, large = (on_pictures._verdicts(rows, {"methods": {}, "errors": [e]})[0] for e in (["x", "y"], ["y", "x"]))
     assert "x is smaller than y (difference 0.3)" in small
     assert "y is not smaller than x" in large
 
 
 def test_rows_survive_the_way_between_processes():
-    rows = {"a": tables._Row({"loss": around(0.4)}, 3, 4, 5.0)}
-    back = tables._from_json(tables._to_json(rows))
+    rows = {"a": on_pictures._Row({"loss": around(0.4)}, 3, 4, 5.0)}
+    back = on_pictures._from_json(on_pictures._to_json(rows))
     assert back["a"].figures["loss"].value == 0.4
     assert (back["a"].figures["loss"].replicates == rows["a"].figures["loss"].replicates).all()
     assert (back["a"].upload_bytes, back["a"].download_bytes, back["a"].seconds) == (3, 4, 5.0)
@@ -91,7 +92,7 @@ def test_an_unknown_folder_is_one_line(monkeypatch):
     def failing(settings, seed, options):
         raise ConfigError(f"no data for {settings['name']}")
 
-    monkeypatch.setattr(tables, "_of_seed", failing)
+    monkeypatch.setattr(on_pictures, "_of_seed", failing)
     monkeypatch.setattr(
         "sys.stdin", __import__("io").StringIO('{"settings": {"name": "x"}, "seed": 0, "quick": true, "device": "cpu"}')
     )
@@ -113,7 +114,7 @@ def test_a_small_table_from_end_to_end():
         "config": {"task.model": "tiny", "task.partition": "iid", "train.batch-size": 8, "train.learning-rate": 3e-3,
                    "train.epochs": 2, "cohort.fraction": 0.6, "evaluate.max-new-tokens": 8, "run.rounds": 2},
     }  # fmt: skip
-    answer = tables._from_json(tables._of_seed(settings, 0, Options()))
+    answer = on_pictures._from_json(on_pictures._of_seed(settings, 0, Options()))
     assert set(answer) == {
         "round 0", "overfitted FedAvg", "FedAvg server", "FedAvg client", "FedRand server", "FedRand client",
         "FedRand client, merged",
