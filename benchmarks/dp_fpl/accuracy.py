@@ -42,13 +42,13 @@ SIDES = ("local", "neighbour")
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every row, a run a seed."""
-    answers: list[dict[str, Any]] = seeds.run("fedveil.benchmarks.dp_fpl.accuracy", settings, options)
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
     figures: dict[str, dict[str, Figure]] = {}
     rows = []
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
         figures[name] = {
-            side: resampling.over_seeds([Figure(v, np.array(r), n) for v, r, n in (each[side] for each in of_seeds)])
+            side: resampling.over_seeds([Figure.from_json(found) for found in (each[side] for each in of_seeds)])
             for side in SIDES
         }
         metrics = {side: resampling.interval(f) for side, f in figures[name].items()}
@@ -93,7 +93,8 @@ def _compared(
     )
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     sites = federated_prompts.load(settings, seed, options)
     rows: dict[str, Any] = {ZERO: _scored([sites.zero_shot()] * len(sites.names), sites, seed)}
     for name, chosen in settings["rows"].items():
@@ -148,7 +149,3 @@ def accuracy(
         replicates.append(100 * (drawn @ (said * counted)) / np.maximum(weights, 1))
         seen += int(counted.sum())
     return Figure(statistics.fmean(values), np.mean(replicates, axis=0), seen)
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

@@ -54,11 +54,11 @@ _PARTS = ("members", "others", "pool")
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every target, a run a seed."""
-    answers: list[dict[str, Any]] = seeds.run("fedveil.benchmarks.dp_fpl.membership", settings, options)
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
     rows = []
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
-        loss = resampling.over_seeds([Figure(v, np.array(r), n) for v, r, n in (each["loss"] for each in of_seeds)])
+        loss = resampling.over_seeds([Figure.from_json(found) for found in (each["loss"] for each in of_seeds)])
         metrics: dict[str, Any] = {
             metric: {
                 **dict(zip(("mean", "low", "high"), map(statistics.fmean, zip(*values, strict=True)), strict=True)),
@@ -93,7 +93,8 @@ def verdicts(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
     return said
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     sites = federated_prompts.load(settings, seed, options)
     parts = parted(sites.rows, np.random.default_rng(seed))
     said: dict[str, Any] = {ZERO: _attacked(settings, sites, parts, None, False, options)}
@@ -204,7 +205,3 @@ def _confidence(vectors: shadow.Vectors, labels: shadow.Labels) -> resampling.Nu
 
 def _triple(found: Estimate) -> list[float]:
     return [found.value, found.low, found.high]
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

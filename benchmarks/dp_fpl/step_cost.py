@@ -46,7 +46,7 @@ WAYS = ("plain", "texts", "loop", "prompt", "opacus")
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every way at every batch size, in one process of one thread."""
-    (found,) = seeds.run("fedveil.benchmarks.dp_fpl.step_cost", settings | {"seeds": 1}, options)
+    (found,) = seeds.run(__name__, settings | {"seeds": 1}, options)
     rows, batches = [], settings["batches"]
     for way in WAYS:
         for batch in batches:
@@ -124,7 +124,8 @@ class _First:
         return [Batch(tuple(range(self.batch_size)))]
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     torch.set_num_threads(1)
     sites = federated_prompts.load(settings, seed, options)
     rows = [row for of_site in sites.rows.values() for row in of_site]
@@ -163,7 +164,3 @@ def _step(sites: Sites, rows: Sequence[Seen], way: str, batch: int) -> Callable[
 
 def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

@@ -26,7 +26,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from fedveil import rng, strategies, tasks
@@ -58,13 +57,13 @@ _FORMS = ("whole", "visible", "mean")
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every method of `settings["methods"]` on each of `settings["data"]`, a run a seed."""
-    answers = seeds.run("fedveil.benchmarks.fedqsn.proxies", settings, options)
+    answers = seeds.run(__name__, settings, options)
     listed = []
     rows: dict[str, dict[str, Figure]] = {}
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
         figures = {
-            m: resampling.over_seeds([Figure(v, np.array(r), n) for v, r, n in (a["figures"][m] for a in of_seeds)])
+            m: resampling.over_seeds([Figure.from_json(found) for found in (a["figures"][m] for a in of_seeds)])
             for m in of_seeds[0]["figures"]
         }
         rows[name] = figures | _over_data(figures, settings["data"])
@@ -148,7 +147,7 @@ class Texts:
     server: list[texts.Row]  # the server's own, for its work before round 0; no client has them
 
 
-def of_seed(name: str, settings: Mapping[str, Any], seed: int) -> Texts:
+def cut(name: str, settings: Mapping[str, Any], seed: int) -> Texts:
     """A seeded cut of the rows: of the server, then of equal clients."""
     train = texts.rows(name, "train")
     random.Random(seed).shuffle(train)
@@ -179,10 +178,11 @@ def task_of(config: RunConfig, adapter: Any, options: Options) -> TextGeneration
     return task
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     rows: dict[str, Any] = {}
     for name in settings["data"]:
-        found = of_seed(name, settings, seed)
+        found = cut(name, settings, seed)
         for row, answer in _part(name, found, settings, seed, options).items():
             kept = rows.setdefault(row, {"figures": {}, "upload_bytes": 0, "download_bytes": 0, "seconds": 0.0})
             kept["figures"] |= {
@@ -327,7 +327,3 @@ def merged(task: TextGeneration, weights: Weights) -> Weights:
         is_conv = not isinstance(layer, torch.nn.Linear)
         found[f"{module}.weight"] = layer.weight.detach().cpu().float() + (change.T if is_conv else change)
     return found
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

@@ -13,7 +13,6 @@ which a busy machine stretches less than the clock.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -40,7 +39,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     said = []
     for threads in settings["threads"]:
         asked = settings | {"seeds": 1, "now": threads}
-        found = seeds.run("fedveil.benchmarks.fedqsn.proxy_cost", asked, options)[0]
+        found = seeds.run(__name__, asked, options)[0]
         for name, metrics in found["rows"].items():
             rows.append({"name": name, "metrics": {m: interval(v) for m, v in metrics.items()}})
         speed, copy = (statistics.median(m["GB/s"]) for m in found["rows"].values())
@@ -60,7 +59,8 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     return Outcome(rows, said)
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     torch.set_num_threads(settings["now"])
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
     method = strategies.create("fedqsn", settings["fields"])
@@ -127,8 +127,3 @@ def counted(method: FedQSN, spec: Spec, visible: Weights) -> float:
         is_coded = t.place is not None and t.place.part == "linear" and len(t.shape) == 2
         total += entries * (bits / digits / 8 + 4 / method.block) if is_coded else 4 * entries
     return total
-
-
-if __name__ == "__main__":
-    os.environ.pop("OMP_NUM_THREADS", None)
-    seeds.serve(_of_seed)

@@ -50,12 +50,12 @@ from fedveil.wire.tap import Tap
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every setting of `settings["methods"]`, a run a seed."""
-    answers = seeds.run("fedveil.benchmarks.fedqsn.waiting", settings, options)
+    answers = seeds.run(__name__, settings, options)
     rows, last = [], {}
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
         curve = [
-            resampling.over_seeds([Figure(v, np.array(r), n) for v, r, n in each])
+            resampling.over_seeds([Figure.from_json(found) for found in each])
             for each in zip(*(a["loss"] for a in of_seeds), strict=True)
         ]
         last[name] = curve[-1]
@@ -83,8 +83,9 @@ def _told(name: str, mine: Figure, other: Figure, what: str) -> str:
     return f"{name}: loss {d['mean']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}] beside {what}: {told}."
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
-    found = proxies.of_seed(settings["data"], settings, seed)
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
+    found = proxies.cut(settings["data"], settings, seed)
     rows: dict[str, Any] = {}
     for label, chosen in settings["methods"].items():
         started = time.perf_counter()
@@ -164,7 +165,3 @@ def _visible(proxy: Proxy, masked: Proxy) -> float:
     """Part of the columns of masked tensors that are known; 1 where nothing was masked."""
     known = [1.0 - float(proxy.missing[n].float().mean()) if n in proxy.missing else 1.0 for n in masked.missing]
     return float(np.mean(known)) if known else 1.0
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

@@ -196,7 +196,7 @@ def test_a_whole_small_table():
             "control": True,
         },
     }
-    found = accuracy._of_seed(_small(rows), 0, Options())
+    found = accuracy.of_seed(_small(rows), 0, Options())
     assert list(found) == ["zero-shot", "PromptFL", "private", "private, noise only"]
     assert all(0 <= found[n][side][0] <= 100 for n in found for side in accuracy.SIDES)
     assert found["private"]["costs"]["nominal epsilon"] == 50.0
@@ -210,7 +210,7 @@ def test_a_whole_small_membership_table():
     rows = {"private": {"name": "dp_fpl", "fields": "clipped = 'texts'", "control": True}}
     settings = _small(rows)
     settings["config"]["train.batch-size"] = 2
-    found = membership._of_seed(settings, 0, Options())
+    found = membership.of_seed(settings, 0, Options())
     assert list(found) == ["zero-shot", "private", "private, noise only"]
     for row in found.values():
         assert all(0 <= low <= value <= high <= 1 for value, low, high in row["nets"].values())

@@ -63,7 +63,7 @@ def test_models_proxies_and_gaps(folder):
         "FedSP": {"name": "fedsp", "fields": "distil_steps = 1\nadapter = {kind = 'prefix', length = 2, cells = 1}"},
         "FedLPP": {"name": "fedlpp"},
     }
-    rows = proxies._of_seed(settings(methods, similarity=True), 0, Options(device="cpu"))
+    rows = proxies.of_seed(settings(methods, similarity=True), 0, Options(device="cpu"))
     loss = {name: row["figures"]["e2e_nlg loss"][0] for name, row in rows.items() if "e2e_nlg loss" in row["figures"]}
     assert "FedAvg proxy" not in loss
     assert loss["open global"] == pytest.approx(loss["FedAvg global"], rel=1e-6)
@@ -83,7 +83,7 @@ def test_models_proxies_and_gaps(folder):
 def test_noise_goes_with_a_method_as_it_is(folder):
     noisy = "dp_sgd = {clip = 1.0, noise = 1.0, learning_rate = 0.001, neighbours = 'add-or-remove-one'}"
     methods = {"it": {"name": "fedqsn", "fields": f"bits = 4\n{noisy}"}}
-    rows = proxies._of_seed(settings(methods), 0, Options(device="cpu"))
+    rows = proxies.of_seed(settings(methods), 0, Options(device="cpu"))
     assert rows["it tuned"]["figures"]["e2e_nlg loss"][0] > 0
     assert rows["it global"]["figures"]["e2e_nlg epsilon at delta 1e-05 (add-or-remove-one)"][0] == pytest.approx(
         6.573, abs=0.01
@@ -103,7 +103,7 @@ def test_merged_weights_are_what_the_model_computes_with(folder):
 
 def test_waiting_shows_more_and_training_helps(folder):
     methods = {"it": {"name": "fedqsn", "fields": "bits = 4\nserver_rate = 0.2\nclient_rate = 0.3"}}
-    rows = waiting._of_seed(settings(methods, data="e2e_nlg"), 0, Options(device="cpu"))
+    rows = waiting.of_seed(settings(methods, data="e2e_nlg"), 0, Options(device="cpu"))
     seen = {n: rows[f"it, {n}"]["visible"] for n in ("received", "averaged", "colluding")}
     assert seen["received"] < seen["averaged"] < seen["colluding"] <= 0.9
     assert len(rows["it, received"]["loss"]) == len(rows["public base"]["loss"]) == 2
@@ -119,7 +119,7 @@ def test_speed_and_exact_bytes(monkeypatch):
         "threads": [1], "now": 1, "repeats": 2, "fields": "bits = 2",
         "model": {"n_layer": 2, "n_embd": 256, "n_head": 2, "vocab_size": 3000, "n_positions": 16},
     }  # fmt: skip
-    found = proxy_cost._of_seed(asked, 0, Options(device="cpu"))
+    found = proxy_cost.of_seed(asked, 0, Options(device="cpu"))
     assert set(found["rows"]) == {"1 threads", "1 threads, clone"}
     sizes = found["bytes"]
     assert sizes["download_bytes"] == pytest.approx(sizes["counted_bytes"], rel=0.02)
