@@ -27,7 +27,7 @@ from pathlib import Path
 
 from fedveil import rng, strategies, tasks
 from fedveil.attacks import controls
-from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.base import Knowledge, ModelAttack, View, installed
 from fedveil.attacks.controls import Overfitted
 from fedveil.attacks.findings import (
     ALIGNMENT,
@@ -43,7 +43,7 @@ from fedveil.attacks.findings import (
 )
 from fedveil.attacks.hidden_model import factor_pairing
 from fedveil.attacks.membership import alignment
-from fedveil.attacks.membership.scores import Base, centred
+from fedveil.attacks.membership.scores import PublicBase, centred
 from fedveil.attacks.reconstruction import pictures
 from fedveil.attacks.samples import Sample, Source, samples
 from fedveil.config import RunConfig
@@ -140,7 +140,7 @@ def audit(
     """
     if knowledge.server is None:
         raise ValueError("knowledge.server: expected the server's final model, found None; give it to Knowledge")
-    task, base = knowledge.task, Base(knowledge.task, knowledge.initial)
+    task, base = knowledge.task, PublicBase(knowledge.task, knowledge.initial)
     everyone = [row for sample in members.values() for row in sample.rows]
     found = _Findings(base, non_members, seed, say)
     found.attack(UNTRAINED, task, knowledge.initial, everyone)
@@ -173,7 +173,7 @@ def audit(
 class _Findings:
     """Runs the attacks and keeps what they found."""
 
-    def __init__(self, base: Base, non_members: Sample, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(self, base: PublicBase, non_members: Sample, seed: int, say: Callable[[str], None]) -> None:
         self.done: list[Finding] = []
         self._base, self._non_members, self._seed, self._say = base, non_members, seed, say
 
@@ -181,7 +181,8 @@ class _Findings:
         """Every attack on one model; with the members' labels, within a label."""
         others = self._non_members
         self._say(f"{model}: {len(members)} members, {len(others.rows)} non-members")
-        mine, theirs = (self._base.scores(task, weights, rows) for rows in (members, others.rows))
+        attacks = [attack for attack in installed() if isinstance(attack, ModelAttack)]
+        mine, theirs = (self._base.scores(attacks, task, weights, rows) for rows in (members, others.rows))
         for name in mine:
             self.add(model, name, mine[name], theirs[name], labels, others.labels)
 

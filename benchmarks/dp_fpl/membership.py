@@ -38,9 +38,9 @@ from fedveil.attacks.membership import shadow
 from fedveil.attacks.statistics import Estimate
 from fedveil.benchmarks.common import resampling, seeds
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.dp_fpl import sites as prompt_sites
-from fedveil.benchmarks.dp_fpl.sites import Federated, Sites
-from fedveil.benchmarks.dp_fpl.tables import ZERO
+from fedveil.benchmarks.dp_fpl import federated_prompts
+from fedveil.benchmarks.dp_fpl.accuracy import ZERO
+from fedveil.benchmarks.dp_fpl.federated_prompts import Federated, Sites
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows
@@ -54,11 +54,11 @@ _PARTS = ("members", "others", "pool")
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every target, a run a seed."""
-    answers: list[dict[str, Any]] = seeds.run("fedveil.benchmarks.dp_fpl.membership", settings, options)
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
     rows = []
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
-        loss = resampling.over_seeds([Figure(v, np.array(r), n) for v, r, n in (each["loss"] for each in of_seeds)])
+        loss = resampling.over_seeds([Figure.from_json(found) for found in (each["loss"] for each in of_seeds)])
         metrics: dict[str, Any] = {
             metric: {
                 **dict(zip(("mean", "low", "high"), map(statistics.fmean, zip(*values, strict=True)), strict=True)),
@@ -77,7 +77,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
 
 def verdicts(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[str]:
     """Whether the controls hold, and where each target stands."""
-    blind = {prompt_sites.blind(name) for name in settings["rows"]} | {ZERO}
+    blind = {federated_prompts.blind(name) for name in settings["rows"]} | {ZERO}
     won = {name for name, row in settings["rows"].items() if row.get("control") == "win"}
     said = []
     for row in rows:
@@ -93,8 +93,9 @@ def verdicts(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
     return said
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
-    sites = prompt_sites.load(settings, seed, options)
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
+    sites = federated_prompts.load(settings, seed, options)
     parts = parted(sites.rows, np.random.default_rng(seed))
     said: dict[str, Any] = {ZERO: _attacked(settings, sites, parts, None, False, options)}
     for name, chosen in settings["rows"].items():
@@ -106,7 +107,7 @@ def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
         else:
             said[name] = _attacked(settings, sites, parts, chosen, False, options)
         if chosen.get("control") is True:
-            said[prompt_sites.blind(name)] = _attacked(settings, sites, parts, chosen, True, options)
+            said[federated_prompts.blind(name)] = _attacked(settings, sites, parts, chosen, True, options)
     return said
 
 
@@ -149,7 +150,7 @@ def _attacked(
     def trained(rows: Mapping[str, Sequence[Seen]]) -> Weights:
         if chosen is None:
             return {}
-        federated.append(prompt_sites.federate(sites, chosen, rows, dark))
+        federated.append(federated_prompts.federate(sites, chosen, rows, dark))
         return {f"{site}/{n}": w for site, model in federated[-1].models.items() for n, w in model.items()}
 
     def like_target(rows: Rows, number: int) -> Weights:
@@ -204,7 +205,3 @@ def _confidence(vectors: shadow.Vectors, labels: shadow.Labels) -> resampling.Nu
 
 def _triple(found: Estimate) -> list[float]:
     return [found.value, found.low, found.high]
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

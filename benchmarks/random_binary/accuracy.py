@@ -52,7 +52,7 @@ _BASES = ("pre-trained", "scratch")
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every method from both bases, a run a seed, and the curves by epoch."""
-    answers: list[dict[str, Any]] = seeds.run("fedveil.benchmarks.random_binary.accuracy", settings, options)
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
     rows: list[dict[str, Any]] = []
     last: dict[str, Figure] = {}
     for name in answers[0]:
@@ -94,7 +94,8 @@ def _verdicts(last: Mapping[str, Figure], settings: Mapping[str, Any]) -> list[s
     return said
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "vit"
@@ -267,7 +268,3 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> bytes:
     drawn = io.BytesIO()
     canvas.savefig(drawn, format="png", dpi=110)
     return drawn.getvalue()
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

@@ -59,7 +59,7 @@ Images = Tensor  # (images, channels, height, width)
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every case of `settings["cases"]` but those named in `settings["skip"]`, on the images of every seed, and a sheet."""
     settings["cases"] = [case for case in settings["cases"] if case["name"] not in settings.get("skip", [])]
-    answers: list[dict[str, Any]] = seeds.run("fedveil.benchmarks.random_binary.reconstruction", settings, options)
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
     names = list(answers[0]["rows"])
     rows: list[dict[str, Any]] = []
     figures: dict[str, dict[str, Figure]] = {}
@@ -99,7 +99,8 @@ def _baseline(case: Mapping[str, Any]) -> str:
     return f"mean image, {case['model']}"
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     rows: dict[str, Any] = {}
     sheet: list[tuple[Tensor, str]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -276,7 +277,3 @@ def _in_order(images: Images, true: Images) -> list[Tensor]:
     orders = itertools.permutations(range(len(images)))
     best = min(orders, key=lambda order: float((images[list(order)] - true).square().sum()))
     return list(images[list(best)])
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

@@ -104,7 +104,7 @@ class _Recorder:
 def test_what_uploads_are_decides_how_sites_are_attacked(uploads, attacked, said, monkeypatch):
     recorder = _Recorder()
     monkeypatch.setattr(audit, "_Findings", lambda *_: recorder)
-    monkeypatch.setattr(audit, "Base", lambda *_: None)
+    monkeypatch.setattr(audit, "PublicBase", lambda *_: None)
     rebuilt = SimpleNamespace(coverage=1.0, staleness=0, weights={})
     monkeypatch.setattr(audit.factor_pairing, "latest", lambda *_: rebuilt)
     monkeypatch.setattr(audit.factor_pairing, "merged", lambda *_: rebuilt)

@@ -23,7 +23,7 @@ ROWS = torch.tensor([[True], [False]])
 
 
 def test_similarity_by_hand():
-    """Server (3, 4 | 5, 0) in two rows; of the proxy the first row is missing, the second doubled. A second tensor is all zero."""
+    """Server (3, 4 | 5, 0) in two rows. The proxy's first row is missing, its second doubled; a further tensor is 0."""
     server = {"w": torch.tensor([[3.0, 4.0], [5.0, 0.0]]), "v": torch.zeros(2)}
     found = Proxy({"w": torch.tensor([[0.0, 0.0], [8.0, 6.0]]), "v": torch.zeros(2)}, {"w": ROWS}, 2.0)
     seen = similarity(found, server, ["w", "v"])

@@ -1,4 +1,4 @@
-"""Methods beside each other: the same federation in process, once a method and seed.
+"""Methods beside each other on texts: the same federation in process, once a method and seed.
 
 Beside the methods stand "round 0" (the model before any round) and "one client alone" (the client of median size, which
 trains in every round on its own rows and shares nothing).
@@ -14,12 +14,11 @@ from typing import Any
 from fedveil import rng, strategies, tasks
 from fedveil.algebra.factors import aggregation_gap
 from fedveil.benchmarks.common import data, seeds
+from fedveil.benchmarks.common.federations import federation
 from fedveil.benchmarks.run import Options, Outcome, intervals
 from fedveil.config import RunConfig, parse
-from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Examples, Rows, Share, Task
-from fedveil.contract.trainer import Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 
@@ -35,8 +34,8 @@ class _Run:
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Rows: round 0, one client alone, and each of `settings["methods"]`; a run a seed."""
-    answers = seeds.run("fedveil.benchmarks.fedrand.e2e", settings, options)
+    """The rows "round 0", "one client alone", and one for each of `settings["methods"]`; one run for each seed."""
+    answers = seeds.run(__name__, settings, options)
     done = [{name: _Run(**measured) for name, measured in answer.items()} for answer in answers]
     runs = {name: [of_seed[name] for of_seed in done] for name in done[0]}
     rows = [_row(name, measured, settings) for name, measured in runs.items()]
@@ -54,7 +53,8 @@ def _row(name: str, done: list[_Run], settings: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> dict[str, Any]:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> dict[str, Any]:
+    """What `run` asks of each seed."""
     return {name: asdict(measured) for name, measured in _seed(settings, seed, options)}
 
 
@@ -97,27 +97,23 @@ def _federate(
     options: Options,
 ) -> _Run:
     started = time.perf_counter()
-    state = exchange.method.init(exchange.spec, initial, rng.initial(config.run.seed, "method init"))
-
-    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
-        return task.trainer(rows[site], ctx.rng("batches"))
 
     def tell(running: Federation, round_: int) -> None:
         if (round_ + 1) % 10 == 0:
             options.say(f"seed {config.run.seed}: {exchange.name}: round {round_ + 1} of {config.run.rounds}")
 
-    federation = Federation(exchange, config, trainer_for, list(rows), state)
-    federation.run(tell)
+    done = federation(exchange, config, task, rows, initial)
+    done.run(tell)
     seconds = time.perf_counter() - started
-    scores = task.evaluate(federation.deployed()["server"], test, generate=True)
-    pairs = [p.tensors for p in federation.private.values() if p is not None]
+    scores = task.evaluate(done.deployed()["server"], test, generate=True)
+    pairs = [p.tensors for p in done.private.values() if p is not None]
     if pairs:
         scores["aggregation_gap"] = aggregation_gap(pairs, [1] * len(pairs))
-    return _Run(scores, federation.upload_bytes, federation.download_bytes, seconds)
+    return _Run(scores, done.upload_bytes, done.download_bytes, seconds)
 
 
 def _verdicts(runs: Mapping[str, list[_Run]], settings: dict[str, Any]) -> list[str]:
-    """Sentences from the intervals of per-seed ratios: each seed is compared with itself."""
+    """Sentences from the intervals of ratios, in which each seed is compared with itself."""
     said = []
     against = runs[settings["reference"]]
     for name, done in runs.items():
@@ -140,7 +136,3 @@ def _verdicts(runs: Mapping[str, list[_Run]], settings: dict[str, Any]) -> list[
 
 def _brief(scores: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

@@ -27,9 +27,7 @@ from fedveil.rng import Stream
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Repeats are interleaved; all in one process of one thread."""
-    found: dict[str, dict[str, list[float]]] = seeds.run(
-        "fedveil.benchmarks.random_binary.speed", settings | {"seeds": 1}, options
-    )[0]
+    found: dict[str, dict[str, list[float]]] = seeds.run(__name__, settings | {"seeds": 1}, options)[0]
     rows = [{"name": name, "metrics": {m: interval(v) for m, v in metrics.items()}} for name, metrics in found.items()]
     slowest = min((n for n in found if n != "copy"), key=lambda n: statistics.median(found[n]["GB/s"]))
     speed = statistics.median(found[slowest]["GB/s"])
@@ -41,7 +39,8 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     return Outcome(rows, [said])
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     torch.set_num_threads(1)
     count = settings["entries"]
     gradient = torch.randn(count, generator=torch.Generator().manual_seed(seed))
@@ -79,7 +78,3 @@ def _add(row: dict[str, list[float]], parts: dict[str, tuple[float, float]], nby
     }
     for name, value in figures.items():
         row.setdefault(name, []).append(value)
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

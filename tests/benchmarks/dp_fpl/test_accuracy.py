@@ -1,4 +1,4 @@
-"""The runners of the DP-FPL presets: figures, sentences, the control that sees no row, and small whole tables."""
+"""The runners of the DP-FPL presets: figures, sentences, the control that sees no row, and small whole accuracy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from fedveil import benchmarks, strategies
 from fedveil.benchmarks.common import forwarding, resampling
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.dp_fpl import membership, sites, tables
+from fedveil.benchmarks.dp_fpl import accuracy, federated_prompts, membership
 from fedveil.benchmarks.run import Options
 from fedveil.config import parse
 from fedveil.contract.budget import Neighbours, Plan
@@ -39,18 +39,18 @@ def around(value: float, width: float = 0.1) -> Figure:
 def test_accuracy_is_the_mean_over_sites_of_own_or_other_classes():
     right = [np.array([1.0, 0.0, 1.0, 1.0]), np.array([0.0, 0.0, 1.0, 0.0])]
     labels, classes = [0, 0, 1, 2], [{0}, {1, 2}]
-    local = tables.accuracy(right, labels, classes, True, 0)
-    other = tables.accuracy(right, labels, classes, False, 0)
+    local = accuracy.accuracy(right, labels, classes, True, 0)
+    other = accuracy.accuracy(right, labels, classes, False, 0)
     assert local.value == 100 * (1 / 2 + 1 / 2) / 2
     assert other.value == 100 * (2 / 2 + 0 / 2) / 2
     assert (local.count, other.count) == (4, 4)
-    drawn = np.repeat(np.arange(4), resampling.counts(4, tables._TEST, 0)[7].astype(int))
+    drawn = np.repeat(np.arange(4), resampling.counts(4, accuracy._TEST, 0)[7].astype(int))
     by_hand = [np.mean([right[s][i] for i in drawn if labels[i] in classes[s]] or [0.0]) for s in range(2)]
     assert local.replicates[7] == pytest.approx(100 * np.mean(by_hand))
 
 
 def test_a_site_with_every_class_has_no_neighbours():
-    found = tables.accuracy([np.ones(2), np.zeros(2)], [0, 1], [{0, 1}, {0}], False, 0)
+    found = accuracy.accuracy([np.ones(2), np.zeros(2)], [0, 1], [{0, 1}, {0}], False, 0)
     assert (found.value, found.count) == (0.0, 1)
 
 
@@ -62,18 +62,18 @@ def test_a_site_with_every_class_has_no_neighbours():
 def test_claims_are_judged_by_paired_intervals(mine, asked, said):
     figures = {"a": {"local": around(mine)}, "b": {"local": around(5.001)}}
     settings = {"rows": {}, "claims": [{"row": "a", "than": "b", "side": "local", "is": asked}]}
-    (sentence,) = tables.verdicts(figures, settings)
+    (sentence,) = accuracy.verdicts(figures, settings)
     assert said in sentence
 
 
 def test_a_row_stands_beside_both_controls():
     figures = {n: {"local": around(v)} for n, v in (("x", 9.0), ("zero-shot", 5.0), ("x, noise only", 9.001))}
-    first, second = tables.verdicts(figures, {"rows": {"x": {}}})
+    first, second = accuracy.verdicts(figures, {"rows": {"x": {}}})
     assert "of x less that of zero-shot" in first
     assert first.endswith("higher.")
     assert "of x less that of x, noise only" in second
     assert second.endswith("not told apart.")
-    assert tables.verdicts(figures, {"rows": {"x": {"learns": False}}}) == []
+    assert accuracy.verdicts(figures, {"rows": {"x": {"learns": False}}}) == []
 
 
 @pytest.mark.parametrize("clipped", ["prompt", "texts"])
@@ -98,41 +98,41 @@ def test_noise_only_sees_no_row(clipped):
 
 def test_noise_is_what_the_wished_epsilon_takes_at_the_worst_site():
     plans = [Plan(5, 2, 8, rows, Neighbours.REPLACE_ONE) for rows in (20, 60)]
-    method = sites._with_noise(DpFpl(), 3.0, plans)
-    costs, words = sites._costs(method, plans)
+    method = federated_prompts._with_noise(DpFpl(), 3.0, plans)
+    costs, words = federated_prompts._costs(method, plans)
     assert 0.97 * 3 < costs["epsilon, replace-one"] <= 3.0
     assert costs["nominal epsilon"] == 3.0
     assert words.startswith("nominal epsilon 3; epsilon ")
     assert words.endswith("at delta 1e-05 (replace-one)")
     assert accounting.epsilon(method.privacy_spent(plans[1]), 1e-5, Neighbours.REPLACE_ONE) < 2.0
-    assert sites._with_noise(DpFpl(), None, plans) == DpFpl()
+    assert federated_prompts._with_noise(DpFpl(), None, plans) == DpFpl()
 
 
 def test_only_sites_that_may_cost_most_are_accounted_for():
     """Of sites of 20, 40, 41 and 60 rows, with one epoch: more rows matter where they make more steps."""
     rows = {str(n): [None] * n for n in (60, 20, 41, 40)}
     every, two = (
-        sites._plans(parse({"train.batch-size": 8, "train.max-steps": m, "run.rounds": 2}), rows, method)
+        federated_prompts._plans(parse({"train.batch-size": 8, "train.max-steps": m, "run.rounds": 2}), rows, method)
         for m, method in ((0, DpFpl(exchange="epoch")), (2, DpFpl(exchange="epoch")))
     )
     assert [(p.steps, p.examples) for p in every] == [(7, 60), (5, 40), (2, 20)]
     assert [(p.steps, p.examples) for p in two] == [(2, 20)]
-    (one,) = sites._plans(parse({"train.batch-size": 8}), rows, DpFpl())
+    (one,) = federated_prompts._plans(parse({"train.batch-size": 8}), rows, DpFpl())
     assert (one.rounds, one.steps, one.examples) == (5, 1, 20)
-    assert sites._plans(parse({}), rows, PromptFL()) == []
+    assert federated_prompts._plans(parse({}), rows, PromptFL()) == []
 
 
 def test_the_published_noise_says_both_epsilons_and_a_baseline_none():
     plans = [Plan(100, 1, 32, 64, Neighbours.REPLACE_ONE)]
-    costs, words = sites._costs(DpFpl(mode="code", epsilon=0.4, sampling="disjoint"), plans)
+    costs, words = federated_prompts._costs(DpFpl(mode="code", epsilon=0.4, sampling="disjoint"), plans)
     assert costs["nominal epsilon"] == 0.4
     assert costs["epsilon, replace-one"] > 50
     assert words.endswith("against the server infinite")
-    assert sites._costs(PromptFL(), []) == ({}, "epsilon infinite: no claim")
+    assert federated_prompts._costs(PromptFL(), []) == ({}, "epsilon infinite: no claim")
     quiet = DpFpl(noise_local=0.0)
-    assert sites._costs(quiet, plans)[0]["epsilon, replace-one"] == math.inf
+    assert federated_prompts._costs(quiet, plans)[0]["epsilon, replace-one"] == math.inf
     with pytest.raises(ConfigError, match="privacy budget"):
-        sites._with_noise(PromptFL(), 1.0, [])
+        federated_prompts._with_noise(PromptFL(), 1.0, [])
 
 
 def test_members_others_and_pool_share_no_row_and_have_the_same_classes():
@@ -196,9 +196,9 @@ def test_a_whole_small_table():
             "control": True,
         },
     }
-    found = tables._of_seed(_small(rows), 0, Options())
+    found = accuracy.of_seed(_small(rows), 0, Options())
     assert list(found) == ["zero-shot", "PromptFL", "private", "private, noise only"]
-    assert all(0 <= found[n][side][0] <= 100 for n in found for side in tables.SIDES)
+    assert all(0 <= found[n][side][0] <= 100 for n in found for side in accuracy.SIDES)
     assert found["private"]["costs"]["nominal epsilon"] == 50.0
     assert found["private"]["upload_bytes"] > 3 * 16 * 96 * 4
     assert found["PromptFL"]["privacy"] == "epsilon infinite: no claim"
@@ -210,7 +210,7 @@ def test_a_whole_small_membership_table():
     rows = {"private": {"name": "dp_fpl", "fields": "clipped = 'texts'", "control": True}}
     settings = _small(rows)
     settings["config"]["train.batch-size"] = 2
-    found = membership._of_seed(settings, 0, Options())
+    found = membership.of_seed(settings, 0, Options())
     assert list(found) == ["zero-shot", "private", "private, noise only"]
     for row in found.values():
         assert all(0 <= low <= value <= high <= 1 for value, low, high in row["nets"].values())

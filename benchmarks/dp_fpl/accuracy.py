@@ -31,8 +31,8 @@ import numpy as np
 
 from fedveil.benchmarks.common import resampling, seeds
 from fedveil.benchmarks.common.resampling import Figure, Numbers
-from fedveil.benchmarks.dp_fpl import sites as prompt_sites
-from fedveil.benchmarks.dp_fpl.sites import Sites
+from fedveil.benchmarks.dp_fpl import federated_prompts
+from fedveil.benchmarks.dp_fpl.federated_prompts import Sites
 from fedveil.benchmarks.run import Options, Outcome
 
 _TEST = 8  # the name of the draws
@@ -42,13 +42,13 @@ SIDES = ("local", "neighbour")
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every row, a run a seed."""
-    answers: list[dict[str, Any]] = seeds.run("fedveil.benchmarks.dp_fpl.tables", settings, options)
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
     figures: dict[str, dict[str, Figure]] = {}
     rows = []
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
         figures[name] = {
-            side: resampling.over_seeds([Figure(v, np.array(r), n) for v, r, n in (each[side] for each in of_seeds)])
+            side: resampling.over_seeds([Figure.from_json(found) for found in (each[side] for each in of_seeds)])
             for side in SIDES
         }
         metrics = {side: resampling.interval(f) for side, f in figures[name].items()}
@@ -72,7 +72,7 @@ def verdicts(figures: Mapping[str, Mapping[str, Figure]], settings: Mapping[str,
     """What every row learned beyond its controls, and whether the preset's claims hold."""
     said = []
     for name in settings["rows"]:
-        for control in (ZERO, prompt_sites.blind(name)):
+        for control in (ZERO, federated_prompts.blind(name)):
             if control in figures and settings["rows"][name].get("learns", True):
                 said.append(_compared(figures, name, control, "local", "higher"))
     for claim in settings.get("claims", []):
@@ -93,16 +93,19 @@ def _compared(
     )
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
-    sites = prompt_sites.load(settings, seed, options)
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
+    sites = federated_prompts.load(settings, seed, options)
     rows: dict[str, Any] = {ZERO: _scored([sites.zero_shot()] * len(sites.names), sites, seed)}
     for name, chosen in settings["rows"].items():
-        for label, dark in ((name, False), (prompt_sites.blind(name), True)):
+        for label, dark in ((name, False), (federated_prompts.blind(name), True)):
             if dark and not chosen.get("control", False):
                 continue
             started = time.perf_counter()
-            federated = prompt_sites.federate(sites, chosen, sites.rows, dark)
-            right = [prompt_sites.right(federated.task, federated.models[site], sites.test) for site in sites.names]
+            federated = federated_prompts.federate(sites, chosen, sites.rows, dark)
+            right = [
+                federated_prompts.right(federated.task, federated.models[site], sites.test) for site in sites.names
+            ]
             rows[label] = _scored(right, sites, seed) | {
                 "costs": federated.costs,
                 "privacy": federated.privacy,
@@ -146,7 +149,3 @@ def accuracy(
         replicates.append(100 * (drawn @ (said * counted)) / np.maximum(weights, 1))
         seen += int(counted.sum())
     return Figure(statistics.fmean(values), np.mean(replicates, axis=0), seen)
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

@@ -27,8 +27,8 @@ import torch
 from fedveil import rng, strategies
 from fedveil.algebra import low_rank
 from fedveil.benchmarks.common import seeds
-from fedveil.benchmarks.dp_fpl import sites as prompt_sites
-from fedveil.benchmarks.dp_fpl.sites import Sites
+from fedveil.benchmarks.dp_fpl import federated_prompts
+from fedveil.benchmarks.dp_fpl.federated_prompts import Sites
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.contract.budget import Sampling
 from fedveil.contract.layout import Payload
@@ -46,7 +46,7 @@ WAYS = ("plain", "texts", "loop", "prompt", "opacus")
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every way at every batch size, in one process of one thread."""
-    (found,) = seeds.run("fedveil.benchmarks.dp_fpl.speed", settings | {"seeds": 1}, options)
+    (found,) = seeds.run(__name__, settings | {"seeds": 1}, options)
     rows, batches = [], settings["batches"]
     for way in WAYS:
         for batch in batches:
@@ -125,9 +125,10 @@ class _First:
         return [Batch(tuple(range(self.batch_size)))]
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     torch.set_num_threads(1)
-    sites = prompt_sites.load(settings, seed, options)
+    sites = federated_prompts.load(settings, seed, options)
     rows = [row for of_site in sites.rows.values() for row in of_site]
     found: dict[str, dict[str, Any]] = {}
     _step(sites, rows, "plain", 1)()
@@ -148,7 +149,7 @@ def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
 
 def _step(sites: Sites, rows: Sequence[Seen], way: str, batch: int) -> Callable[[], object]:
     fields = f"clipped = '{'texts' if way == 'texts' else 'prompt'}'"
-    task = prompt_sites.task_of(sites, {"name": "dp_fpl", "fields": fields, "config": {"train.batch-size": batch}})
+    task = federated_prompts.task_of(sites, {"name": "dp_fpl", "fields": fields, "config": {"train.batch-size": batch}})
     local = task.trainer(rows, rng.initial(sites.seed, "batches"))
     weights = task.initial(rng.initial(sites.seed, "weights"))
     if way == "plain":
@@ -164,7 +165,3 @@ def _step(sites: Sites, rows: Sequence[Seen], way: str, batch: int) -> Callable[
 
 def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 from fedveil.attacks.reconstruction.images import psnr
 from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.random_binary import accuracy, reconstruction, speed
+from fedveil.benchmarks.random_binary import accuracy, mask_cost, reconstruction
 from fedveil.benchmarks.run import Options
 
 VIT = {"image_size": 8, "patch_size": 2, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -40,7 +40,7 @@ def reconstruct(*cases, **more):
         "models": {"vit": VIT, "modified": {**VIT, "modified": True, "initializer_range": 0.2}, "small": {**VIT, "pixels": 4}},
         "matching": {"starts": 2, "iterations": 30, "tolerance": 1e-6, "entries": 3000}, "cases": list(cases), **more,
     }  # fmt: skip
-    return reconstruction._of_seed(settings, 0, Options())
+    return reconstruction.of_seed(settings, 0, Options())
 
 
 def case(attack, model="vit", rate=0.0, **more):
@@ -105,7 +105,7 @@ def federate(methods, **more):
         "bases": ["pre-trained", "scratch"], "fields": "optimiser = 'adam'\nlearning_rate = 1e-2\n", "model": VIT,
         "config": {"train.batch-size": 2, "train.epochs": 2}, "methods": methods, **more,
     }  # fmt: skip
-    return accuracy._of_seed(settings, 0, Options())
+    return accuracy.of_seed(settings, 0, Options())
 
 
 def test_accuracy_and_counts_of_a_small_federation(pictures):
@@ -141,7 +141,7 @@ def test_pre_training_leaves_no_head():
 
 
 def test_masking_measures_each_step():
-    found = speed._of_seed({"entries": 100_000, "rates": [0.5], "repeats": 2}, 0, Options())
+    found = mask_cost.of_seed({"entries": 100_000, "rates": [0.5], "repeats": 2}, 0, Options())
     assert set(found) == {"R = 0.5", "copy"}
     assert {len(v) for v in found["R = 0.5"].values()} == {2}
     assert set(found["R = 0.5"]) == {"GB/s", "cpu seconds", "draw seconds", "pack seconds", "unpack seconds"}

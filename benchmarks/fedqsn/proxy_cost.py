@@ -13,7 +13,6 @@ which a busy machine stretches less than the clock.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -21,9 +20,11 @@ from typing import Any
 
 import torch
 
-from fedveil import rng, strategies
+from fedveil import rng
 from fedveil.benchmarks.common import seeds
+from fedveil.benchmarks.common.federations import method_of
 from fedveil.benchmarks.run import Options, Outcome, interval
+from fedveil.config import parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Spec, TensorSpec, Weights
 from fedveil.federation.exchange import Exchange
@@ -35,12 +36,12 @@ _ASKED = 0.25  # GB/s of fp32 weights on two cores
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Every number of threads, then the size of a message."""
+    """Measures with every number of threads, then the size of a message."""
     rows: list[dict[str, Any]] = []
     said = []
     for threads in settings["threads"]:
         asked = settings | {"seeds": 1, "now": threads}
-        found = seeds.run("fedveil.benchmarks.fedqsn.speed", asked, options)[0]
+        found = seeds.run(__name__, asked, options)[0]
         for name, metrics in found["rows"].items():
             rows.append({"name": name, "metrics": {m: interval(v) for m, v in metrics.items()}})
         speed, copy = (statistics.median(m["GB/s"]) for m in found["rows"].values())
@@ -53,18 +54,18 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     rows.append({"name": "message", "metrics": {}, **sizes})
     off = sizes["download_bytes"] / sizes["counted_bytes"] - 1
     said.append(
-        f"Download of a proxy: {sizes['download_bytes']:,} bytes, {100 * off:+.3f} % beside codes, scales, bitmaps and the "
-        f"rest counted by hand (asked: within 2 %: {'held' if abs(off) <= 0.02 else 'NOT HELD'}); FedAvg's is "
+        f"Download of a proxy: {sizes['download_bytes']:,} bytes, {100 * off:+.3f} % beside codes, scales, bitmaps and "
+        f"the rest counted by hand (asked: within 2 %: {'held' if abs(off) <= 0.02 else 'NOT HELD'}); FedAvg's is "
         f"{sizes['fedavg_bytes']:,}, {sizes['fedavg_bytes'] / sizes['download_bytes']:.2f} times as many."
     )
     return Outcome(rows, said)
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     torch.set_num_threads(settings["now"])
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
-    method = strategies.create("fedqsn", settings["fields"])
-    assert isinstance(method, FedQSN)
+    method = method_of(FedQSN, parse({"method.name": "fedqsn", "method.fields": settings["fields"]}))
     spec = spec_of_gpt2(settings["model"])
     generator = torch.Generator().manual_seed(seed)
     weights = {n: torch.randn(t.shape, generator=generator).to(device) for n, t in spec.items()}
@@ -106,7 +107,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, flo
 
 
 def spec_of_gpt2(model: Mapping[str, Any]) -> Spec:
-    """Names, shapes and places of a GPT-2 of that configuration; no weight is made."""
+    """Names, shapes and places of the weights of a GPT-2 of that configuration. No weight is made."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
     with torch.device("meta"):
@@ -117,7 +118,10 @@ def spec_of_gpt2(model: Mapping[str, Any]) -> Spec:
 
 
 def counted(method: FedQSN, spec: Spec, visible: Weights) -> float:
-    """Bytes by hand: w-bit codes and a scale a block of visible columns, bitmaps, and 4 bytes for every other weight."""
+    """Bytes of a message by hand; `visible` are the masks of columns, by name.
+
+    They are w-bit codes and a scale for each block of visible columns, bitmaps, and 4 bytes for every other weight.
+    """
     digits, bits = word_of(2**method.bits + 1)
     total = float(sum(math.ceil(len(mask) / 8) for mask in visible.values()))
     for t in spec.values():
@@ -127,8 +131,3 @@ def counted(method: FedQSN, spec: Spec, visible: Weights) -> float:
         is_coded = t.place is not None and t.place.part == "linear" and len(t.shape) == 2
         total += entries * (bits / digits / 8 + 4 / method.block) if is_coded else 4 * entries
     return total
-
-
-if __name__ == "__main__":
-    os.environ.pop("OMP_NUM_THREADS", None)
-    seeds.serve(_of_seed)

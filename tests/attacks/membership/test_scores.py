@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from fedveil.attacks.membership.scores import Base, centred, loss_of
+from fedveil.attacks.base import ModelAttack
+from fedveil.attacks.membership.calibrated import Calibrated
+from fedveil.attacks.membership.loss import Loss
+from fedveil.attacks.membership.renyi import MaxRenyi
+from fedveil.attacks.membership.scores import PublicBase, centred, loss_of
 from fedveil.attacks.statistics import auroc
 from fedveil.contract.task import Prediction
 
+ATTACKS: list[ModelAttack] = [MaxRenyi(), Loss(), Calibrated()]
 SHARP = {"w": torch.tensor(3.0)}
 BASE = {"w": torch.tensor(0.0)}
 
@@ -73,7 +78,7 @@ def test_loss_is_the_mean_over_the_target():
 
 def test_scores_by_name_and_by_hand():
     task = Counting()
-    found = Base(task, BASE).scores(task, SHARP, ROWS)
+    found = PublicBase(task, BASE).scores(ATTACKS, task, SHARP, ROWS)
     assert set(found) == {"loss", "calibrated"} | {f"{s} {k}" for s in ("image", "caption") for k in KINDS}
     logits = [3.0, 1.5, 6.0]
     np.testing.assert_allclose(found["loss"], [-loss(x) for x in logits], rtol=1e-4)
@@ -85,13 +90,17 @@ def test_scores_by_name_and_by_hand():
 
 def test_a_model_without_images_has_a_target_and_no_caption():
     task = Counting(images=False)
-    assert set(Base(task, BASE).scores(task, SHARP, ROWS)) == {"loss", "calibrated", *(f"target {k}" for k in KINDS)}
+    assert set(PublicBase(task, BASE).scores(ATTACKS, task, SHARP, ROWS)) == {
+        "loss",
+        "calibrated",
+        *(f"target {k}" for k in KINDS),
+    }
 
 
 def test_generated_is_of_the_first_rows_only():
     task = Counting()
-    base = Base(task, BASE)
-    found, plain = base.scores(task, SHARP, ROWS, generated_rows=2), base.scores(task, SHARP, ROWS)
+    base = PublicBase(task, BASE)
+    found, plain = base.scores(ATTACKS, task, SHARP, ROWS, generated_rows=2), base.scores(ATTACKS, task, SHARP, ROWS)
     assert set(found) - set(plain) == {f"generated {k}" for k in KINDS}
     np.testing.assert_allclose(found["generated 0%"], [-entropy(6.0), -entropy(3.0)], rtol=1e-4)
     for name, values in plain.items():
@@ -99,21 +108,26 @@ def test_generated_is_of_the_first_rows_only():
     assert [name for _, name, generate in task.asked if generate] == ["a", "b"]
 
 
-def test_other_alphas_are_all_but_the_headline_s():
+@pytest.mark.parametrize("alpha", [1.0, 2.0, math.inf])
+def test_another_alpha_than_the_headline_s(alpha):
     task = Counting()
-    found = Base(task, BASE).other_alphas(task, SHARP, ROWS)
-    assert list(found) == [1.0, 2.0, math.inf]
-    for alpha, of_alpha in found.items():
-        assert set(of_alpha) == {f"{s} {k}" for s in ("image", "caption") for k in KINDS}
-        np.testing.assert_allclose(of_alpha["caption 100%"], [-entropy(x, alpha) for x in (3, 1.5, 6)], rtol=1e-4)
+    found = PublicBase(task, BASE).scores([MaxRenyi(alpha)], task, SHARP, ROWS)
+    assert set(found) == {f"{s} {k}" for s in ("image", "caption") for k in KINDS}
+    np.testing.assert_allclose(found["caption 100%"], [-entropy(x, alpha) for x in (3, 1.5, 6)], rtol=1e-4)
+
+
+def test_two_attacks_cannot_give_a_score_of_one_name():
+    task = Counting()
+    with pytest.raises(ValueError, match="expected distinct names of scores, found .'loss', 'loss'.; rename one"):
+        PublicBase(task, BASE).scores([Loss(), Loss()], task, SHARP, ROWS)
 
 
 def test_the_base_is_asked_about_each_row_once():
     """Over several models and overlapping rows; the attacked model is asked about each row of each call."""
     task = Counting()
-    base = Base(task, BASE)
-    base.scores(task, SHARP, ROWS[:2])
-    base.scores(task, {"w": torch.tensor(5.0)}, ROWS)
+    base = PublicBase(task, BASE)
+    base.scores(ATTACKS, task, SHARP, ROWS[:2])
+    base.scores(ATTACKS, task, {"w": torch.tensor(5.0)}, ROWS)
     np.testing.assert_allclose(base.losses(ROWS[::-1]), [math.log(4)] * 3, rtol=1e-6)
     of_base = Counter(name for weight, name, _ in task.asked if weight == 0.0)
     assert of_base == {"a": 1, "b": 1, "c": 1}
@@ -122,7 +136,7 @@ def test_the_base_is_asked_about_each_row_once():
 
 def test_losses_come_in_the_order_asked_for():
     task = Counting()
-    base = Base(task, SHARP)
+    base = PublicBase(task, SHARP)
     expected = {row.name: loss(3 * row.fit) for row in ROWS}
     for order in ([2, 0], [1, 2, 0], [0, 1, 2]):
         np.testing.assert_allclose(
@@ -132,7 +146,7 @@ def test_losses_come_in_the_order_asked_for():
 
 def test_a_row_that_is_known_stays_alive():
     """Rows are told apart by identity; a freed row's address could be the next one's."""
-    base, rows = Base(Counting(), SHARP), [Row("a")]
+    base, rows = PublicBase(Counting(), SHARP), [Row("a")]
     kept = weakref.ref(rows[0])
     base.losses(rows)
     del rows
