@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedveil import tasks
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore, ledger_of
 from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext

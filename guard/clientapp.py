@@ -40,7 +40,7 @@ from flwr.common.config import get_project_dir
 from flwr.supercore import log
 
 if TYPE_CHECKING:
-    from fedveil.client_app.assignment import Assignment
+    from fedveil.client_app.site.assignment import Assignment
 
 _FLOWER = "1.39."
 _HOOKS = ("pull_task_input", "install_from_fab", "push_message")
@@ -74,7 +74,7 @@ class Guard:
         self._assignments, self._policy, self._audit_log, self._header, self._slices, self._bundle, self._signature = (
             importlib.import_module(name)
             for name in (
-                "fedveil.client_app.assignment", "fedveil.client_app.site.policy", "fedveil.records.audit_log",
+                "fedveil.client_app.site.assignment", "fedveil.client_app.site.policy", "fedveil.records.audit_log",
                 "fedveil.wire.header", "fedveil.wire.slices", "fedveil.guard.bundle", "fedveil.guard.signature",
             )
         )  # fmt: skip

@@ -13,8 +13,8 @@ import math
 from pathlib import Path
 
 from fedveil import strategies, tasks
-from fedveil.client_app.assignment import Assignment, Order
 from fedveil.client_app.site import policy as policies
+from fedveil.client_app.site.assignment import Assignment, Order
 from fedveil.client_app.site.node_config import Site
 from fedveil.config import RunConfig, parse
 from fedveil.console.flower.bundle import built

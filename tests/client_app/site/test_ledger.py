@@ -11,7 +11,7 @@ import torch
 from fedveil import rng, strategies, tasks
 from fedveil.client_app import app as client
 from fedveil.client_app import turn
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.worker import link
 from fedveil.contract.budget import Neighbours, Plan
 from fedveil.contract.method import RoundContext
