@@ -16,52 +16,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fedveil.adapters.prompt import Prompt
-from fedveil.contract.method import State
-from fedveil.contract.spec import Spec
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
-from fedveil.wire.payloads import as_spec
 
-T = TypeVar("T")
-SHARED = "prompt"  # the tensor that every form has, and that a site sends
+SHARED = "prompt"  # the tensor that every form has, and that sites send
 EPSILON, ITERATIONS, TOLERANCE = 0.01, 100, 1e-3  # of Eq. 2; the last in ln u
-
-
-def shared(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The entry that is averaged."""
-    return {SHARED: tensors[SHARED]}
-
-
-def own(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The entries that stay at a site."""
-    return {name: t for name, t in tensors.items() if name != SHARED}
-
-
-def alone(adapter: Prompt, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors, such that the model is that of the shared prompt: own parts of zeros, or equal to it for "transport".
-
-    `tensors` gives the shared prompt and the shapes of the own parts.
-    """
-    prompt = tensors[SHARED]
-    if adapter.form == "transport":
-        return {SHARED: prompt, "prompt.local": prompt.clone()}
-    return {SHARED: prompt} | {name: torch.zeros_like(w) for name, w in own(tensors).items()}
-
-
-def start(
-    adapter: Prompt, private: State | None, received: Mapping[str, Tensor], spec: Spec, stream: Stream
-) -> dict[str, Tensor]:
-    """Where a site starts: the shared prompt as received, its own parts as kept, or drawn by the site at its first time."""
-    shapes = {name: tensor.shape for name, tensor in spec.items()}
-    kept = private.tensors if private is not None else own(adapter.draw(shapes, stream, {}))
-    return as_spec({**kept, **shared(received)}, spec)
 
 
 def check_form(adapter: Prompt, forms: tuple[str, ...]) -> None:
