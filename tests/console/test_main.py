@@ -31,6 +31,12 @@ def test_an_unknown_method_is_an_error_that_names_the_known_ones(capsys):
     assert "fedrand" in error
 
 
+def test_a_path_that_cannot_be_used_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main.main(["site", "guard", "--bin", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file'}: file exists; name another\n"
+
+
 def test_interrupt_is_exit_code_130(monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt
