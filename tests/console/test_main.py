@@ -1,3 +1,4 @@
+import argparse
 import signal
 import subprocess
 import sys
@@ -66,6 +67,21 @@ def test_every_command_says_what_it_does_in_a_line_of_the_help(capsys):
         said = capsys.readouterr().out
         assert f"usage: fedveil {name} " in said
         assert line.split(maxsplit=1)[1].casefold() in said.casefold()
+
+
+def without_help(parser: argparse.ArgumentParser, name: str) -> list[str]:
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for sub, its in action.choices.items():
+                found += without_help(its, f"{name} {sub}")
+        elif not action.help:
+            found.append(f"{name} {action.dest}")
+    return found
+
+
+def test_every_argument_says_what_it_is():
+    assert [line for name in main.commands() for line in without_help(main.parser(name), "fedveil")] == []
 
 
 @pytest.mark.parametrize("given,meant", [("dmo", "did you mean 'demo'? fedveil --help"), ("xyzzy", "; fedveil --help")])
