@@ -37,7 +37,7 @@ _GROUPS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one sub-command; 2 after an error that FedVeil raised on purpose, 130 after Ctrl-C."""
+    """Runs one sub-command; 2 after an error that FedVeil raised on purpose, or in a path, 130 after Ctrl-C."""
     # Before torch: threads that spin for each other make a busy machine many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if argv is None else argv)
@@ -59,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `fedveil methods | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.filename is None:  # not about a file or folder of the user's
+            raise
+        print(f"error: {error.filename}: {(error.strerror or 'cannot be used').lower()}; name another", file=sys.stderr)
+        return 2
 
 
 def commands() -> dict[str, Path]:

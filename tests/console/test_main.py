@@ -1,3 +1,4 @@
+import argparse
 import signal
 import subprocess
 import sys
@@ -31,6 +32,12 @@ def test_an_unknown_method_is_an_error_that_names_the_known_ones(capsys):
     assert "fedrand" in error
 
 
+def test_a_path_that_cannot_be_used_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main.main(["site", "guard", "--bin", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file'}: file exists; name another\n"
+
+
 def test_interrupt_is_exit_code_130(monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt
@@ -60,6 +67,21 @@ def test_every_command_says_what_it_does_in_a_line_of_the_help(capsys):
         said = capsys.readouterr().out
         assert f"usage: fedveil {name} " in said
         assert line.split(maxsplit=1)[1].casefold() in said.casefold()
+
+
+def without_help(parser: argparse.ArgumentParser, name: str) -> list[str]:
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for sub, its in action.choices.items():
+                found += without_help(its, f"{name} {sub}")
+        elif not action.help:
+            found.append(f"{name} {action.dest}")
+    return found
+
+
+def test_every_argument_says_what_it_is():
+    assert [line for name in main.commands() for line in without_help(main.parser(name), "fedveil")] == []
 
 
 @pytest.mark.parametrize("given,meant", [("dmo", "did you mean 'demo'? fedveil --help"), ("xyzzy", "; fedveil --help")])

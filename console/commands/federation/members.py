@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     register.add_argument(
         "--fingerprint", required=True, help="SHA256:..., as the site read it to you; - to register without"
     )
-    revoke.add_argument("site")
+    revoke.add_argument("site", help="its name")
     renew.add_argument("--ca-key", type=Path, help="ca.key, where it is not in the folder any more")
     for action in (register, revoke, expire):
         action.add_argument(

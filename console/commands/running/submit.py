@@ -23,9 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "app", type=Path, nargs="?", default=None, help="folder of the app; default: this installation's own"
     )
     parser.add_argument("--federation", type=Path, required=True, metavar="FOLDER", help="what fedveil provision made")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run config")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run config; repeatable")
     parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file; --set goes before it")
-    parser.add_argument("--timeout", type=float, default=0.0, help="seconds to wait; 0 = until it has ended")
+    parser.add_argument(
+        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until it has ended"
+    )
     parser.set_defaults(run=run)
 
 

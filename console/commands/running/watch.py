@@ -34,8 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--federation", type=Path, metavar="FOLDER", help="what fedveil provision made: to ask Flower too"
     )
     parser.add_argument("--flower-home", type=Path, metavar="FOLDER", help="or the FLWR_HOME with config.toml")
-    parser.add_argument("--connection", default="", help="its connection; default: that of fedveil provision")
-    parser.add_argument("--timeout", type=float, default=0.0, help="seconds; 0 = until it has ended")
+    parser.add_argument(
+        "--connection", default="", metavar="NAME", help="its connection; default: that of fedveil provision"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long; default: until it has ended"
+    )
     parser.set_defaults(run=run)
 
 

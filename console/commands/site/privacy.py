@@ -26,19 +26,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "plan", help="from a wished epsilon to noise multipliers, and back"
     )
     plan.add_argument(
-        "--epsilon", type=float, help="wished; without it, what --noise, or --noise-local and --noise-global are worth"
+        "--epsilon",
+        type=float,
+        metavar="E",
+        help="wished; without it, what --noise, or --noise-local and --noise-global are worth",
     )
-    plan.add_argument("--noise", type=float, help="z of dp.noise, which has one release a step")
-    plan.add_argument("--noise-local", type=float, help="z of the private part: noise over its clipping bound")
-    plan.add_argument("--noise-global", type=float, help="z of the shared part")
-    plan.add_argument("--delta", type=float, default=1e-5)
-    plan.add_argument("--rounds", type=int, required=True)
-    plan.add_argument("--steps", type=int, default=1, help="noisy steps a participation (default: 1)")
-    plan.add_argument("--batch", type=int, required=True, help="train.batch-size")
+    plan.add_argument("--noise", type=float, metavar="Z", help="dp.noise of noisy steps, which have one release a step")
+    plan.add_argument(
+        "--noise-local", type=float, metavar="Z", help="z of the private part: noise over its clipping bound"
+    )
+    plan.add_argument("--noise-global", type=float, metavar="Z", help="z of the shared part")
+    plan.add_argument("--delta", type=float, default=1e-5, help="at which epsilon is stated (default: 1e-5)")
+    plan.add_argument("--rounds", type=int, required=True, metavar="N", help="run.rounds")
+    plan.add_argument("--steps", type=int, default=1, metavar="N", help="noisy steps a participation (default: 1)")
+    plan.add_argument("--batch", type=int, required=True, metavar="N", help="train.batch-size")
     plan.add_argument("--sites", type=int, nargs="+", required=True, metavar="ROWS", help="training rows of each site")
-    plan.add_argument("--sampling", choices=("poisson", "disjoint", "fixed"), default="poisson")
+    plan.add_argument(
+        "--sampling", choices=("poisson", "disjoint", "fixed"), default="poisson", help="of batches (default: poisson)"
+    )
     plan.add_argument("--exchange", choices=("batch", "epoch"), default="batch", help="what a participation is")
-    plan.add_argument("--neighbours", type=Neighbours, choices=list(Neighbours), default=Neighbours.REPLACE_ONE)
+    plan.add_argument(
+        "--neighbours",
+        type=Neighbours,
+        choices=list(Neighbours),
+        default=Neighbours.REPLACE_ONE,
+        help="how two data sets differ that epsilon compares (default: replace-one)",
+    )
     plan.set_defaults(run=run)
 
 

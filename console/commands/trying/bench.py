@@ -27,9 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("preset", nargs="?", help='"<paper>/<table>"')
     parser.add_argument("--list", action="store_true", help="list the presets")
     parser.add_argument("--quick", action="store_true", help="the smallest run that still shows the effect")
-    parser.add_argument("--seeds", type=int, default=0, help="number of seeds; 0 = the preset's own")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--out", type=Path, help="file for the JSON; default: in benchmarks/results/, or results/")
+    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="number of seeds; default: the preset's own")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file for the JSON; default: in benchmarks/results/, or results/"
+    )
     parser.set_defaults(run=run)
 
 

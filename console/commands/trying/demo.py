@@ -151,6 +151,7 @@ def _check(methods: list[str], settings: dict[str, Any]) -> None:
     for method in methods:
         parsed = config.parse(settings | {"method.name": method})
         task = tasks.load(parsed, strategies.create(method, parsed.method.fields).adapter)
+        task.examples(Path(parsed.task.data or DATA), "train")
         task.examples(Path(parsed.task.evaluation), "test")
 
 

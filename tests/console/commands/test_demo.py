@@ -16,6 +16,7 @@ from fedveil.console.main import main
         ("trian.epochs=3", "error: trian: unknown key; expected a section of"),
         ("train.epoch=3", "error: train.epoch: unknown key; expected one of"),
         ("task.model=/no/such", 'error: task.model: expected a folder with a model, found none at "/no/such"'),
+        ("task.data=/no/such", 'expected a folder or file of rows, found none at "/no/such"'),
         ("task.evaluation=/no/such", 'expected a folder or file of rows, found none at "/no/such"'),
         ("task.source-column=question", 'error: task.data: expected column "question" in'),
     ],
