@@ -45,13 +45,13 @@ def create(name: str, fields: str = "") -> Method:
     """The method `name` with its hyper-parameters from TOML text ("rho = 0.3").
 
     Raises:
-        ConfigError: an unknown field or a value out of range; names the field.
+        ConfigError: a field is unknown or its value is out of range; the message names the field.
     """
     return _validated(name, parse_toml(fields, "method.fields"))
 
 
 def create_from_json(name: str, fields: str) -> Method:
-    """The method that a server describes to a client: every field as JSON. Raises ConfigError."""
+    """The method that a server describes to a client, with every field as JSON. Raises ConfigError."""
     return _validated(name, json.loads(fields))
 
 

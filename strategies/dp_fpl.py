@@ -1,51 +1,57 @@
 """DP-FPL.
 
 Tran, Sun, Patterson, Milanova: Privacy-Preserving Personalized Federated Prompt Learning for Multimodal Large Language
-Models. ICLR 2025. A shared prompt plus a private one, which learns through a fresh low-rank factorisation at every step.
+Models. ICLR 2025. Every client trains a shared prompt plus a private one; the private one learns through a low-rank
+factorisation that is made anew at every step.
 
 | paper | code | shape, unit |
 |---|---|---|
-| p_G, p_L,i | "prompt" in the server's state, in the client's private one | b x d, context vectors; p_L is never sent |
+| p_G, p_L,i | "prompt" in the server's and in the client's state | b x d, context vectors; p_L is never sent |
 | u, v | `low_rank.factorise(p_L, v_0)` | b x k with orthonormal columns, k x d with orthonormal rows |
 | g_i | `per_sample` at p_G + u v + r | b x d, of one row; dL/du = g_i v^T, dL/dv = u^T g_i |
-| C, B | `clip_local`, `clip_global`, `rows.batch_size` | norm; rows, fixed whatever was drawn |
-| sigma | z C with z = `noise_local`, `noise_global`, or `_nominal` | standard deviation of the noise on a sum over rows |
+| C, B | `clip_local`, `clip_global`, `rows.batch_size` | norm; configured rows a batch, however many were drawn |
+| sigma | z C with z = `noise_local`, `noise_global` or `_nominal` | standard deviation of the noise on a sum of rows |
 | T, x_i | `feature` at p_G + u v + r | the texts, classes x D; the feature of row i's image |
 | eta | `learning_rate_local`, `learning_rate` | step on p_L, step on p_G |
 
     v_0 ~ N(0, 1);  u = orth(p_L v_0);  v = orth(p_L^T u)^T                             (Factorise)
-    (D_u, D_v) = sum_i clip_C(g_i v^T, u^T g_i) + N(0, (z_L C_L)^2), over B; strict clips the two together
-    D_G = sum_i clip_C(g_i) + N(0, (z_G C_G)^2), over B
+    (D_u, D_v) = (sum_i clip_C(g_i v^T, u^T g_i) + N(0, (z_L C_L)^2)) / B;  mode strict clips the two together
+    D_G = (sum_i clip_C(g_i) + N(0, (z_G C_G)^2)) / B
     D_L = D_u v + u D_v - u u^T D_u v,  p_L <- p_L - eta D_L                            (Eq. 4)
     p_G <- p_G - eta mean_i D_G (on the server);  z = sqrt(T ln(1 / delta)) / epsilon   (modes paper and code)
 
-With `clipped = "texts"`, which the paper has not, row i's gradient in T is d_i x_i^T, d_i = scale (softmax_i - onehot_i);
-J = dT/dP, C = clip_texts, z^-2 = z_L^-2 + z_G^-2:
-    D_G = J^T (sum_i clip_C(d_i x_i^T) + N(0, (z C)^2)), over B;  D_u = D_G v^T,  D_v = u^T D_G,  D_L by Eq. 4
+`clipped = "texts"` is not in the paper. The gradient of row i in T is d_i x_i^T, d_i = scale (softmax_i - onehot_i).
+With J = dT/dP, C = clip_texts and z^-2 = z_L^-2 + z_G^-2:
+    D_G = J^T (sum_i clip_C(d_i x_i^T) + N(0, (z C)^2)) / B;  D_u = D_G v^T,  D_v = u^T D_G,  D_L by Eq. 4
 
 The client learns: p_G of every round it takes part in. The server learns: each client's noised D_G, or with
-`exchange = "epoch"` its noised change of p_G; the number of its rows. In the modes paper and code it learns D_G without
-noise, and puts the noise on the mean itself: it is trusted.
+`exchange = "epoch"` its noised change of p_G; and the number of its rows. In the modes paper and code it learns D_G
+without noise and adds the noise to the mean: the clients have to trust it.
 
 Formal guarantees, for each row of each site, against everyone but that site, p_L included:
-1. strict: a step's (p_L, p_G) is one Gaussian release, z^-2 = z_L^-2 + z_G^-2; `privacy_spent` composes them. In epoch form
-   every step of the local copy has noise, for its sums depend on all steps before: the change then costs nothing more.
-   clipped = "texts": |d_i x_i^T| = |d_i| |x_i|, so a row moves the sum by C, its replacement by 2 C, and one release of z
-   pays for u, v and p_G: J, u, v come from noised steps, and from model and names of classes (public: task.class-names).
-2. paper: as clipped apart, u, v and p_G are three releases of z each. Against the server there is no guarantee.
-3. code: the batch's mean is clipped: one row moves it by up to 2 C, not by C / B. Else as paper.
-4. No loss is reported. The number of rows is sent as it is: under add-or-remove-one no epsilon covers it.
+1. strict: a step's (p_L, p_G) is one Gaussian release, z^-2 = z_L^-2 + z_G^-2; `privacy_spent` composes the steps. With
+   `exchange = "epoch"` every local step has noise, because its sums depend on all steps before it. The change that is
+   sent is computed from these steps and costs nothing more.
+   clipped = "texts": |d_i x_i^T| = |d_i| |x_i|, so adding a row moves the sum by at most C and replacing one by at most
+   2 C. One release of z pays for u, v and p_G, because J, u and v are computed from noised steps, the model and the
+   class names (which are public: task.class-names).
+2. paper: u, v and p_G are clipped apart, so they are three releases of z each. Nothing protects against the server.
+3. code: the mean of the batch is clipped, so one row moves it by up to 2 C instead of C / B. Otherwise as in paper.
+4. No loss is reported. The number of rows is sent without noise: under add-or-remove-one no epsilon covers it.
 
 | case | result |
 |---|---|
-| noise 0, without epsilon; an empty Poisson batch | clipped, but epsilon infinite; a step of noise alone |
-| a batch larger than the site's rows | refused by the site, before its rows are looked at |
-| deterministic run; a turn that is repeated | seeded noise: refused with an epsilon; drawn and charged anew |
-| paper or code with exchange = "epoch", or "texts" | refused: the server's noise would come after clean local steps |
+| noise 0, without epsilon | gradients are clipped, and epsilon is infinite |
+| an empty Poisson batch | a step of noise alone |
+| a batch larger than the site's rows | the site refuses it before its rows are looked at |
+| deterministic run | its noise is seeded: refused where an epsilon is asked for |
+| a turn that is repeated | its rows and noise are drawn anew, and its charge is made anew |
+| paper or code with "epoch" or "texts" | refused: the server's noise would follow local steps without noise |
 
-Differences from the paper: the minus sign of Eq. 4 (the published code adds, and divides the local step by 10: mode code);
-clipping of single rows, u and v together; each site draws its own p_L^0 (the code has one for all); plain SGD.
-residual = "rank-k" forwards u u^T p_L, the true rank-k part; with false the orthonormal u v stands for p_L, of unit scale.
+Differences from the paper: the minus sign of Eq. 4 (the published code adds, and divides the local step by 10: mode
+code); single rows are clipped, u and v together; each site draws its own p_L^0 (the code has one for all sites); plain
+SGD. residual = "rank-k" forwards u u^T p_L, the true rank-k part; residual = false forwards the orthonormal u v, of
+unit scale.
 """
 
 from __future__ import annotations
@@ -57,13 +63,14 @@ from typing import Literal, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedveil import rng
 from fedveil.adapters.prompt import Prompt
 from fedveil.algebra import low_rank
 from fedveil.algebra.low_rank import Residual
 from fedveil.contract import budget as plan
-from fedveil.contract.budget import Budget, Neighbours, Plan, Sampling, Spent, joint
+from fedveil.contract.budget import Budget, Claim, Neighbours, Plan, Sampling, Spent, joint
 from fedveil.contract.layout import Field, Layout, Payload
 from fedveil.contract.method import Method, RoundContext, Sends, State
 from fedveil.contract.spec import Spec, Weights
@@ -77,24 +84,27 @@ from fedveil.wire.dense import Dense
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
 PROMPT = "prompt"
-_ROWS = "rows_a_step"  # B, which the server's noise is divided by in the modes paper and code
+_ROWS = "rows_a_step"  # B, by which the server divides its noise in the modes paper and code
 
 
 @final
 @dataclass(frozen=True)
-class DpFpl(Method):
+class DpFpl(Method, Claim):
     """A shared and a private prompt under differential privacy.
 
     Attributes:
-        rank: k, at most the prompt's length. residual: forward u v + r (true), u v (false), or u u^T p_L ("rank-k").
+        rank: k, at most the prompt's length.
+        residual: forward u v + r (true), u v (false), or u u^T p_L ("rank-k").
         mode: "strict"; "paper": nominal noise, u and v clipped apart; "code": clipped by batch, with the code's Eq. 4.
-        exchange: what a participation is: the noised gradient of one "batch", or local steps of the configured "epoch"s.
+        exchange: what a client sends: the noised gradient of one "batch", or its change after the configured "epoch"s.
         sampling: how batches are drawn: "poisson", "disjoint" over an epoch, or of "fixed" size.
-        clipped: where rows are clipped and noised: in the gradient of the "prompt", or of the "texts" (strict, one backward).
+        clipped: where rows are clipped and noised: in the gradient of the "prompt", or of the "texts" (mode strict
+            only; one backward pass for all rows).
         clip_local, clip_global, clip_texts: C of (u, v), of p_G and of the texts.
-        noise_local, noise_global: z_L and z_G of mode strict; for the texts, only what they are worth together counts.
-        epsilon: strict: no record is charged more. paper, code: the nominal one, which sets the noise; needed there.
-        delta, neighbours: of every epsilon. rounds: T of the nominal noise. learning_rate: eta on p_G, _local: on p_L.
+        noise_local, noise_global: z_L and z_G of mode strict; "texts" uses the one multiplier that both together give.
+        epsilon: strict: no record is charged more. paper, code: required; the nominal epsilon that sets the noise.
+        delta, neighbours: of every epsilon. rounds: T of the nominal noise.
+        learning_rate, learning_rate_local: eta on p_G, and on p_L.
     """
 
     rank: int = 8
@@ -139,7 +149,7 @@ class DpFpl(Method):
 
     @property
     def budget(self) -> Budget:
-        """In the modes paper and code the honest epsilon is counted, and nothing is stopped: it is above the nominal one."""
+        """In the modes paper and code the real epsilon is counted but stops nothing, for it exceeds the nominal one."""
         strict, kept = self.mode == "strict", math.inf if self.epsilon is None else self.epsilon
         return Budget(kept if strict else math.inf, self.delta, self.neighbours, None if strict else kept, not strict)
 
@@ -147,12 +157,14 @@ class DpFpl(Method):
     def _nominal(self) -> float:
         return math.sqrt(self.rounds * math.log(1 / self.delta)) / (self.epsilon or math.nan)
 
+    @override
     def privacy_spent(self, plan: Plan) -> Spent:
-        """See Method: what everyone but the site sees; in the modes paper and code, everyone but site and server."""
+        """Against everyone but the site; in the modes paper and code, against everyone but the site and the server."""
         from fedveil.privacy import accounting
 
         z = joint(self.noise_local, self.noise_global) if self.mode == "strict" else joint(*[self._nominal] * 3)
-        if self.mode == "code":  # absent to present is 2 C too; the accountant takes it for half of a replacement
+        if self.mode == "code":
+            # Adding a row moves the mean by 2 C, as replacing one does; the accountant takes it to be half of that.
             z /= plan.batch if self.sampling == "disjoint" else 2 * plan.batch
         return accounting.spent(z, self.sampling, plan, self.exchange == "batch")
 
@@ -169,7 +181,7 @@ class DpFpl(Method):
     def client(
         self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
-        """One step, or the local epochs; p_L stays, what is known of p_G's gradient goes."""
+        """One step, or the local epochs. p_L stays; the noised step on p_G, or its change, is sent."""
         plan.check_seeded(self.budget, ctx.seeded)
         received = as_spec(tensors_of(down), trainer.spec)[PROMPT]
         drawn = 0.02 * torch.randn(received.shape, generator=ctx.rng("local prompt").torch_generator())
@@ -215,12 +227,12 @@ class DpFpl(Method):
         return plus if self.mode == "code" else low_rank.full_gradient(u, v, d_u, d_v), whole / size
 
     def check(self, payload: Payload, spec: Spec) -> None:
-        """A batch has rows. Raises WireError."""
+        """Raises WireError for a batch of less than one row, which the server would divide by."""
         if self.mode != "strict" and not (rows := float(tensors_of(payload)[_ROWS])) >= 1:
             raise WireError(f"{_ROWS}: expected at least 1, found {rows}")
 
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """D_G, without weights; in the modes paper and code B in clear, which the server's noise is divided by."""
+        """D_G with weight 1; in the modes paper and code B in clear, by which the server divides its noise."""
         fields = tensors_of(payload)
         clear = {} if self.mode == "strict" else {_ROWS: float(fields[_ROWS])}
         return Terms([Term(PROMPT, fields[PROMPT], 1.0)], clear)
@@ -229,7 +241,7 @@ class DpFpl(Method):
         """p_G moves along the unweighted mean; in the modes paper and code the mean gets its noise here."""
         old = server.tensors[PROMPT]
         moved = sums.means({PROMPT: old.float()})[PROMPT]
-        if self.mode != "strict":  # one row moves the mean of N clients by C / (N B), when it is clipped by itself
+        if self.mode != "strict":  # a row that is clipped by itself moves the mean of N clients by C / (N B)
             fewest = min(float(said[_ROWS]) for said in sums.clear.values())
             std = self._nominal * self.clip_global / (sums.weight(PROMPT) * fewest)
             moved = noise.added(moved, std, ctx.noise("noise on the mean"))
@@ -239,7 +251,7 @@ class DpFpl(Method):
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The shared prompt; where its private state is given, a client's p_G + p_L as `residual` has it."""
+        """The shared prompt; with `private` also that client's p_G + p_L, composed as `residual` says."""
         shared = server.tensors[PROMPT]
         if private is None:
             return {"server": {PROMPT: shared}}
@@ -249,7 +261,7 @@ class DpFpl(Method):
         return {"server": {PROMPT: shared}, "client": {PROMPT: (shared + own).to(shared.dtype)}}
 
     def layout(self, spec: Spec) -> Layout:
-        """One prompt each way; in the modes paper and code the size of a batch beside it."""
+        """One prompt each way; in the modes paper and code also the batch size, upwards."""
         fields = dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype)
         rows = () if self.mode == "strict" else (Field(_ROWS, "up", Dense(torch.float32), (), "rows"),)
         return Layout(fields + rows)

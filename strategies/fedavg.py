@@ -6,7 +6,7 @@ Data. AISTATS 2017. https://arxiv.org/abs/1602.05629. With LoRA factors as the w
 | paper | code | shape, unit |
 |---|---|---|
 | w_t | `server.tensors` | every tensor of the adapter |
-| n_k | `upload.num_examples` | examples of client k |
+| n_k | `num_examples` | examples of client k |
 | m_t | sum of n_k over the cohort | examples |
 
     w_{t+1}^k = ClientUpdate(k, w_t)                (Algorithm 1, client)
@@ -21,9 +21,10 @@ Formal guarantees: none.
 |---|---|
 | no upload | the weights stay, bit for bit |
 | one upload | its weights, bit for bit |
-| LoRA factors | A and B are averaged apart: mean(B) mean(A) is not mean(B A), see `fedveil.algebra.factors.aggregation_gap` |
+| LoRA factors | A and B are averaged apart, and mean(B) mean(A) is not mean(B A): see `aggregation_gap` of
+  `fedveil.algebra.factors` |
 
-Differences from the paper: AdamW or SGD is the task's choice; the mean is over the cohort of the round.
+Differences from the paper: AdamW instead of SGD; the mean is over the cohort of the round.
 """
 
 from __future__ import annotations

@@ -1,32 +1,32 @@
 """FedLPP.
 
-The baseline of FedQSN (Xu et al. 2025) for low-rank fine-tuning: the server keeps its LoRA factors in full precision and
-sends them quantised block by block; clients train the quantised proxy.
+The baseline that FedQSN (Xu et al. 2025) compares itself with in low-rank fine-tuning. The server keeps its LoRA
+factors in full precision and sends them quantised block by block; the clients train the quantised proxy.
 
 | symbol | code | shape, unit |
 |---|---|---|
 | A_t, B_t | `server.tensors` | LoRA factors, fp32 |
-| Q, b | `quantiser`, `bits` | a code a weight |
+| Q, b | `quantiser`, `bits` | one code for each weight |
 | Delta_k | the upload | what training changed in the proxy |
-| n_k | `upload.num_examples` | examples of client k |
+| n_k | `num_examples` | examples of client k |
 | eta | `server_rate` | step of the server |
 
     proxy   = Q(A_t), Q(B_t)                                                       (the same for every client)
     A_{t+1} = A_t + eta sum_k n_k Delta_k / sum_k n_k, and B alike                 update = "delta"
     A_{t+1} = Q(A_t) + eta sum_k n_k Delta_k / sum_k n_k, and B alike              update = "replace"
 
-The client learns: the quantised factors of every round it takes part in; it has the frozen base in clear.
+The client learns: the quantised factors of every round it takes part in. It has the frozen base in clear.
 The server learns: each client's update, in full.
 
-Formal guarantees: none (epsilon is infinite). What is hidden is the rounding of the factors, nothing of the base.
+Formal guarantees: none (epsilon is infinite). The rounding error of the factors is hidden; nothing of the base is.
 
 | case | result |
 |---|---|
-| B = 0 in round 0 | largest value 0: scale 0, zeros again |
+| B = 0 in round 0 | its blocks get scale 0 and decode to zeros |
 | no upload | the factors stay, bit for bit, with either update |
 | bits = 1, table "nf" | levels -1, 0, 1 |
 
-Differences from the paper: the mean is weighted with n_k; "replace" is its rule without interpolation.
+Differences from the paper: the mean is weighted with n_k; update = "replace" is the paper's rule without interpolation.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, ten
 @final
 @dataclass(frozen=True)
 class FedLPP(Method):
-    """LoRA factors of few levels.
+    """LoRA factors that the server sends rounded to a few levels.
 
     Attributes:
         quantiser: table of the codes.
         bits: b.
         block: weights that share a scale.
-        update: where the clients' mean change is added: to the server's own factors ("delta"), or to the proxy ("replace").
+        update: what the clients' mean change is added to: the server's own factors ("delta") or the proxy ("replace").
         server_rate: eta.
         adapter: LoRA.
         wire_dtype: dtype of the uploads; sums are fp32 whatever it is.
@@ -120,7 +120,7 @@ class FedLPP(Method):
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The server's model; with `down` the proxy that a client got."""
+        """The server's model; with `down` also the proxy that a client got."""
         if down is None:
             return {"server": server.tensors}
         spec = spec_of(server.tensors)

@@ -1,8 +1,8 @@
 """FedPara.
 
 Hyeon-Woo, Ye-Bin, Oh: FedPara: Low-Rank Hadamard Product for Communication-Efficient Federated Learning. ICLR 2022.
-https://arxiv.org/abs/2108.06098. Its personalised variant (pFedPara) with LoRA pairs, as Park et al. (FedRand, 2025,
-appendix A.3) compare against it.
+https://arxiv.org/abs/2108.06098. This file is its personalised variant (pFedPara) on LoRA pairs, as Park et al.
+(FedRand, 2025, appendix A.3) compare against it.
 
 Every layer has two low-rank pairs: one is averaged over all clients, the other scales its product entry by entry and
 never leaves the site.
@@ -10,10 +10,10 @@ never leaves the site.
 | paper | code | shape, unit |
 |---|---|---|
 | A, B | `<module>.lora_A`, `<module>.lora_B` | r x d_in and d_out x r, weights; A random, B zero at first |
-| A_p^k, B_p^k | `<module>.private_A`, `<module>.private_B` of client k | likewise; B_p see `adapter.form` |
-| o | entry by entry | |
+| A_p^k, B_p^k | `<module>.private_A`, `<module>.private_B` of client k | the same; B_p starts as `adapter.form` says |
+| o | product entry by entry | |
 | s | `adapter.scale` | alpha / r |
-| n_k, m_r | `upload.num_examples`, their sum over the cohort | examples |
+| n_k, m_r | `num_examples`, their sum over the cohort | examples |
 
     W^k     = W_0 + s (B A) o (B_p^k A_p^k + 1)      (1, form "plus-one")
     W^k     = W_0 + s (B A) o (B_p^k A_p^k)          (1', form "product")
@@ -22,26 +22,26 @@ never leaves the site.
     W       = W_0 + s B A                            (4, the server's model: the private factor is 1 everywhere)
 
 The client learns: A and B of every round it takes part in.
-The server learns: each client's trained A and B, in full, and n_k. Of the private pair nothing directly; the gradient of
-A and B depends on it.
+The server learns: each client's trained A and B, in full, and n_k. It learns nothing of the private pair directly, but
+the gradient of A and B depends on it.
 
-Formal guarantees: none (epsilon is infinite). By construction: no field of the layout carries a private pair, so none can
-be packed or accepted.
+Formal guarantees: none (epsilon is infinite). By construction: no field of the layout carries a private pair, so none
+can be packed or accepted.
 
 | case | result |
 |---|---|
-| first participation | the client draws its private pair from its own secret: A_p uniform within 1/sqrt(d_in); B_p zero in
-  "plus-one" (so that W^k is the server's model), from N(0, 1/r) in "product" |
+| first participation | the client draws its private pair from its own secret: A_p uniform within 1/sqrt(d_in); B_p zero
+  in form "plus-one" (so that W^k is the server's model), from N(0, 1/r) in form "product" |
 | site that lost its private state | the pair is drawn anew, as at a first participation |
-| site that is new to the server but has a private state | goes on with its own pair |
-| B_p = 0 in form "product" | with B = 0 every gradient is zero and training never starts; hence the other draw |
+| site that is new to the server but has a private state | it continues with its own pair |
+| form "product", if B_p were 0 | with B = 0 every gradient is zero and training never starts, so B_p is drawn |
 | form "plus-one", B = 0 and B_p = 0 | only B has a gradient in the first step, then all four |
-| form "product", the server's model | every client trains A and B under a random factor of its own, mostly far below 1;
-  with a factor of 1 in its place (4) is a model that nobody trained, and it may learn nothing |
+| form "product", the server's model | every client trains A and B under its own random factor, mostly far below 1. With
+  factor 1 instead, (4) is a model that no client trained: it may not learn at all |
 | no upload | A and B stay, bit for bit |
 
-Differences from the paper: pFedPara replaces the weights of a network trained from the start, (X_1 Y_1^T) o (X_2 Y_2^T + 1);
-here the products change a frozen W_0. FedRand's text can be read as (1) or (1'); (1) is the default, as in pFedPara. The
+Differences from the paper: pFedPara trains a network from scratch whose weights are (X_1 Y_1^T) o (X_2 Y_2^T + 1); here
+the products change a frozen W_0. FedRand's text can be read as (1) or (1'); (1) is the default, as in pFedPara. The
 neutral private pair of (4) is exact in both forms: B_p = 0, or one row and one column of ones.
 """
 
@@ -68,10 +68,10 @@ from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, ten
 @final
 @dataclass(frozen=True)
 class FedPara(Method):
-    """One pair a layer shared, one kept.
+    """Two low-rank pairs a layer: one is shared, one is kept.
 
     Attributes:
-        adapter: the two pairs and what is made of the private one.
+        adapter: the two pairs, and how the private one enters the product.
         wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
     """
 
@@ -79,7 +79,7 @@ class FedPara(Method):
     wire_dtype: WireDtype = "float32"
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        """(A_0, B_0). The private pair that the task drew is nobody's."""
+        """(A_0, B_0). The private pair that the task drew is dropped: every client draws its own."""
         shared = without_private(weights)
         modules(shared)
         return State(shared)
@@ -91,7 +91,7 @@ class FedPara(Method):
     def client(
         self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
-        """Eq. 2, local epochs on both pairs, the shared one sent."""
+        """Eq. 2 and local epochs on both pairs; the shared one is sent."""
         received = tensors_of(down)
         own = private.tensors if private is not None else self._drawn(trainer.spec, ctx.rng("private pair"))
         start = {n: received[n] if n in received else own[n] for n in trainer.spec}  # Eq. 2
@@ -113,12 +113,12 @@ class FedPara(Method):
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The server's model (Eq. 4); a client's with both pairs as it last trained them."""
+        """The server's model (Eq. 4); with `private` also that client's, with both pairs as it last trained them."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": self._with_neutral_pair(server.tensors), **clients}
 
     def _with_neutral_pair(self, shared: Weights) -> dict[str, Tensor]:
-        """All four factors a module, the private ones such that they change nothing (Eq. 4)."""
+        """All four factors of every module; the private ones are set so that they change nothing (Eq. 4)."""
         whole: dict[str, Tensor] = {}
         for module in modules(shared):
             a, b = shared[f"{module}.lora_A"], shared[f"{module}.lora_B"]

@@ -1,16 +1,16 @@
 """FedPer.
 
 Arivazhagan, Aggarwal, Singh, Choudhary: Federated Learning with Personalization Layers. 2019.
-https://arxiv.org/abs/1912.00818. With LoRA pairs, as Park et al. (FedRand, 2025, section 4.1) compare against it.
+https://arxiv.org/abs/1912.00818. This file applies it to LoRA pairs, as Park et al. (FedRand, 2025, section 4.1) do.
 
 The pairs of the top layers are shared; after a first round over all layers, the pairs below stay at the site.
 
 | paper | code | shape, unit |
 |---|---|---|
-| n | `layers` | layers; of those that carry trained tensors, the n nearest the output |
+| n | `layers` | layers: the n nearest the output of those that have trained tensors |
 | W_T | the tensors of the top n layers | `<module>.lora_A`, `<module>.lora_B`, weights |
 | W_L | all other tensors, "the lower layers" | weights |
-| n_k, m_r | `upload.num_examples`, their sum over the cohort | examples |
+| n_k, m_r | `num_examples`, their sum over the cohort | examples |
 | k in H_r | `server.scalars["holders"]` | clients that gave an accepted upload after round 0 |
 
     (W_T, W_L)_1 = sum_k (n_k / m_0) (W_T, W_L)^k             (1, round 0: FedAvg over everything)
@@ -21,28 +21,28 @@ The pairs of the top layers are shared; after a first round over all layers, the
 A layer's number is the first whole number between the dots of a tensor's name: 3 in "model.layers.3.mlp.lora_A".
 
 The client learns: W_T of every round it takes part in, and W_L,1 (in round 0 the initial weights).
-The server learns: everything a client trained in round 0; of later rounds the trained top layers and n_k.
+The server learns: in round 0 everything that a client trained; in later rounds its trained top layers and n_k.
 
 Formal guarantees: none (epsilon is infinite). By construction: after round 0 no upload holds a tensor of a lower layer,
-and the server's lower layers never change again. What the clients of round 0 sent then stays sent.
+and the server's lower layers never change again. What clients sent in round 0, the server has seen.
 
 | case | result |
 |---|---|
 | `layers` at or above the number of layers | FedAvg, bit for bit |
 | client that trained in round 0 | its next participation starts from W_L,1, not from its own lower layers of round 0 |
-| newcomer in a later round | the top layers as they stand and W_L,1 |
-| the upload got lost, or the server takes a site with a state of a round after 0 for new | W_L,1 comes once more; the
-  site goes on with its own lower layers |
-| site that lost its private state | reports an error and gets everything next time |
-| upload of a round after 0 that holds lower layers | they are not folded |
+| newcomer in a later round | gets the current top layers and W_L,1 |
+| the server takes a site for new that has a state of a round after 0, for example because its upload was lost | the
+  server sends W_L,1 once more; the site continues with its own lower layers |
+| site that lost its private state | it reports an error and gets all layers next time |
+| upload of a round after 0 that holds lower layers | these layers are left out of the mean |
 | no upload | the weights stay, bit for bit |
-| client that never came back after round 0 | deploys what it trained in round 0 |
+| client that never came back after round 0 | it deploys what it trained in round 0 |
 
-Differences from the paper: Arivazhagan et al. share the layers near the input and keep the ones near the output, from
-round 0 on and with random initial values; FedRand's comparison, which this file follows, shares the ones near the output
-and starts the others from the first round's aggregate. It does not say how a client that was not in the first round gets
-that aggregate, nor what the server's own model has in those layers: here W_L,1 is sent once more at the first
-participation after round 0, and it is what the server's model has.
+Differences from the paper: Arivazhagan et al. share the layers near the input and keep those near the output, from
+round 0 on and with random initial values. FedRand's comparison, which this file follows, shares the layers near the
+output and starts the others from the mean of the first round. It does not say how a client that was not in the first
+round gets that mean, nor which lower layers the server's own model has. Here the server sends W_L,1 once more at a
+client's first participation after round 0, and its own model has W_L,1.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True)
 class FedPer(Method):
-    """The top layers shared, the others kept after round 0.
+    """The top layers are shared; the others stay at the site after round 0.
 
     Attributes:
         layers: how many layers are shared, counted from the output.
@@ -84,12 +84,12 @@ class FedPer(Method):
             raise ConfigError(f"layers: expected at least 1 shared layer, found {self.layers}")
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        """The adapter's initial weights; nobody holds the aggregate of round 0 yet."""
+        """The adapter's initial weights; no client holds W_L,1 yet."""
         self._top(spec)
         return State(dict(weights), {"holders": []})
 
     def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """W_T; W_L too in round 0, and later to those who may have no lower layers of their own."""
+        """W_T; in round 0, and to every client that may lack lower layers, also W_L."""
         if ctx.round == 0 or ctx.is_new or ctx.client not in _holders(server):
             return Payload(cast_to(server.tensors, self.wire_dtype), "all")
         return Payload(cast_to(_only(self._top(server.tensors), server.tensors), self.wire_dtype), "top")
@@ -97,9 +97,9 @@ class FedPer(Method):
     def client(
         self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
-        """Local epochs on all layers from Eq. 3; the top layers sent, in round 0 all of them."""
+        """Local epochs on all layers from Eq. 3; the top layers are sent, in round 0 all layers."""
         top, received = self._top(trainer.spec), tensors_of(down)
-        # Eq. 4: lower layers of round 0 are no start, however the site comes to have them.
+        # Eq. 4: lower layers that a site kept in round 0 are never started from.
         has_own = private is not None and private.scalars["round"] != 0
         kept = private.tensors if private is not None and has_own else received
         start = {n: (received if n in top else kept).get(n) for n in trainer.spec}  # Eq. 3
@@ -114,7 +114,7 @@ class FedPer(Method):
         return State(dict(trained), {"round": ctx.round}), Payload(cast_to(sent, self.wire_dtype), variant)
 
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """n_k W^k: in round 0 of all layers, after it of the top ones."""
+        """n_k W^k, and n_k: of all layers in round 0, of the top layers after it."""
         sent = tensors_of(payload)
         return weighted(sent if ctx.round == 0 else _only(self._top(spec), sent), num_examples)
 
@@ -126,12 +126,12 @@ class FedPer(Method):
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The server's model, with W_L,1 in the lower layers; a client's as it last trained it, all layers."""
+        """The server's model, with W_L,1 in the lower layers; with `private` also that client's, as last trained."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": server.tensors, **clients}
 
     def layout(self, spec: Spec) -> Layout:
-        """The top layers always; the lower ones down to who may have none of its own, and up in round 0."""
+        """The top layers always; the lower ones down to a client that may lack them, and up in round 0."""
         top = self._top(spec)
         shared, lower = _only(top, spec), {n: t for n, t in spec.items() if n not in top}
         both = ("all", "top")
@@ -141,7 +141,7 @@ class FedPer(Method):
         return Layout(fields + dense_fields(lower, "up", self.wire_dtype, ("all",), "round 0"))
 
     def _top(self, names: Iterable[str]) -> frozenset[str]:
-        """Names of the tensors in the top layers. Raises ConfigError for a tensor of no layer."""
+        """Names of the tensors in the top layers. Raises ConfigError for a tensor whose name has no layer number."""
         layer_of = {name: _layer(name) for name in names}
         shared = sorted(set(layer_of.values()))[-self.layers :]
         return frozenset(name for name, layer in layer_of.items() if layer in shared)

@@ -1,45 +1,48 @@
 """FedQSN.
 
-Xu et al.: FedQSN. 2025. The server hides its model from the clients that train it: it sends a proxy of which some columns
-are missing, for good or for one round, and the rest is rounded to a few levels.
+Xu et al.: FedQSN. 2025. The server hides its model from the clients that train it. It sends them a proxy: some columns
+are missing, either in every round or in one, and the rest is rounded to a few levels.
 
 | paper | code | shape, unit |
 |---|---|---|
 | W_t | `server.tensors` | every tensor of the model, fp32 |
 | M^s, p_1 | `_shown`, `server_rate` | one bit a column, drawn once; rate of zeros |
-| M^c, p_2 | `_visible`, times M^s, `client_rate` | one bit a column, drawn for each client and round; rate of zeros |
-| 1 / (1 - p) | `scale` | of both masks together, so that E[W~] = W |
-| Q, w | `quantiser`, `bits` | a code a weight |
+| M^c, p_2 | `_visible` (M^s o M^c), `client_rate` | one bit a column, drawn for each client and round; rate of zeros |
+| 1 / (1 - p) | `scale` | for both masks together, so that E[W~] = W |
+| Q, w | `quantiser`, `bits` | one code for each weight |
 | Delta W_k | the upload with `update = "delta"` | what training changed in the proxy |
-| D_k | `upload.num_examples` | examples of client k |
+| D_k | `num_examples` | examples of client k |
 
-    W~_k = Q(W_t o M^s o M^c_k / ((1 - p_1)(1 - p_2)))            (Eq. 1 to 3, mask first; Q: Eq. 4, or `nf_sym`)
-    W_{t+1} = W_t + sum_k |D_k| Delta W_k (1 - p_1)(1 - p_2) / sum_k |D_k|   over the k that saw the column      (Eq. 5)
+    W~_k = Q(W_t o M^s o M^c_k / ((1 - p_1)(1 - p_2)))                   (Eq. 1 to 3, mask first; Q: Eq. 4, or `nf_sym`)
+    W_{t+1} = W_t + sum_k |D_k| Delta W_k (1 - p_1)(1 - p_2) / sum_k |D_k|   over the k that saw the column (Eq. 5)
     W_{t+1} = sum_k |D_k| W_k (1 - p_1)(1 - p_2) / sum_k |D_k|               update = "replace" (Algorithm 1, line 11)
     restored = trained where M^s = 1, W_0 where M^s = 0         (the paper's "logical AND"): the server's own weights
 
 A column is an output feature. Q acts on the matrices of attention and MLP layers, in blocks over the visible columns.
 
-The client learns: its proxies, thus which columns are missing, and over rounds all columns but the server-masked.
-The server learns: what FedAvg's server learns of the visible columns: each client's update.
+The client learns: its proxies, and so which columns are missing; over the rounds it sees all columns that the server
+does not mask.
+The server learns: each client's update of the visible columns, in full.
 
 Formal guarantees: none (epsilon is infinite). By construction:
 1. No message to any client in any round depends on a server-masked column.
-2. A server-masked column of W never changes, nor does a column that no client of the round saw.
+2. A server-masked column of W never changes. A column that no client of a round saw does not change in that round.
 
 | case | result |
 |---|---|
-| p_1 = p_2 = 0 without quantiser | FedAvg, bit for bit: W~ is W, so that both updates are one and trained weights travel |
-| a masked column in local training | stays zero: no step, no weight decay; no part of the upload |
-| tied head | one tensor with the embedding, under its mask; a head that is not tied shares the embedding's mask |
-| a client names other columns than it got | server-masked ones are never counted |
+| p_1 = p_2 = 0 without quantiser | FedAvg, bit for bit: W~ is W, both updates are the same, and clients send weights |
+| a masked column in local training | it stays zero (no step, no weight decay) and is not in the upload |
+| output head | a tied head is one tensor with the embedding and has its mask; a head that is not tied gets the same
+  mask |
+| an upload that names other columns than the client got | server-masked columns are never counted |
 | no upload | everything stays |
-| a tensor of three axes that has no place (fused experts) | ConfigError: it would leave unprotected |
+| a tensor of more than two axes without a place (fused experts) | ConfigError: it would be sent unprotected |
 
-Differences from the paper: its code masks activations on the client, after sending all weights; here the weights are
-masked before they are sent, biases with them. `mask_targets = "proj"` masks what those activations touch. Block scales
-are over visible columns. The scale is undone before the mean. Clients differ in what they saw, so each column has its own
-sum of |D_k|. Needs no prior secrecy of the architecture; W_0 hides nothing where it is a public checkpoint.
+Differences from the paper: its code sends all weights and masks activations on the client; here the weights, with their
+biases, are masked before they are sent. `mask_targets = "proj"` masks the layers whose activations the paper's code
+masks. Block scales are over visible columns. The server divides by `scale` before the mean. Clients differ in what they
+saw, so each column has its own sum of |D_k|. The architecture need not be secret. Where W_0 is a public checkpoint, it
+is not hidden.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ from fedveil.algebra.masked_weights import Veil
 from fedveil.algebra.quantise import Quantiser
 from fedveil.contract.layout import Direction, Layout, Payload
 from fedveil.contract.method import Method, RoundContext, Sends, State
-from fedveil.contract.spec import Place, Spec, TensorSpec, Weights  # fmt: skip
+from fedveil.contract.spec import Place, Spec, TensorSpec, Weights
 from fedveil.contract.sums import Sums, Term, Terms
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
@@ -69,19 +72,19 @@ _VISIBLE = "visible."  # a layer's columns on the wire, one bit each
 @final
 @dataclass(frozen=True)
 class FedQSN(Method):
-    """A proxy with columns missing and few levels.
+    """The server sends a proxy with columns missing and weights rounded to a few levels.
 
     Attributes:
-        server_rate: p_1, below 1: part of the columns that no client ever gets.
-        client_rate: p_2, below 1: part of the columns that one client does not get in one round.
+        server_rate: p_1, below 1: the fraction of the columns that no client ever gets.
+        client_rate: p_2, below 1: the fraction of the columns that one client does not get in one round.
         mask_targets: layers whose columns are masked: the last of each attention and MLP ("proj"), or "all" of them.
-        exact: p_2 of all columns, drawn from those that the server shows, instead of one draw a column.
-        embeddings: sent "masked", masked and "quantised", or "open"; of tokens, and the head.
+        exact: hide exactly p_2 of all columns, chosen among those that the server shows, instead of one draw a column.
+        embeddings: how token embeddings and head are sent: "masked", masked and "quantised", or "open".
         quantiser: table of the codes; "none" sends weights.
         bits: w.
         block: weights that share a scale.
-        update: fold what training changed ("delta"), or "replace" the weights by the trained ones.
-        upload_bits: send the visible columns' updates of quantised matrices as `nf_sym` codes of so many bits; 0: as they are.
+        update: add what training changed ("delta"), or "replace" the weights by the trained ones.
+        upload_bits: bits of the `nf_sym` codes in which clients send the quantised matrices' updates; 0: uncoded.
         adapter: all weights; no other adapter has columns to mask.
         wire_dtype: dtype on the wire of all that is not coded, both ways; sums are fp32 whatever it is.
     """
@@ -139,20 +142,20 @@ class FedQSN(Method):
 
     @property
     def scale(self) -> float:
-        """What every visible column was multiplied with; public, as p_1 and p_2 are."""
+        """The factor of every visible column; public, as p_1 and p_2 are."""
         return 1.0 / ((1.0 - self.server_rate) * (1.0 - self.client_rate))
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        """W_0, and the places of its tensors. Raises ConfigError for a base that has nothing to veil."""
+        """W_0, and the places of its tensors. Raises ConfigError where no layer is linear, or one is fused."""
         if not any(t.place and t.place.part == "linear" for t in spec.values()):
             raise ConfigError(
                 f"task.model: expected a language model with linear layers (nn.Linear, Conv1D), found none among "
-                f"{len(spec)} tensors; FedQSN would veil nothing"
+                f"{len(spec)} tensors; FedQSN would hide nothing"
             )
         if fused := sorted(n for n, t in spec.items() if t.place is None and len(t.shape) > 2):
             raise ConfigError(
-                f"task.model: expected the matrices of linear layers, found {fused[0]} of shape {spec[fused[0]].shape}, "
-                f"which would leave unprotected; take a base without fused or convolutional layers"
+                f"task.model: expected linear layers that are not fused, found {fused[0]} of shape "
+                f"{spec[fused[0]].shape}, which would be sent unprotected; take a base without such layers"
             )
         return State(dict(weights), {"places": {n: asdict(t.place) for n, t in spec.items() if t.place}})
 
@@ -170,7 +173,7 @@ class FedQSN(Method):
         return shown.index_fill(0, left[hidden], False)
 
     def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """W~ (Eq. 1 to 3): masked, scaled, then quantised; a proxy of this client's own."""
+        """W~ (Eq. 1 to 3), this client's proxy: masked, scaled, then quantised."""
         veil, stream = self._veil(_spec(server), "down"), ctx.rng("client mask")
         visible = {layer: self._visible(m, stream) for layer, m in self._shown(veil, ctx.secret).items()}
         return Payload(veil.close(server.tensors, visible, self.scale))
@@ -187,11 +190,11 @@ class FedQSN(Method):
         return None, Payload(self._veil(trainer.spec, "up").close(sent, visible))
 
     def check(self, payload: Payload, spec: Spec) -> None:
-        """As many columns as the bits say, which the layout cannot. Raises WireError."""
+        """Raises WireError unless every tensor has as many columns as its mask has ones."""
         self._veil(spec, "up").check(payload)
 
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """n_k times the visible columns, the scale undone, and n_k of these columns."""
+        """n_k times the visible columns, divided by `scale`, and n_k for these columns."""
         return Terms(self._terms(payload, float(num_examples), self._veil(spec, "up")))
 
     def _terms(self, payload: Payload, weight: float, veil: Veil) -> Iterator[Term]:
@@ -204,7 +207,7 @@ class FedQSN(Method):
                 yield Term(name, value, weight)
 
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
-        """Eq. 5 (or Algorithm 1, line 11) by column. A column that the server hides counts for nothing, whoever sent it."""
+        """Eq. 5 (or Algorithm 1, line 11) by column. A column that the server masks is ignored, whoever sent it."""
         veil, new = self._veil(_spec(server), "up"), dict(server.tensors)
         shown = self._shown(veil, ctx.secret)
         for name, old in server.tensors.items():
@@ -218,14 +221,14 @@ class FedQSN(Method):
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The server's model, which is the restored one; with `down` the proxy that a client got."""
+        """The server's model, which is the restored one; with `down` also the proxy that a client got."""
         if down is None:
             return {"server": server.tensors}
         spec = _spec(server)
         return {"server": server.tensors, "proxy": as_spec(dict(self._veil(spec, "down").open(down)), spec)}
 
     def layout(self, spec: Spec) -> Layout:
-        """Both ways the bits of visible columns, these columns, and all other tensors whole."""
+        """Both ways: one bit a column, the visible columns, and all other tensors whole."""
         return Layout(self._veil(spec, "down").fields("down") + self._veil(spec, "up").fields("up"))
 
 

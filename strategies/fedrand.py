@@ -2,15 +2,16 @@
 
 Park, Lee, Kim, Hwang: FedRand: Enhancing Privacy in Federated Learning with Randomized LoRA Subparameter Updates. 2025.
 
-Each client draws one LoRA factor to share and keeps the other private; the server averages the A and the B it gets.
+Each client draws which LoRA factor it shares and keeps the other one private. The server averages the A factors it
+gets, and the B factors it gets.
 
 | paper | code | shape, unit |
 |---|---|---|
 | A^l, B^l | `<module>.lora_A`, `<module>.lora_B` | r x d_in and d_out x r, weights; A random, B zero at first |
 | rho | `rho` | probability of sharing A |
 | a_k | the upload's variant | "A" (a_k = 1) or "B" (a_k = 0), one draw for all layers |
-| n_k, m_r | `upload.num_examples`, their sum | examples |
-| alpha, beta | `mean.weight(name) / total` | share of examples behind A, behind B |
+| n_k, m_r | `num_examples`, their sum | examples |
+| alpha, beta | `sums.weight(name) / sums.examples` | share of the examples behind A, behind B |
 
     u^(k) ~ U(0, 1),  a_k = 1[u^(k) <= rho]                                             (Eq. 5, on the client)
     start = (A_r, B^(k)_past) if a_k = 1 else (A^(k)_past, B_r)                         (Eq. 6)
@@ -18,29 +19,30 @@ Each client draws one LoRA factor to share and keeps the other private; the serv
     A_{r+1} = sum_{a_k=1} n_k / (alpha m_r) A^(k),  B_{r+1} = sum_{a_k=0} n_k / (beta m_r) B^(k)   (Algorithm 1)
 
 The client learns: A_r and B_r (with `downlink = "selected"` only the factor it shares).
-The server learns: one trained factor of each client and round, which factor it is, n_k. Never the pair that belongs
-together; but a client that shared B last time and A now has its B known up to one participation.
+The server learns: one trained factor of each client and round, which factor it is, and n_k. It never gets a pair of one
+participation; but when a client shares A after it shared B, the server knows its B up to one participation.
 
 Formal guarantees: none (epsilon is infinite). By construction:
 1. No upload holds both factors, and none holds the partner of a factor sent in the same participation.
-2. The draw is the client's own: it comes from the client's secret, which the server does not have.
+2. The client draws from its own secret, which the server does not have.
 
 | case | result |
 |---|---|
 | nobody shares A (alpha = 0) | A_{r+1} = A_r, the same tensor; likewise B |
 | rho = 1 | only A is shared; the server's B stays at zero, so its model is the base |
 | rho = 0 | only B is shared; the server's A stays A_0 |
-| newcomer in round 0 | starts at (A_0, B_0), the server's |
-| newcomer in a later round | `cold = "server"`: both factors from the server. `cold = "initial"`: the factor it
-  does not receive is A_0 or B_0, which no longer matches; for the literal ablation only |
-| past factor of a site that skipped rounds | as at the end of its last participation, whatever the round |
+| newcomer in round 0 | it starts at the server's (A_0, B_0) |
+| newcomer in a later round | `cold = "server"`: both factors from the server. `cold = "initial"`: its private factor
+  starts as A_0 or B_0, which no longer matches the other one; only for the paper's literal rule |
+| past factor of a site that skipped rounds | as at the end of its last participation, however long ago |
 | site that lost its private state | with downlink = "both" it is a newcomer; with "selected" it reports an error and
   gets both factors next time |
 
-Differences from the paper: the server draws A_0 once for all (`init_factors = "independent"` is the paper's Algorithm 2,
-lines 2 and 3, whose first mean of A has half the norm); means are n-weighted running means, so alpha and beta are never
-divided by; `downlink = "selected"` is ours: a client announces its next draw on its upload and the server sends that
-factor only. `past = false` and `normalise = false` are the paper's ablations "w/o past parameters" and "w/o normalization".
+Differences from the paper: the server draws A_0 once for all clients (`init_factors = "independent"` is the paper's
+Algorithm 2, lines 2 and 3, whose first mean of A has half the norm). The means are running means weighted with n_k, so
+nothing is divided by alpha or beta. `downlink = "selected"` is ours: a client announces its next draw on its upload,
+and the server sends that factor only. `past = false` and `normalise = false` are the paper's ablations "w/o past
+parameters" and "w/o normalization".
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ _INITIAL = "initial."  # A_0 in the server's state and on the wire, for cold = "
 @final
 @dataclass(frozen=True)
 class FedRand(Method):
-    """One factor shared, one kept.
+    """Each client shares one LoRA factor and keeps the other.
 
     Attributes:
         rho: probability that a client shares A.
@@ -82,7 +84,8 @@ class FedRand(Method):
         cold: where a newcomer of a later round gets its private factor: the "server" or the "initial" one.
         adapter: LoRA; no other adapter has factors.
         wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
-        upload_bits: send the factor as codes of so many bits, 2 to 8, with a scale for every 256 weights; 0: as it is.
+        upload_bits: bits of the codes in which a client sends its factor, 2 to 8, with a scale for every 256 weights;
+            0: uncoded.
     """
 
     rho: float = 0.5
@@ -102,7 +105,6 @@ class FedRand(Method):
             raise ConfigError(
                 'downlink: expected "both" with past = false (both factors come from the server), found "selected"'
             )
-
         if self.upload_bits:
             Quantiser("absmax", self.upload_bits)
 
@@ -127,14 +129,13 @@ class FedRand(Method):
     def _down_variant(self, server: State, ctx: RoundContext) -> str:
         if ctx.is_new:
             return "cold" if self.cold == "initial" and ctx.round > 0 else "both"
-        announced = server.scalars["next_factor"]
-        assert isinstance(announced, Mapping)
-        return str(announced.get(ctx.client, "both")) if self.downlink == "selected" else "both"
+        announced = cast("Mapping[str, str]", server.scalars["next_factor"])
+        return announced.get(ctx.client, "both") if self.downlink == "selected" else "both"
 
     def client(
         self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
-        """Eq. 5, Eq. 6, local epochs on both factors, one of them sent (Algorithm 2)."""
+        """Eq. 5, Eq. 6 and local epochs on both factors; one of them is sent (Algorithm 2)."""
         shared = _side(down.variant) if down.variant in FACTORS else self._draw(ctx, "factor")  # Eq. 5
         start = self._start(shared, private, down, trainer.spec, ctx)  # Eq. 6
         trained = trainer.train(start).weights
@@ -161,19 +162,19 @@ class FedRand(Method):
             kept = received
         else:
             raise StateError(
-                f"private state: expected the factors of an earlier participation (only {down.variant} was sent), found "
-                "none; both factors come at the next participation"
+                "private state: expected the factors of an earlier participation "
+                f"(only {down.variant} was sent), found none; both factors come at the next participation"
             )
         return as_spec({n: received[n] if factor(n) == shared else kept[n] for n in spec}, spec)
 
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """n_k of the factor that came, which a code stands for where `upload_bits` says so; the announced draw in clear."""
+        """n_k times the factor that was sent (decoded where it is coded), and n_k; the announced draw in clear."""
         values = payload.fields.items()
         sent = {n: self._coder.dequantise(cast(Coded, v)) for n, v in values} if self._coder else tensors_of(payload)
         return replace(weighted(sent, num_examples), clear=payload.scalars)
 
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
-        """The mean of the A and of the B, each over its senders (Algorithm 1, with alpha and beta)."""
+        """The mean of A over those who sent A, and of B over those who sent B (Algorithm 1)."""
         announced = {client: _side(said["next_factor"]) for client, said in sums.clear.items() if said}
         new = sums.means(_factors(server.tensors))
         if not self.normalise:
@@ -184,7 +185,7 @@ class FedRand(Method):
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The server's model, and a client's own where its private state is given."""
+        """The server's model; with `private` also that client's."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": _factors(server.tensors), **clients}
 

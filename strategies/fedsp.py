@@ -1,35 +1,36 @@
 """FedSP.
 
-Dong, Xie, Ding, Shen, Chen, Li: Tunable Soft Prompts are Messengers in Federated Learning. EMNLP Findings 2023. The baseline
-of FedQSN that sends no weight of the server's model beyond a few layers: prefixes carry what is learned both ways.
+Dong, Xie, Ding, Shen, Chen, Li: Tunable Soft Prompts are Messengers in Federated Learning. EMNLP Findings 2023. FedQSN
+compares itself with it. The server sends a few layers of its model and no others; prefixes carry what both sides learn.
 
 | symbol | code | shape, unit |
 |---|---|---|
 | M | the server's own model, `server_adapter` | frozen; never in a state, never on the wire |
 | m | tensors of the spec but "prefix" | `cells` layers of M, repeated to its depth, with its embeddings, norms, head |
 | P | "prefix" | layers x 2 x heads x length x width: keys and values before every layer |
-| n_k | `upload.num_examples` | examples of client k |
+| n_k | `num_examples` | examples of client k |
 
-    m_0 <- argmin mean_l (h_l(m) - h_l(M))^2 on the server's own rows, before round 0           `before_round_0`
-    m_k <- local training of m_k with P still, then P_k <- local training of P with m_k still   `alternate`
+    m_0 <- argmin mean_l (h_l(m) - h_l(M))^2 on the server's own rows, before round 0             `before_round_0`
+    m_k <- local training of m_k with P fixed, then P_k <- local training of P with m_k fixed     `alternate`
     P <- sum_k n_k P_k / sum_k n_k;  m likewise with proxy = "shared"
     deployed: M with P
 
-The client learns: P of every round it takes part in, and once m_0: `cells` layers, embeddings, norms and head, after distillation.
+The client learns: P of every round it takes part in, and once m_0 as distilled: `cells` layers, embeddings, norms and
+head. With proxy = "shared" it learns the mean of m in every round.
 The server learns: each client's P_k; with proxy = "shared" its m_k too.
 
-Formal guarantees: none (epsilon is infinite). By construction: no tensor of M's other layers is in the server's state, so
-none is on the wire; m_0 has seen them only through distillation.
+Formal guarantees: none (epsilon is infinite). By construction: no tensor of M's other layers is in the server's state,
+so none is on the wire; m_0 has seen them only through distillation.
 
 | case | result |
 |---|---|
-| a newcomer, or a site that lost its state | gets m_0 (with "shared" the mean) and P; later P alone with proxy = "local" |
-| a later message without private state | StateError |
+| a newcomer, or a site that lost its state | it gets m_0 and P, later P alone; with proxy = "shared" always m and P |
+| proxy = "local": P came alone, and the site has no private state | StateError |
 | no upload | the state stays, bit for bit |
-| distil_steps = 0 | m_0 is the first cells as they are |
+| distil_steps = 0 | m_0 is the first cells of M, without distillation |
 | alternate = false | m_k and P_k are trained together |
 
-Differences from the paper: P starts at random, the server trains P no further; rounds of one mean over the round's clients.
+Differences from the paper: P starts at random; the server does not train P; a round is one mean over its clients.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ _WHOLE, _PREFIX = "proxy", "prefix"  # variants of a broadcast
 @final
 @dataclass(frozen=True)
 class FedSP(Method):
-    """Prefixes travel between a model and proxies of it.
+    """Prefixes travel between the server's model and the clients' proxies of it.
 
     Attributes:
-        proxy: its weights are each client's own ("local"), or averaged like the prefix ("shared").
-        alternate: train the proxy with the prefix still, then the prefix with the proxy still.
+        proxy: its weights stay with each client ("local"), or are averaged like the prefix ("shared").
+        alternate: train the proxy with the prefix fixed, then the prefix with the proxy fixed; false trains both
+            together.
         distil_steps, distil_rate: AdamW steps of the server before round 0, and their learning rate.
         adapter: a prefix with cells.
         wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
@@ -90,7 +92,7 @@ class FedSP(Method):
 
     @property
     def needs_server_rows(self) -> bool:
-        """Distillation needs them."""
+        """Whether there are steps of distillation, which need rows."""
         return self.distil_steps > 0
 
     def before_round_0(self, weights: Weights, server: Distilling) -> Weights:
@@ -105,7 +107,7 @@ class FedSP(Method):
         return State(dict(weights))
 
     def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """P; m too for a newcomer, or where it is shared."""
+        """P; for a newcomer, or where the proxy is shared, also m."""
         whole = ctx.is_new or self.proxy == "shared"
         sent = server.tensors if whole else {PREFIX: server.tensors[PREFIX]}
         return Payload(cast_to(sent, self.wire_dtype), self._variant(whole))
@@ -116,13 +118,13 @@ class FedSP(Method):
     def client(
         self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
-        """Local training of m_k and P; m_k stays, unless it is shared."""
+        """Local training of m_k and P; m_k stays at the site, unless it is shared."""
         received = as_spec(tensors_of(down), trainer.spec)
         if down.variant == _PREFIX:
             if private is None:
                 raise StateError(
-                    "private state: expected the proxy of an earlier participation (only the prefix was sent), found none; "
-                    "the proxy comes at the next participation"
+                    "private state: expected the proxy of an earlier participation (only the prefix was sent), found "
+                    "none; the proxy comes at the next participation"
                 )
             received = {**private.tensors, **received}
         trained: Weights = received
@@ -134,23 +136,23 @@ class FedSP(Method):
         return State(dict(trained)), Payload(cast_to({PREFIX: trained[PREFIX]}, self.wire_dtype))
 
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """n_k times what came, and n_k."""
+        """n_k times what was sent, and n_k."""
         return weighted(tensors_of(payload), num_examples)
 
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
-        """The weighted mean of what came."""
+        """The weighted mean of what was sent."""
         return State(sums.means(server.tensors), server.scalars)
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """ "server": P, for the model of `server_adapter`, and the proxy beside it; "client": its own; "proxy": as received."""
+        """View "server": P for the server's model M, and the proxy. "client": that client's. "proxy": as received."""
         clients = {"client": private.tensors} if private is not None else {}
         proxies = {"proxy": {**server.tensors, **tensors_of(down)}} if down is not None else {}
         return {"server": server.tensors, **clients, **proxies}
 
     def layout(self, spec: Spec) -> Layout:
-        """The prefix both ways; the proxy to newcomers, or both ways."""
+        """The prefix both ways; the proxy down to newcomers, or both ways where it is shared."""
         prefix = {PREFIX: spec[PREFIX]}
         others = {n: t for n, t in spec.items() if n != PREFIX}
         if self.proxy == "shared":

@@ -1,22 +1,22 @@
 """Fixed position embedding.
 
-Sawada, Imaizumi, Kiya: the baseline of their random binary weights for federated learning of the Vision Transformer. The
-gradient of the position embedding, from which APRIL's closed form starts, is never sent; the embedding stays as it is.
+Sawada, Imaizumi, Kiya compare their random binary weights for federated learning of the Vision Transformer with it.
+Clients never send the gradient of the position embedding, from which APRIL's closed form starts; it stays as it is.
 
 | paper | code | shape, unit |
 |---|---|---|
 | w | the weights in `server.tensors` | every tensor of the adapter |
 | E_pos | tensors whose name matches `hidden` | withheld |
-| g^n | `descent.gradient` | gradient of client n: one batch, or w minus its locally trained weights |
+| g^n | `fedsgd.gradient` | gradient of client n: one batch, or w minus its locally trained weights |
 | eta | `learning_rate` | step of the server |
 
-    send g^n_j for every tensor j but the hidden ones
+    send g^n_j for every tensor j that is not hidden
     w_j <- w_j - eta (1/N) sum_n g^n_j  (Eq. 10 and 12 without masks);  E_pos <- E_pos
 
 The client learns: the weights of every round it takes part in.
-The server learns: each client's gradient in full, but for the hidden tensors.
+The server learns: each client's gradient of every tensor that is not hidden, in full.
 
-Formal guarantees: none (epsilon is infinite). What is hidden may follow from what is sent.
+Formal guarantees: none (epsilon is infinite). The hidden gradient may be computable from what is sent.
 
 | case | result |
 |---|---|
@@ -54,14 +54,14 @@ from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, tensors_of
 @final
 @dataclass(frozen=True)
 class FixedPosition(Method):
-    """Plain FedSGD but for the tensors that are withheld.
+    """Plain FedSGD, with some tensors withheld.
 
     Attributes:
         hidden: regular expression, searched in tensor names.
-        exchange: what a participation is: the gradient of one "batch", or a local training of the configured epochs.
-        optimiser: on the server.
-        learning_rate: eta; None: 1 with exchange = "epoch" and SGD, 1e-4 else.
-        weighted: count every client with its number of examples.
+        exchange: what a client sends: the gradient of one "batch", or the pseudo-gradient of local epochs ("epoch").
+        optimiser: the server's.
+        learning_rate: eta; None: 1 with exchange = "epoch" and SGD, otherwise 1e-4.
+        weighted: weight every client with its number of examples.
         adapter: what is trained.
         wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
     """
@@ -76,7 +76,7 @@ class FixedPosition(Method):
 
     @property
     def sends(self) -> Sends:
-        """What is left of a gradient, or of an epoch's pseudo-gradient."""
+        """Gradients, or pseudo-gradients of an epoch, without the hidden tensors."""
         return "gradients"
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class FixedPosition(Method):
         return [name for name, keep in keeps({self.hidden: 1.0}, names).items() if keep]
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        """w_0, and Adam's zeros. Raises ConfigError where nothing would be withheld."""
+        """w_0, and zero moments for Adam. Raises ConfigError where nothing would be withheld."""
         if len(self._sent(spec)) == len(spec):
             raise ConfigError(
                 f"hidden: expected a regular expression that matches some of {len(spec)} tensors such as {min(spec)}, "
@@ -107,7 +107,7 @@ class FixedPosition(Method):
         return None, Payload(cast_to({n: found[n] for n in self._sent(trainer.spec)}, self.wire_dtype))
 
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """What was sent, with n_k or 1."""
+        """What was sent, with weight n_k or 1."""
         return weighted(tensors_of(payload), float(num_examples) if self.weighted else 1.0)
 
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:

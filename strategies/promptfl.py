@@ -3,12 +3,13 @@
 Guo, Guo, Wang, Tang, Xu: PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models. IEEE
 Transactions on Mobile Computing 2023. https://arxiv.org/abs/2208.11625. The prompt is that of CoOp (Zhou et al. 2022).
 
-One prompt for all classes and all clients, before a frozen CLIP's class names; it is averaged as FedAvg averages weights.
+All clients train one prompt, which stands before the class names of a frozen CLIP; the server averages it as FedAvg
+averages weights.
 
 | paper | code | shape, unit |
 |---|---|---|
 | P_t | `prompt` | length x width, entries of token embeddings |
-| n_k, n | `upload.num_examples`, their sum over the cohort | examples |
+| n_k, n | `num_examples`, their sum over the cohort | examples |
 
     P_t^k   = local epochs from P_t, the model frozen       (client)
     P_{t+1} = sum_k (n_k / n) P_t^k                         (server)

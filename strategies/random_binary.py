@@ -1,15 +1,15 @@
 """Random binary weights for gradients.
 
 Sawada, Imaizumi, Kiya: random binary weights for privacy-preserving federated learning of the Vision Transformer. Each
-client multiplies its gradient entry by entry with a random binary mask before it sends it.
+client multiplies its gradient entry by entry with a random binary mask and sends the product.
 
 | paper | code | shape, unit |
 |---|---|---|
 | w | the weights in `server.tensors` | every tensor of the adapter |
-| R | `rate` | probability that a mask's entry is zero; by tensor where it is a map |
+| R | `rate` | probability that an entry of the mask is zero; a map gives each tensor its own |
 | B^n | `masks.expanded`, or the bits received | one bit an entry of the gradient |
-| g^n | `descent.gradient` | gradient of client n: one batch, or w minus its locally trained weights |
-| c | `MaskedMean`, as sums of the masks | clients (or examples) behind an entry |
+| g^n | `fedsgd.gradient` | gradient of client n: one batch, or w minus its locally trained weights |
+| c | sum of the masks, see `fedveil.contract.sums` | clients (or examples) behind an entry |
 | eta | `learning_rate` | step of the server |
 
     g'^n = B^n o g^n,  B^n ~ Bernoulli(1 - R) for every entry                          (Eq. 10, on the client)
@@ -19,27 +19,29 @@ client multiplies its gradient entry by entry with a random binary mask before i
 
 The client learns: the weights of every round it takes part in.
 The server learns: each client's surviving gradient entries, bit for bit, and which they are. Masks are public: explicit
-bits, a seed that the server expands, or zeros to be seen. The union of several masks of one client covers nearly all.
+bits, a key that the server expands, or visible zeros. Several masks of one client together leave out almost no entry.
 
-Formal guarantees: none (epsilon is infinite). A mask leaves out; it hides nothing of what is left in.
+Formal guarantees: none (epsilon is infinite). A mask leaves entries out; it hides nothing of the others.
 
 | case | result |
 |---|---|
 | an entry that every client masked (c = 0) | unchanged bit for bit: no step, no decay, no moments, no step count |
 | no upload | everything stays |
-| R = 0 of a tensor | sent whole, without a mask, in every wire form: equal to FedSGD bit for bit |
-| R = 1 of a tensor | never sent, never moved; R = 1 everywhere: an upload without fields, nothing changes |
-| a true zero in the gradient | explicit, seeded: counted in c, as Eq. 12 has it. implicit: the server cannot tell it from a
-  masked one and leaves it out of c, which pulls the mean away from zero; so too what half precision rounds to zero |
-| wire = "seeded", several R | 32 bytes a distinct R strictly between 0 and 1 |
-| mask of a wrong shape | refused with the layout; a number of values other than the mask's ones: `check` refuses |
-| mask_period = "batch" with exchange = "epoch" | one mask a participation: batches are not exchanged |
-| locked site that lost its private state | draws another mask, and locks that one |
+| R = 0 for a tensor | it is sent whole, without a mask, in every wire form: equal to FedSGD bit for bit |
+| R = 1 for a tensor | it is never sent and never moves; where all tensors have R = 1, uploads have no fields |
+| a true zero in the gradient | explicit, seeded: counted in c, as in Eq. 12. implicit: the server cannot tell it from a
+  masked entry and leaves it out of c, which pulls the mean away from zero; the same holds for what half precision
+  rounds to zero |
+| wire = "seeded", several R | 32 bytes for each distinct R strictly between 0 and 1 |
+| a mask of a wrong shape | the layout refuses it |
+| more or fewer values than the mask has ones | `check` refuses the upload |
+| mask_period = "batch" with exchange = "epoch" | one mask a participation, because single batches are not exchanged |
+| mask_period = "never", and the site lost its private state | the site draws another mask and keeps that one |
 | buffers | none: adapters have parameters only |
 
 Differences from the paper: `exchange = "epoch"` sends a pseudo-gradient after local epochs, which a deployment can
-afford; server Adam with a step count by entry; `weighted` puts n_k into both sums of Eq. 12 (the paper has no weights);
-R may differ by tensor. `implicit` is how the paper sends (zeros in place); the default is the explicit form.
+afford; the server's Adam counts steps by entry; `weighted` puts n_k into both sums of Eq. 12 (the paper has no
+weights); R may differ by tensor. The paper sends zeros in place (`implicit`); here the default is the explicit form.
 """
 
 from __future__ import annotations
@@ -68,24 +70,24 @@ from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, tensors_of
 from fedveil.wire.seeded import KEY_BYTES, Seeded
 
 _MASK = "mask."  # a tensor's bits on the wire
-_KEY = "key."  # the key of all masks of one keep on the wire
+_KEY = "key."  # on the wire, the key of all masks with one `keep`
 
 
 @final
 @dataclass(frozen=True)
 class RandomBinary(Method):
-    """Gradients with random entries left out.
+    """Clients send gradients with random entries left out.
 
     Attributes:
-        rate: R, from 0 to 1: of every tensor, or by regular expression over tensor names (searched; the first that
-            matches wins, none: 0).
-        mask_period: how long a client keeps a mask: one "batch", one "epoch", or for ever ("never" changed, locked).
+        rate: R, from 0 to 1: one for all tensors, or a map from regular expressions over tensor names (searched; the
+            first that matches wins; 0 where none does).
+        mask_period: when a client draws a new mask: every "batch", every "epoch", or "never" (locked).
         epoch_batches: exchanges that make an epoch, for mask_period = "epoch" with exchange = "batch".
-        exchange: what a participation is: the gradient of one "batch", or a local training of the configured epochs.
-        wire: "explicit" (surviving values and bits), "implicit" (zeros in place), "seeded" (surviving values and a key).
-        optimiser: on the server.
-        learning_rate: eta; None: 1 with exchange = "epoch" and SGD, 1e-4 else.
-        weighted: count every client with its number of examples.
+        exchange: what a client sends: the gradient of one "batch", or the pseudo-gradient of local epochs ("epoch").
+        wire: "explicit" (surviving values, bits), "implicit" (zeros in place), "seeded" (surviving values, a key).
+        optimiser: the server's.
+        learning_rate: eta; None: 1 with exchange = "epoch" and SGD, otherwise 1e-4.
+        weighted: weight every client with its number of examples.
         adapter: what is trained.
         wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
     """
@@ -103,7 +105,7 @@ class RandomBinary(Method):
 
     @property
     def sends(self) -> Sends:
-        """What is left of a gradient, or of an epoch's pseudo-gradient."""
+        """Gradients, or pseudo-gradients of an epoch, under a mask."""
         return "gradients"
 
     def __post_init__(self) -> None:
@@ -113,11 +115,12 @@ class RandomBinary(Method):
             raise ConfigError(f"epoch_batches: expected an integer of at least 1, found {self.epoch_batches}")
         if self.epoch_batches > 1 and (self.exchange, self.mask_period) != ("batch", "epoch"):
             raise ConfigError(
-                f'epoch_batches: expected 1 unless exchange = "batch" and mask_period = "epoch", found {self.epoch_batches}'
+                'epoch_batches: expected 1 unless exchange = "batch" and mask_period = "epoch", '
+                f"found {self.epoch_batches}"
             )
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        """w_0, and Adam's zeros."""
+        """w_0, and zero moments for Adam."""
         return fedsgd.start(weights, self.optimiser)
 
     def broadcast(self, server: State, ctx: RoundContext) -> Payload:
@@ -146,7 +149,7 @@ class RandomBinary(Method):
     def _keys(
         self, private: State | None, keep: Mapping[str, float], ctx: RoundContext
     ) -> tuple[dict[float, bytes], State | None]:
-        """The keys of this participation's masks, and the private state that keeps them for the next ones."""
+        """The keys of this participation's masks, and the private state that keeps them for the next participations."""
         if self.mask_period == "batch" or (self.mask_period == "epoch" and self.epoch_batches == 1):
             return masks.draw_keys(ctx.rng("mask"), keep), None
         used = cast(int, private.scalars["used"]) if private else 0
@@ -158,14 +161,14 @@ class RandomBinary(Method):
         return keys, State({}, {"keys": {repr(k): key.hex() for k, key in keys.items()}, "used": used + 1})
 
     def check(self, payload: Payload, spec: Spec) -> None:
-        """As many values as the mask has ones, which the layout cannot say. Raises WireError."""
+        """Raises WireError unless every tensor has as many values as its mask has ones."""
         if self.wire == "implicit":
             return
         for name, mask in self._masks(payload, {n: t.shape for n, t in spec.items()}):
             masks.check_count(name, cast(Tensor, payload.fields[name]), mask)
 
     def _masks(self, payload: Payload, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-        """An upload's masks by tensor, one at a time; tensors sent whole or not at all are left out."""
+        """An upload's masks by tensor, one at a time; tensors that are sent whole or not at all have none."""
         keep = masks.keeps(self.rate, shapes)
         if self.wire == "seeded":
             keys = {k: payload.fields[_key_name(k)] for k in set(keep.values()) if masks.is_random(k)}
@@ -178,7 +181,7 @@ class RandomBinary(Method):
     def surviving(
         self, payload: Payload, shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """What an upload shows, a tensor at a time: its values with zeros elsewhere, and its mask (None: all of them)."""
+        """What an upload shows, a tensor at a time: its values, zero where masked, and its mask (None: sent whole)."""
         fields = cast("Mapping[str, Tensor]", payload.fields)
         for name in (n for n, k in masks.keeps(self.rate, shapes).items() if k == 1.0):
             yield name, fields[name], None

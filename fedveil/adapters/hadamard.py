@@ -162,5 +162,5 @@ def _widths(layer: nn.Module) -> tuple[int, int]:
     """(d_in, d_out)."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
-    d_in, d_out = layer.weight.shape  # type: ignore[union-attr,misc]  # Conv1D
+    d_in, d_out = layer.weight.shape  # type: ignore[misc]  # Conv1D
     return int(d_in), int(d_out)
