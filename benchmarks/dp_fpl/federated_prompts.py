@@ -1,7 +1,7 @@
 """Sites with pictures for the presets of DP-FPL: their rows, and a whole federation of one row of a table.
 
-Caltech-101 without the part that the tiny CLIP has seen, or a folder of the user with `train.parquet` and `test.parquet`
-whose columns are `image` and `label` (a ClassLabel). The names of the classes are public.
+Caltech-101 without the part that the tiny CLIP has seen, or a folder of the user with `train.parquet` and
+`test.parquet` whose columns are `image` and `label` (a ClassLabel). The names of the classes are public.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@
 | texts | DP-FPL's turn with clipped = "texts": one backward, noise included |
 | loop | a backward a row, one after the other |
 | prompt | DP-FPL's turn with clipped = "prompt": a backward a row, by torch.func all at once |
-| opacus | opacus on the same learner (p_G, u, v; r constant): its GradSampleModule and DPOptimizer, one joint clip, noise |
+| opacus | opacus on the same learner (p_G, u, v; r constant): GradSampleModule, DPOptimizer, one joint clip, noise |
 
-`times plain` compares processor time with the plain step of the same batch. `megabytes` is how far the process's peak has
-grown since a plain step of one row. Ways and batches come in the order of what they need, so that the peak is their own.
+`times plain` compares processor time with the plain step of the same batch. `megabytes` is how far the process's peak
+has grown since a plain step of one row. Ways and batches come in the order of what they need, so that the peak is
+their own.
 Opacus comes last: it needs no more than the figure beside it.
 """
 

@@ -1,7 +1,7 @@
 """Accuracy of a ViT by epoch under methods that withhold entries of gradients, pre-trained and from scratch.
 
-A seed cuts the training pictures into a public part, on which the tiny ViT is pre-trained in one place, and a part for the
-clients; every method runs the same federation in process from the same weights. Rows of a result:
+A seed cuts the training pictures into a public part, on which the tiny ViT is pre-trained in one place, and a part for
+the clients; every method runs the same federation in process from the same weights. Rows of a result:
 
 | row | what |
 |---|---|
