@@ -11,7 +11,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows, Task
-from fedveil.contract.trainer import Local
+from fedveil.contract.trainer import Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.wire.tap import Tap
@@ -73,11 +73,11 @@ def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: i
     initial = task.initial(rng.initial(config.run.seed, "weights"))
     parts = {"a": members[::2], "b": members[1::2]} if len(members) > 1 else {"a": members}
 
-    def local_for(site: str, ctx: RoundContext) -> Local:
-        return task.local(parts[site], ctx.rng("batches"))
+    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
+        return task.trainer(parts[site], ctx.rng("batches"))
 
     state = exchange.method.init(exchange.spec, initial, rng.initial(config.run.seed, "method init"))
-    federation = Federation(exchange, config, local_for, list(parts), state, tap=tap)
+    federation = Federation(exchange, config, trainer_for, list(parts), state, tap=tap)
     first, share = None, 1.0
     for round_ in range(rounds):
         federation.round(round_)

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedveil import tasks
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore, ledger_of
-from fedveil.contract.budget import check_seeded
 from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.task import Examples, Rows, Share, Task, Watch, unwatched
-from fedveil.contract.trainer import Local
+from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
-from fedveil.privacy.metered import Accounted
+from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, checked_claim
+from fedveil.privacy.metered import MeteredRows, RowsOnly
 from fedveil.rows.reading import WHERE
+from fedveil.training.per_sample import SampleLoss
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 
@@ -61,20 +62,33 @@ class Turns:
         store = PrivateStore.of(assignment.site.state_dir, order.run, assignment.name)
         secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
         ctx = RoundContext(order.round, assignment.name, order.is_new, secret, config.run.deterministic)
-        local = self._accounted(task.local(rows, ctx.rng("batches"), watch), exchange.method, assignment)
-        private, parts = exchange.participate(receive(), store.load(), local, ctx)
+        trainer = self._bounded(task.trainer(rows, ctx.rng("batches"), watch), exchange.method, assignment, ctx)
+        private, parts = exchange.participate(receive(), store.load(), trainer, ctx)
         store.prepare(private)
         return Turn(parts, load_seconds)
 
-    def _accounted(self, local: Local, method: Method, assignment: Assignment) -> Local:
-        """Under the site's privacy ledger, where the method makes a claim. A deterministic run makes none."""
-        check_seeded(method.budget, assignment.config.run.deterministic)
-        if method.budget is None or assignment.config.run.deterministic:
-            return local
-        ledger = ledger_of(assignment.site.state_dir, assignment.name)
-        if self._records is None:
-            self._records = ledger.names(self._examples(assignment), ignored=WHERE)
-        return Accounted(local, method, ledger, method.budget, self._records)
+    def _bounded(self, trainer: Trainer, method: Method, assignment: Assignment, ctx: RoundContext) -> Trainer:
+        """What the method may use of the trainer: where the run makes a claim, looks that the site's ledger is charged for.
+
+        A deterministic run makes none.
+        """
+        config = assignment.config
+        claim = checked_claim(method, config, isinstance(self._task, SampleLoss))
+        if claim is None:
+            return trainer
+        rows = trainer.rows
+        if not config.run.deterministic:
+            ledger = ledger_of(assignment.site.state_dir, assignment.name)
+            if self._records is None:
+                self._records = ledger.names(self._examples(assignment), ignored=WHERE)
+            rows = MeteredRows(rows, claim, ledger, self._records)
+            trainer = RowsOnly(trainer.spec, rows)
+        dp = DpSgd.of(config.dp)
+        return NoisyTrainer(trainer.spec, rows, dp, ctx) if dp else trainer
+
+    @property
+    def _task(self) -> Task | None:
+        return self._loaded[0] if self._loaded else None
 
     def _task_and_exchange(self, assignment: Assignment) -> tuple[Task, Exchange]:
         if self._loaded is None:

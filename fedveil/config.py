@@ -80,6 +80,17 @@ class TrainConfig(_Section):
     compile: bool = Field(False, description="torch.compile of the model: a long first step, meant for a GPU")
 
 
+class DpConfig(_Section):
+    """Local training by noisy steps (DP-SGD) in place of `train`'s AdamW. All left alone: plain training."""
+
+    clip: float = Field(0.0, ge=0, description="C: bound on the norm of one row's gradient; 0 = no noisy steps")
+    noise: float = Field(0.0, ge=0, description="z: noise of z C on a step's sum; `fedveil privacy plan` says how much")
+    learning_rate: float = Field(0.1, gt=0, description="of the noisy steps, which are plain SGD")
+    epsilon: float = Field(0.0, ge=0, description="no record of a site is charged more; 0 = charges are only counted")
+    delta: float = Field(1e-5, gt=0, lt=1)
+    neighbours: Literal["replace-one", "add-or-remove-one"] = "replace-one"
+
+
 class EvaluateConfig(_Section):
     """Scoring on the server's own test data."""
 
@@ -126,6 +137,7 @@ class RunConfig(_Section):
     method: MethodConfig = MethodConfig()
     task: TaskConfig = TaskConfig()
     train: TrainConfig = TrainConfig()
+    dp: DpConfig = DpConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     cohort: CohortConfig = CohortConfig()
     client: ClientConfig = ClientConfig()

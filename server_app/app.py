@@ -56,35 +56,26 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStra
     Raises:
         ConfigError, TaskError: one line that names the key, what was expected and what was found.
     """
+    from flwr.app import ArrayRecord
+
     from fedveil import strategies, tasks
-    from fedveil.contract.budget import check_seeded
-    from fedveil.errors import ConfigError
+    from fedveil.contract.method import ServerTrained
+    from fedveil.privacy.dp_sgd import checked_claim
+    from fedveil.server_app.evaluate import Evaluator
+    from fedveil.server_app.settings import RunSettings
+    from fedveil.server_app.strategy import MethodStrategy
     from fedveil.training.per_sample import SampleLoss
 
     method = strategies.create(config.method.name, config.method.fields)
-    check_seeded(method.budget, config.run.deterministic)
     task = tasks.load(config, method.adapter)
-    if method.plain is not method and not isinstance(task, SampleLoss):
-        raise ConfigError(
-            f"dp_sgd: expected a task with gradients of single rows, found {config.task.name}, which has none; leave dp_sgd out"
-        )
-
-    from flwr.app import ArrayRecord
-
-    from fedveil.server_app.evaluate import Evaluator
-    from fedveil.server_app.strategy import MethodStrategy
-
-    own = method.server_adapter
+    checked_claim(method, config, isinstance(task, SampleLoss))
+    own = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
     evaluator = Evaluator.of(task if own == method.adapter else tasks.load(config, own), config)
     folder.config(config, method)
     strategy = MethodStrategy(
         method,
-        cohort=config.cohort,
-        seed=config.run.seed,
-        deterministic=config.run.deterministic,
-        run=name,
+        RunSettings.of(config, name),
         folder=folder,
-        tap=config.run.tap,
         scores=None if evaluator is None else lambda server, round_: evaluator.scores(method, server, round_),
         spec=task.spec,
     )
@@ -98,9 +89,10 @@ def initial(method: Method, task: Task, config: RunConfig) -> Weights:
         ConfigError: such a method without task.server-data, or for another task than text generation.
     """
     from fedveil import rng
+    from fedveil.contract.method import ServerTrained
 
     weights = task.initial(rng.initial(config.run.seed, "weights"))
-    if not method.prepares:
+    if not isinstance(method, ServerTrained) or not method.needs_server_rows:
         return weights
 
     from fedveil import tasks
@@ -115,4 +107,4 @@ def initial(method: Method, task: Task, config: RunConfig) -> Weights:
             f'round 0, found "{config.task.server_data}"; name one, or set distil_steps = 0'
         )
     rows = task.prepare(task.examples(Path(config.task.server_data), "train"))
-    return method.prepare(weights, Distillation(task, model, rows, rng.initial(config.run.seed, "preparation")))
+    return method.before_round_0(weights, Distillation(task, model, rows, rng.initial(config.run.seed, "preparation")))

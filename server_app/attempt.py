@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from logging import WARNING
+from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -22,13 +23,14 @@ from flwr.supercore import log
 
 from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Direction
-from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.contract.method import RoundContext, State, Upload, fields_of
 from fedveil.errors import StateError, UploadRefused, WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.records.audit_log import Head
 from fedveil.server_app import intake
 from fedveil.server_app.record import RoundRecord, RunFolder
 from fedveil.wire import slices
+from fedveil.wire.envelope import Message as Decoded
 from fedveil.wire.tap import Tap
 
 _POLL_SECONDS = 0.25
@@ -60,9 +62,11 @@ class Attempt:
         """One message a context. Equal ones share one array object, which Flower uploads once."""
         messages, last, record = [], b"", ArrayRecord()
         for ctx in contexts:
-            data = self.exchange.broadcast(self.server, ctx)
+            message = self.exchange.packed(self.server, ctx)
+            data = b"".join(message.parts)
             self.record.download_bytes += len(data)
-            anchor = self._note(data, ctx, "down", "sent")
+            anchor = self._noted(message.disclosed, ctx, "down", "sent")
+            self._tapped(data, ctx, "down")
             if data != last:
                 last, parts = data, slices.sliced([data])
                 record = ArrayRecord({slices.name(i): _array(part) for i, part in enumerate(parts)})
@@ -71,7 +75,7 @@ class Attempt:
         return messages
 
     def _order(self, ctx: RoundContext, anchor: str) -> ConfigRecord:
-        fields = json.dumps(self.exchange.method.fields)
+        fields = json.dumps(fields_of(self.exchange.method))
         order = ConfigRecord({"round": ctx.round, "is-new": ctx.is_new, "site": ctx.client, "run": self.run})
         order["method"], order["fields"], order["log"] = self.exchange.name, fields, anchor
         return order
@@ -113,30 +117,38 @@ class Attempt:
             message = self.exchange.receive(data, ctx.round)
             num_examples = intake.check(message, self.limits)
         except (WireError, UploadRefused) as error:
-            self._failed(ctx, f"refused: {error}", up_bytes=len(data))
-            log(WARNING, "round %s: %s: %s", ctx.round, ctx.client, self.record.failed[ctx.client])
-            if self.tap:
-                self.tap.write(data, ctx.round, self.record.attempt, ctx.client, "up", accepted=False)
+            self._refused(data, ctx, error)
             return None
         finally:
             self.record.upload_bytes += len(data)
-        self._note(data, ctx, "up", "accepted", site_log=_anchor(reply))
-        self.record.accepted.append(ctx.client)
-        self.record.reports[ctx.client] = {"num_examples": num_examples, **message.report}
+        self._accepted(data, ctx, message, num_examples, _anchor(reply))
         return Upload(message.payload, num_examples, ctx, message.report)
 
-    def _note(self, data: Buffer, ctx: RoundContext, direction: Direction, event: str, **more: str) -> str:
-        """A message in the ledger, the audit log and the tap; returns the audit log's anchor, "" without a folder."""
-        anchor = ""
-        if self.folder:
-            line = self.folder.disclosed(data, self.record, ctx.client, direction)
-            fields = [[name, size] for name, _, _, size in line["fields"]]
-            about = {"bytes": line["bytes"], "variant": line["variant"], "fields": fields, **more}
-            anchor = self.folder.audit(event, self._where(ctx) | about)
+    def _accepted(self, data: Buffer, ctx: RoundContext, message: Decoded, num_examples: int, site_log: str) -> None:
+        self._noted(message.disclosed, ctx, "up", "accepted", site_log=site_log)
+        self._tapped(data, ctx, "up", accepted=True)
+        self.record.accepted.append(ctx.client)
+        self.record.reports[ctx.client] = {"num_examples": num_examples, **message.report}
+
+    def _refused(self, data: Buffer, ctx: RoundContext, error: Exception) -> None:
+        self._failed(ctx, f"refused: {error}", up_bytes=len(data))
+        self._tapped(data, ctx, "up", accepted=False)
+        log(WARNING, "round %s: %s: %s", ctx.round, ctx.client, self.record.failed[ctx.client])
+
+    def _noted(
+        self, disclosed: Mapping[str, Any], ctx: RoundContext, direction: Direction, event: str, **more: str
+    ) -> str:
+        """A message in the disclosure ledger and the audit log; returns the latter's anchor, "" without a folder."""
+        if self.folder is None:
+            return ""
+        self.folder.disclosed(disclosed, self.record, ctx.client, direction)
+        fields = [[name, size] for name, _, _, size in disclosed["fields"]]
+        about = {"bytes": disclosed["bytes"], "variant": disclosed["variant"], "fields": fields, **more}
+        return self.folder.audit(event, self._where(ctx) | about)
+
+    def _tapped(self, data: Buffer, ctx: RoundContext, direction: Direction, accepted: bool | None = None) -> None:
         if self.tap:
-            accepted = None if direction == "down" else True
             self.tap.write(data, ctx.round, self.record.attempt, ctx.client, direction, accepted)
-        return anchor
 
     def _failed(self, ctx: RoundContext, reason: str, **more: int) -> None:
         self.record.failed[ctx.client] = _printable(reason)

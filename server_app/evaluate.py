@@ -12,7 +12,7 @@ from fedveil.contract.task import Examples, Task
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Scores by view, when the config asks for them. The task is of the method's `server_adapter`."""
+    """Scores by view, when the config asks for them. The task is of the server's own adapter."""
 
     task: Task
     examples: Examples

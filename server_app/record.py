@@ -24,14 +24,12 @@ from typing import Any
 
 from fedveil import __version__
 from fedveil.config import RunConfig
-from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Direction
-from fedveil.contract.method import Method, State
+from fedveil.contract.method import Method, State, fields_of
 from fedveil.contract.spec import Weights
 from fedveil.errors import StateError
 from fedveil.records import audit_log
 from fedveil.records.state import load_state, save_state, write_atomic
-from fedveil.wire.envelope import describe
 from fedveil.wire.tap import Tap
 
 
@@ -89,7 +87,7 @@ class RunFolder:
         packages = ("flwr", "torch", "transformers", "peft")
         content = {
             "config": config.flat(),
-            "method": {"name": config.method.name, "version": method.version, "fields": method.fields},
+            "method": {"name": config.method.name, "version": method.version, "fields": fields_of(method)},
             "fedveil": __version__,
             **{name: importlib.metadata.version(name) for name in packages},
             "python": platform.python_version(),
@@ -110,12 +108,10 @@ class RunFolder:
         """Scores before any round (round -1)."""
         self._append("metrics.jsonl", {"round": round_, "scores": scores})
 
-    def disclosed(self, data: Buffer, record: RoundRecord, site: str, direction: Direction) -> dict[str, Any]:
-        """One message, as the other side could see it; returns its line."""
+    def disclosed(self, disclosed: Mapping[str, Any], record: RoundRecord, site: str, direction: Direction) -> None:
+        """One message, as the other side could see it (`fedveil.wire.envelope.describe`)."""
         where = {"round": record.round, "attempt": record.attempt, "site": site, "direction": direction}
-        line = where | describe(data)
-        self._append("disclosure.jsonl", line)
-        return line
+        self._append("disclosure.jsonl", where | dict(disclosed))
 
     def flower_run(self, run_id: int) -> None:
         """Flower's own number of the run, for `fedveil watch`."""

@@ -17,16 +17,16 @@ from flwr.supercore import log
 from torch import Tensor
 
 from fedveil import rng
-from fedveil.config import CohortConfig
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights, spec_of
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation import cohort as cohorts
 from fedveil.federation.exchange import Exchange
 from fedveil.records.state import digest
-from fedveil.server_app import intake, sites
+from fedveil.server_app import sites
 from fedveil.server_app.attempt import Attempt
 from fedveil.server_app.record import RoundRecord, RunFolder
+from fedveil.server_app.settings import RunSettings
 
 Scores = dict[str, dict[str, float]]
 
@@ -41,33 +41,29 @@ class Rounds:
     def __init__(
         self,
         method: Method,
-        cohort: CohortConfig,
-        seed: int,
-        deterministic: bool,
-        run: str,
-        limits: intake.Limits,
+        settings: RunSettings,
         folder: RunFolder | None,
-        tap: bool,
         scores: Callable[[State, int], Scores] | None,
         spec: Spec | None = None,
     ) -> None:
-        self.method, self.cohort, self.seed, self.deterministic = method, cohort, seed, deterministic
+        self.method, self.settings, self.folder, self.scores = method, settings, folder, scores
         # Sites keep private state under this name: never that of another run.
-        self.run_name = f"{run}-{folder.id if folder else secrets.token_hex(4)}"
-        self.limits, self.folder, self.scores = limits, folder, scores
-        self.tap = folder.tap() if folder and tap else None
+        self.run_name = f"{settings.name}-{folder.id if folder else secrets.token_hex(4)}"
+        self.tap = folder.tap() if folder and settings.tap else None
         self.history: list[RoundRecord] = []
         self._spec = spec
         self._server: State | None = None
         self._exchange: Exchange | None = None
         self._participated: set[str] = set()
-        self._secret = rng.secret("server", seed, deterministic)
+        self._secret = rng.secret("server", settings.seed, settings.deterministic)
 
     def initialise(self, weights: Mapping[str, Tensor]) -> None:
         """The state before round 0."""
         spec = self._spec or spec_of(weights)
-        self._server = self.method.init(spec, weights, rng.initial(self.seed, "method init"))
-        self._exchange = Exchange(self.method, type(self.method.plain).__module__.rpartition(".")[2], spec)
+        self._server = self.method.init(spec, weights, rng.initial(self.settings.seed, "method init"))
+        self._exchange = Exchange(
+            self.method, self.settings.method or type(self.method).__module__.rpartition(".")[2], spec
+        )
 
     def resume(self) -> int:
         """Takes up the folder's checkpoint; returns the next round, 0 where this run does not resume one."""
@@ -76,6 +72,13 @@ class Rounds:
         self._server, loop = self.folder.load_checkpoint()
         self._participated, self._secret = set(loop["participated"]), bytes.fromhex(loop["secret"])
         return int(loop["round"]) + 1
+
+    @property
+    def _begun(self) -> Exchange:
+        """The method on its spec. Raises ConfigError before `initialise`."""
+        if self._exchange is None:
+            raise ConfigError("initial_arrays: expected before the first round, found none; call start() first")
+        return self._exchange
 
     @property
     def server(self) -> State:
@@ -97,18 +100,18 @@ class Rounds:
         """One round of our own loop. Raises QuorumError when every repeat stays below the quorum."""
         if self.folder:
             self.folder.status("running", round_, rounds)
-        for number in range(self.cohort.repeats + 1):
+        for number in range(self.settings.cohort.repeats + 1):
             started = time.monotonic()
             attempt, messages, contexts = self.begin(grid, round_, number, deadline, config)
             pending = dict(zip(grid.push_messages(messages), contexts, strict=True))
             del messages
-            if self.finish(attempt, attempt.streamed(grid, pending, deadline, self.deterministic), started):
+            if self.finish(attempt, attempt.streamed(grid, pending, deadline, self.settings.deterministic), started):
                 return attempt.record
         failed = attempt.record.failed
         reasons = "; ".join(f"{site}: {reason}" for site, reason in failed.items()) or "no site connected"
         raise QuorumError(
-            f"round {round_}: expected at least {self.cohort.min_sites} accepted uploads, found "
-            f"{len(attempt.record.accepted)} in the last of {self.cohort.repeats + 1} attempts ({reasons}); see the sites' "
+            f"round {round_}: expected at least {self.settings.cohort.min_sites} accepted uploads, found "
+            f"{len(attempt.record.accepted)} in the last of {self.settings.cohort.repeats + 1} attempts ({reasons}); see the sites' "
             "logs or lower cohort.min-sites"
         )
 
@@ -116,23 +119,22 @@ class Rounds:
         self, grid: Grid, round_: int, number: int, deadline: float, config: ConfigRecord
     ) -> tuple[Attempt, list[Message], list[RoundContext]]:
         """Draws a cohort of the connected sites; returns one message and one context for each of it."""
-        if self._exchange is None:
-            raise ConfigError("initial_arrays: expected before the first round, found none; call start() first")
         nodes = sites.connected(grid)
-        chosen = cohorts.draw(nodes, self.cohort.fraction, self._secret, round_, number)
+        chosen = cohorts.draw(nodes, self.settings.cohort.fraction, self._secret, round_, number)
         contexts = [
-            RoundContext(round_, s, s not in self._participated, self._secret, self.deterministic) for s in chosen
+            RoundContext(round_, s, s not in self._participated, self._secret, self.settings.deterministic)
+            for s in chosen
         ]
         record = RoundRecord(round_, number, chosen)
-        attempt = Attempt(self._exchange, self.server, record, self.limits, self.run_name, self.folder, self.tap)
+        attempt = Attempt(self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap)
         return attempt, attempt.messages(contexts, nodes, deadline, config), contexts
 
     def finish(self, attempt: Attempt, uploads: Iterator[Upload], started: float) -> bool:
         """Folds the uploads; with a quorum the result becomes the state. Returns whether it did."""
         record = attempt.record
-        new_state = self.method.aggregate(self.server, uploads)
+        new_state = self._begun.aggregate(self.server, uploads)
         record.seconds = round(time.monotonic() - started, 3)
-        enough = len(record.accepted) >= self.cohort.min_sites
+        enough = len(record.accepted) >= self.settings.cohort.min_sites
         if enough:
             self._server = new_state
             # A site that failed may have lost its state: next time it gets everything, as a newcomer.
@@ -140,7 +142,9 @@ class Rounds:
             record.weights = digest(self.deployed())
             record.scores = self.scores(new_state, record.round) if self.scores else {}
         self.history.append(record)
-        level, verdict = (INFO, "done") if enough else (WARNING, f"below the quorum of {self.cohort.min_sites}")
+        level, verdict = (
+            (INFO, "done") if enough else (WARNING, f"below the quorum of {self.settings.cohort.min_sites}")
+        )
         log(level, "round %s %s: accepted %s, failed %s", record.round, verdict, record.accepted, record.failed)
         if self.folder:
             self.folder.round(record)

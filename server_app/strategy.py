@@ -21,10 +21,11 @@ from fedveil.config import CohortConfig
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec
 from fedveil.errors import ConfigError
-from fedveil.server_app import intake, sites
+from fedveil.server_app import sites
 from fedveil.server_app.attempt import Attempt
 from fedveil.server_app.record import RoundRecord, RunFolder
 from fedveil.server_app.rounds import Rounds, Scores
+from fedveil.server_app.settings import RunSettings
 
 
 class MethodStrategy(Strategy):
@@ -32,13 +33,8 @@ class MethodStrategy(Strategy):
 
     Args:
         method: with its hyper-parameters.
-        cohort: fraction, quorum, deadline, repeats.
-        seed, deterministic: with `deterministic` every draw follows from the seed, and replies are folded in the
-            order of the site names instead of the order they come in.
-        run: name under which sites keep their private state.
-        limits: what the intake gate lets in.
+        settings: how the run is run.
         folder: where to record; None records nothing.
-        tap: store every message in the folder.
         scores: scores of a server state after a round (round -1: before any).
         spec: what the task trains, with the tensors' places in the model; without it, as the initial weights are.
     """
@@ -46,22 +42,20 @@ class MethodStrategy(Strategy):
     def __init__(
         self,
         method: Method,
+        settings: RunSettings | None = None,
         *,
-        cohort: CohortConfig | None = None,
-        seed: int = 0,
-        deterministic: bool = False,
-        run: str = "run",
-        limits: intake.Limits | None = None,
         folder: RunFolder | None = None,
-        tap: bool = False,
         scores: Callable[[State, int], Scores] | None = None,
         spec: Spec | None = None,
     ) -> None:
-        self.cohort = cohort or CohortConfig()
-        limits = limits or intake.Limits()
-        self.rounds = Rounds(method, self.cohort, seed, deterministic, run, limits, folder, tap, scores, spec)
+        self.rounds = Rounds(method, settings or RunSettings(), folder, scores, spec)
         self._initialised = False
         self._open: tuple[Attempt, dict[int, RoundContext]] | None = None  # for a caller with a loop of its own
+
+    @property
+    def cohort(self) -> CohortConfig:
+        """Who takes part."""
+        return self.rounds.settings.cohort
 
     @property
     def history(self) -> list[RoundRecord]:

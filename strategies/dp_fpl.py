@@ -7,10 +7,10 @@ Models. ICLR 2025. A shared prompt plus a private one, which learns through a fr
 |---|---|---|
 | p_G, p_L,i | "prompt" in the server's state, in the client's private one | b x d, context vectors; p_L is never sent |
 | u, v | `low_rank.factorise(p_L, v_0)` | b x k with orthonormal columns, k x d with orthonormal rows |
-| g_i | `per_sample_gradients` at p_G + u v + r | b x d, of one row; dL/du = g_i v^T, dL/dv = u^T g_i |
-| C, B | `clip_local`, `clip_global`, `local.batch_size` | norm; rows, fixed whatever was drawn |
+| g_i | `per_sample` at p_G + u v + r | b x d, of one row; dL/du = g_i v^T, dL/dv = u^T g_i |
+| C, B | `clip_local`, `clip_global`, `rows.batch_size` | norm; rows, fixed whatever was drawn |
 | sigma | z C with z = `noise_local`, `noise_global`, or `_nominal` | standard deviation of the noise on a sum over rows |
-| T, x_i | `feature_gradients` at p_G + u v + r | the texts, classes x D; the feature of row i's image |
+| T, x_i | `feature` at p_G + u v + r | the texts, classes x D; the feature of row i's image |
 | eta | `learning_rate_local`, `learning_rate` | step on p_L, step on p_G |
 
     v_0 ~ N(0, 1);  u = orth(p_L v_0);  v = orth(p_L^T u)^T                             (Factorise)
@@ -51,7 +51,7 @@ residual = "rank-k" forwards u u^T p_L, the true rank-k part; with false the ort
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, final
 
@@ -62,13 +62,13 @@ from fedveil import rng
 from fedveil.adapters.prompt import Prompt
 from fedveil.algebra import low_rank
 from fedveil.algebra.low_rank import Residual
-from fedveil.algebra.mean import WeightedMean
 from fedveil.contract import budget as plan
-from fedveil.contract.budget import Budget, Neighbours, Plan, Sampling, joint
+from fedveil.contract.budget import Budget, Neighbours, Plan, Sampling, Spent, joint
 from fedveil.contract.layout import Field, Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Method, RoundContext, Sends, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Batch, Local
+from fedveil.contract.sums import Sums, Term, Terms
+from fedveil.contract.trainer import Batch, RowGradients, Trainer
 from fedveil.errors import ConfigError, WireError
 from fedveil.privacy import clipping, noise
 from fedveil.privacy import sampling as turn
@@ -133,9 +133,9 @@ class DpFpl(Method):
             raise ConfigError(f'mode: expected an epsilon, exchange = "batch" and clipped = "prompt", found {found}')
 
     @property
-    def uploads(self) -> Literal["gradients", "coded"]:
+    def sends(self) -> Sends:
         """D_G, or a change of p_G."""
-        return "gradients" if self.exchange == "batch" else "coded"
+        return "gradients" if self.exchange == "batch" else "changes"
 
     @property
     def budget(self) -> Budget:
@@ -147,7 +147,7 @@ class DpFpl(Method):
     def _nominal(self) -> float:
         return math.sqrt(self.rounds * math.log(1 / self.delta)) / (self.epsilon or math.nan)
 
-    def privacy_spent(self, plan: Plan) -> Mapping[tuple[str, int, int, float], int]:
+    def privacy_spent(self, plan: Plan) -> Spent:
         """See Method: what everyone but the site sees; in the modes paper and code, everyone but site and server."""
         from fedveil.privacy import accounting
 
@@ -167,38 +167,38 @@ class DpFpl(Method):
         return Payload(cast_to(server.tensors, self.wire_dtype))
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """One step, or the local epochs; p_L stays, what is known of p_G's gradient goes."""
         plan.check_seeded(self.budget, ctx.seeded)
-        received = as_spec(tensors_of(down), local.spec)[PROMPT]
+        received = as_spec(tensors_of(down), trainer.spec)[PROMPT]
         drawn = 0.02 * torch.randn(received.shape, generator=ctx.rng("local prompt").torch_generator())
         p_local = (drawn if private is None else private.tensors[PROMPT]).to(received.device)
         p_global, sent = received, torch.zeros_like(received)
-        for step, batch in enumerate(turn.batches(local, self.sampling, ctx, self.exchange == "batch")):
-            step_local, step_global = self._step(p_global, p_local, local, batch, ctx, step)
+        for step, batch in enumerate(turn.batches(trainer.rows, self.sampling, ctx, self.exchange == "batch")):
+            step_local, step_global = self._step(p_global, p_local, trainer.rows, batch, ctx, step)
             p_local = p_local - self.learning_rate_local * step_local
             if self.exchange == "epoch":
                 p_global = p_global - self.learning_rate * step_global
             sent = step_global if self.exchange == "batch" else p_global - received
-        rows = {} if self.mode == "strict" else {_ROWS: torch.tensor(float(local.batch_size))}
+        rows = {} if self.mode == "strict" else {_ROWS: torch.tensor(float(trainer.rows.batch_size))}
         return State({PROMPT: p_local}), Payload({**cast_to({PROMPT: sent}, self.wire_dtype), **rows})
 
     def _step(
-        self, p_global: Tensor, p_local: Tensor, local: Local, batch: Batch, ctx: RoundContext, step: int
+        self, p_global: Tensor, p_local: Tensor, rows: RowGradients, batch: Batch, ctx: RoundContext, step: int
     ) -> tuple[Tensor, Tensor]:
         """D_L of Eq. 4 and D_G, clipped, noised and divided by B."""
         start = torch.randn(p_local.shape[1], self.rank, generator=ctx.rng(f"factors {step}").torch_generator())
         u, v = low_rank.factorise(p_local, start.to(p_local))
         seen = {PROMPT: p_global + low_rank.composed(p_local, u, v, self.residual)}
-        size, c_local, c_global = local.batch_size, self.clip_local, self.clip_global
+        size, c_local, c_global = rows.batch_size, self.clip_local, self.clip_global
         if self.clipped == "texts":
-            found = local.feature_gradients(seen, batch)
+            found = rows.feature(seen, batch)
             total = clipping.clipped_outer_sum(found.left, found.right, self.clip_texts)
             std = self.clip_texts * joint(self.noise_local, self.noise_global)
             whole = found.pull(noise.added(total, std, ctx.noise(f"noise texts {step}")) / size)[PROMPT]
             return low_rank.full_gradient(u, v, whole @ v.T, u.T @ whole), whole
-        g = local.per_sample_gradients(seen, batch).gradients[PROMPT]
+        g = rows.per_sample(seen, batch).gradients[PROMPT]
         parts = {"u": g @ v.T, "v": u.T @ g}
         if self.mode == "code":
             sums = {n: clipping.clipped_mean(part, size, c_local) * size for n, part in parts.items()}
@@ -219,21 +219,20 @@ class DpFpl(Method):
         if self.mode != "strict" and not (rows := float(tensors_of(payload)[_ROWS])) >= 1:
             raise WireError(f"{_ROWS}: expected at least 1, found {rows}")
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """D_G, without weights; in the modes paper and code B in clear, which the server's noise is divided by."""
+        fields = tensors_of(payload)
+        clear = {} if self.mode == "strict" else {_ROWS: float(fields[_ROWS])}
+        return Terms([Term(PROMPT, fields[PROMPT], 1.0)], clear)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """p_G moves along the unweighted mean; in the modes paper and code the mean gets its noise here."""
-        mean, fewest, source = WeightedMean(), math.inf, None
-        for upload in uploads:
-            fields = tensors_of(upload.payload)
-            mean.add({PROMPT: fields[PROMPT]}, 1.0)
-            fewest = min(fewest, float(fields[_ROWS]) if _ROWS in fields else 1.0)
-            source = source or upload.ctx.noise("noise on the mean")
-        if source is None:
-            return server
         old = server.tensors[PROMPT]
-        moved = mean.result({PROMPT: old.float()})[PROMPT]
+        moved = sums.means({PROMPT: old.float()})[PROMPT]
         if self.mode != "strict":  # one row moves the mean of N clients by C / (N B), when it is clipped by itself
-            std = self._nominal * self.clip_global / (mean.weight(PROMPT) * fewest)
-            moved = noise.added(moved, std, source)
+            fewest = min(float(said[_ROWS]) for said in sums.clear.values())
+            std = self._nominal * self.clip_global / (sums.weight(PROMPT) * fewest)
+            moved = noise.added(moved, std, ctx.noise("noise on the mean"))
         step = moved if self.exchange == "epoch" else -self.learning_rate * moved
         return State({PROMPT: (old.float() + step).to(old.dtype)}, server.scalars)
 

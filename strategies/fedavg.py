@@ -21,24 +21,24 @@ Formal guarantees: none.
 |---|---|
 | no upload | the weights stay, bit for bit |
 | one upload | its weights, bit for bit |
-| LoRA factors | A and B are averaged apart: mean(B) mean(A) is not mean(B A), see `fedveil.adapters.factors.aggregation_gap` |
+| LoRA factors | A and B are averaged apart: mean(B) mean(A) is not mean(B A), see `fedveil.algebra.factors.aggregation_gap` |
 
 Differences from the paper: AdamW or SGD is the task's choice; the mean is over the cohort of the round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters.kinds import Adapter
+from fedveil.adapters.kinds import AnyAdapter
 from fedveil.adapters.lora import Lora
-from fedveil.algebra.mean import WeightedMean
 from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Method, RoundContext, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
 from fedveil.rng import Stream
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
@@ -53,7 +53,7 @@ class FedAvg(Method):
         wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
     """
 
-    adapter: Adapter = field(default_factory=Lora)
+    adapter: AnyAdapter = field(default_factory=Lora)
     wire_dtype: WireDtype = "float32"
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
@@ -65,19 +65,20 @@ class FedAvg(Method):
         return Payload(cast_to(server.tensors, self.wire_dtype))
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """ClientUpdate: local epochs from w_t; nothing is kept."""
         received = tensors_of(down)
-        trained = local.train(as_spec(received, local.spec)).weights
+        trained = trainer.train(as_spec(received, trainer.spec)).weights
         return None, Payload(cast_to(trained, self.wire_dtype))
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
-        """sum_k (n_k / m_t) w^k."""
-        mean = WeightedMean()
-        for upload in uploads:
-            mean.add(tensors_of(upload.payload), upload.num_examples)
-        return State(mean.result(server.tensors))
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """n_k w^k, and n_k."""
+        return weighted(tensors_of(payload), num_examples)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+        """w_(t+1) = sum_k (n_k / m_t) w^k."""
+        return State(sums.means(server.tensors))
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None

@@ -31,7 +31,7 @@ Differences from the paper: the mean is weighted with n_k; "replace" is its rule
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal, final
@@ -40,12 +40,12 @@ import torch
 
 from fedveil.adapters.lora import Lora
 from fedveil.algebra.masked_weights import Veil
-from fedveil.algebra.mean import WeightedMean
 from fedveil.algebra.quantise import Quantiser
 from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Method, RoundContext, Sends, State
 from fedveil.contract.spec import Spec, Weights, spec_of
-from fedveil.contract.trainer import Local
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.rng import Stream
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
@@ -75,9 +75,9 @@ class FedLPP(Method):
     wire_dtype: WireDtype = "float32"
 
     @property
-    def uploads(self) -> Literal["coded"]:
+    def sends(self) -> Sends:
         """A change of the proxy."""
-        return "coded"
+        return "changes"
 
     def __post_init__(self) -> None:
         Quantiser(self.quantiser, self.bits, self.block)
@@ -99,21 +99,20 @@ class FedLPP(Method):
         return self._proxy(server)
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """Delta_k: what training changed in the proxy. Nothing is kept."""
-        received = as_spec(dict(self._veil(local.spec).open(down)), local.spec)
-        trained = local.train(received).weights
+        received = as_spec(dict(self._veil(trainer.spec).open(down)), trainer.spec)
+        trained = trainer.train(received).weights
         return None, Payload(cast_to({n: w - received[n] for n, w in trained.items()}, self.wire_dtype))
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """n_k Delta_k, and n_k."""
+        return weighted(tensors_of(payload), num_examples)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """The weighted mean change, added to the full factors or to the proxy."""
-        mean = WeightedMean()
-        for upload in uploads:
-            mean.add(tensors_of(upload.payload), upload.num_examples)
-        if not any(mean.weight(n) for n in server.tensors):
-            return server
-        change = mean.result({n: torch.zeros(w.shape) for n, w in server.tensors.items()})
+        change = sums.means({n: torch.zeros(w.shape) for n, w in server.tensors.items()})
         spec = spec_of(server.tensors)
         base = server.tensors if self.update == "delta" else dict(self._veil(spec).open(self._proxy(server)))
         return State(as_spec({n: w + self.server_rate * change[n] for n, w in base.items()}, spec), server.scalars)

@@ -47,20 +47,20 @@ neutral private pair of (4) is exact in both forms: B_p = 0, or one row and one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
 import torch
 from torch import Tensor
 
-from fedveil.adapters.factors import draw, modules, without_private
 from fedveil.adapters.hadamard import HadamardLora
-from fedveil.algebra.mean import WeightedMean
+from fedveil.algebra.factors import modules, without_private
 from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Method, RoundContext, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
 from fedveil.rng import Stream
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
@@ -89,25 +89,26 @@ class FedPara(Method):
         return Payload(cast_to(server.tensors, self.wire_dtype))
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """Eq. 2, local epochs on both pairs, the shared one sent."""
         received = tensors_of(down)
-        own = private.tensors if private is not None else self._drawn(local.spec, ctx.rng("private pair"))
-        start = {n: received[n] if n in received else own[n] for n in local.spec}  # Eq. 2
-        trained = local.train(as_spec(start, local.spec)).weights
+        own = private.tensors if private is not None else self._drawn(trainer.spec, ctx.rng("private pair"))
+        start = {n: received[n] if n in received else own[n] for n in trainer.spec}  # Eq. 2
+        trained = trainer.train(as_spec(start, trainer.spec)).weights
         return State(dict(trained)), Payload(cast_to(without_private(trained), self.wire_dtype))
 
     def _drawn(self, spec: Spec, rng: Stream) -> dict[str, Tensor]:
         shared = without_private(spec)
-        return draw(self.adapter, {n: t.shape for n, t in spec.items() if n not in shared}, rng)
+        return self.adapter.draw({n: t.shape for n, t in spec.items() if n not in shared}, rng, {})
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """n_k times the shared pair, and n_k."""
+        return weighted(tensors_of(payload), num_examples)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """Eq. 3."""
-        mean = WeightedMean()
-        for upload in uploads:
-            mean.add(tensors_of(upload.payload), upload.num_examples)
-        return State(mean.result(server.tensors))
+        return State(sums.means(server.tensors))
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None

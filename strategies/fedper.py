@@ -47,16 +47,16 @@ participation after round 0, and it is what the server's model has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar, final
 
 from fedveil.adapters.lora import Lora
-from fedveil.algebra.mean import WeightedMean
 from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Method, RoundContext, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, StateError
 from fedveil.rng import Stream
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
@@ -95,34 +95,33 @@ class FedPer(Method):
         return Payload(cast_to(_only(self._top(server.tensors), server.tensors), self.wire_dtype), "top")
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """Local epochs on all layers from Eq. 3; the top layers sent, in round 0 all of them."""
-        top, received = self._top(local.spec), tensors_of(down)
+        top, received = self._top(trainer.spec), tensors_of(down)
         # Eq. 4: lower layers of round 0 are no start, however the site comes to have them.
         has_own = private is not None and private.scalars["round"] != 0
         kept = private.tensors if private is not None and has_own else received
-        start = {n: (received if n in top else kept).get(n) for n in local.spec}  # Eq. 3
+        start = {n: (received if n in top else kept).get(n) for n in trainer.spec}  # Eq. 3
         whole = {n: w for n, w in start.items() if w is not None}
         if len(whole) < len(start):
             raise StateError(
                 "private state: expected lower layers of an earlier participation (only the top was sent), found none; "
                 "all layers come at the next participation"
             )
-        trained = local.train(as_spec(whole, local.spec)).weights
+        trained = trainer.train(as_spec(whole, trainer.spec)).weights
         sent, variant = (trained, "all") if ctx.round == 0 else (_only(top, trained), "top")
         return State(dict(trained), {"round": ctx.round}), Payload(cast_to(sent, self.wire_dtype), variant)
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """n_k W^k: in round 0 of all layers, after it of the top ones."""
+        sent = tensors_of(payload)
+        return weighted(sent if ctx.round == 0 else _only(self._top(spec), sent), num_examples)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """Eq. 1 in round 0, Eq. 2 after it."""
-        mean, top, holders = WeightedMean(), self._top(server.tensors), set(_holders(server))
-        for upload in uploads:
-            sent = tensors_of(upload.payload)
-            if upload.ctx.round > 0:
-                sent = _only(top, sent)
-                holders.add(upload.ctx.client)
-            mean.add(sent, upload.num_examples)
-        return State(mean.result(server.tensors), {"holders": sorted(holders)})
+        holders = set(_holders(server)) | (set(sums.clear) if ctx.round > 0 else set())
+        return State(sums.means(server.tensors), {"holders": sorted(holders)})
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None

@@ -53,12 +53,12 @@ from torch import Tensor
 
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.algebra.masked_weights import Veil
-from fedveil.algebra.masks import MaskedMean
 from fedveil.algebra.quantise import Quantiser
 from fedveil.contract.layout import Direction, Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Method, RoundContext, Sends, State
 from fedveil.contract.spec import Place, Spec, TensorSpec, Weights  # fmt: skip
-from fedveil.contract.trainer import Local
+from fedveil.contract.sums import Sums, Term, Terms
+from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.rng import Stream
 from fedveil.wire.payloads import WireDtype, as_spec
@@ -100,9 +100,9 @@ class FedQSN(Method):
     wire_dtype: WireDtype = "float32"
 
     @property
-    def uploads(self) -> Literal["coded"]:
+    def sends(self) -> Sends:
         """A change of the proxy."""
-        return "coded"
+        return "changes"
 
     def __post_init__(self) -> None:
         for name, rate in (("server_rate", self.server_rate), ("client_rate", self.client_rate)):
@@ -176,36 +176,43 @@ class FedQSN(Method):
         return Payload(veil.close(server.tensors, visible, self.scale))
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """Trains the proxy, its missing columns held at zero, and sends the visible columns. Nothing is kept."""
-        veil = self._veil(local.spec, "down")
-        visible, received = veil.visible(down), as_spec(dict(veil.open(down)), local.spec)
+        veil = self._veil(trainer.spec, "down")
+        visible, received = veil.visible(down), as_spec(dict(veil.open(down)), trainer.spec)
         frozen = {n: ~veil.seen(n, visible) for n in veil.masked}
-        trained = (local.train(received, frozen) if frozen else local.train(received)).weights
+        trained = (trainer.train(received, frozen) if frozen else trainer.train(received)).weights
         sent = {n: w - received[n] for n, w in trained.items()} if self._sends_change else trained
-        return None, Payload(self._veil(local.spec, "up").close(sent, visible))
+        return None, Payload(self._veil(trainer.spec, "up").close(sent, visible))
 
     def check(self, payload: Payload, spec: Spec) -> None:
         """As many columns as the bits say, which the layout cannot. Raises WireError."""
         self._veil(spec, "up").check(payload)
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
-        """Eq. 5 (or Algorithm 1, line 11) by column, one upload at a time."""
-        veil, mean, new = self._veil(_spec(server), "up"), MaskedMean(), dict(server.tensors)
-        for upload in uploads:
-            shown, weight = self._shown(veil, upload.ctx.secret), float(upload.num_examples)
-            visible = {layer: m & shown[layer] for layer, m in veil.visible(upload.payload).items()}
-            for name, value in veil.open(upload.payload):
-                if name in veil.masked:
-                    there = veil.seen(name, visible).expand(value.shape)
-                    mean.add(name, value.to(torch.float32) / self.scale, there, weight)
-                else:
-                    mean.add(name, value, None, weight)
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """n_k times the visible columns, the scale undone, and n_k of these columns."""
+        return Terms(self._terms(payload, float(num_examples), self._veil(spec, "up")))
+
+    def _terms(self, payload: Payload, weight: float, veil: Veil) -> Iterator[Term]:
+        visible = veil.visible(payload)
+        for name, value in veil.open(payload):
+            if name in veil.masked:
+                seen = veil.seen(name, visible).expand(value.shape)
+                yield Term(name, value.to(torch.float32) / self.scale, weight, seen)
+            else:
+                yield Term(name, value, weight)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+        """Eq. 5 (or Algorithm 1, line 11) by column. A column that the server hides counts for nothing, whoever sent it."""
+        veil, new = self._veil(_spec(server), "up"), dict(server.tensors)
+        shown = self._shown(veil, ctx.secret)
         for name, old in server.tensors.items():
-            if name in mean:
-                found = old + mean.mean(name) if self._sends_change else mean.mean(name)
-                new[name] = torch.where(mean.moved(name), found.to(old.dtype), old)
+            if name in sums:
+                found = old + sums.mean(name) if self._sends_change else sums.mean(name)
+                moved = sums.moved(name)
+                moved = moved & veil.seen(name, shown) if name in veil.masked else moved
+                new[name] = torch.where(moved, found.to(old.dtype), old)
         return State(new, server.scalars)
 
     def deployed(

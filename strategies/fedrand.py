@@ -45,22 +45,22 @@ factor only. `past = false` and `normalise = false` are the paper's ablations "w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast, final
 
 import torch
 from torch import Tensor
 
-from fedveil.adapters.factors import FACTORS, Factor, factor, modules, of_factor
 from fedveil.adapters.lora import Lora
-from fedveil.algebra.mean import WeightedMean
+from fedveil.algebra.factors import FACTORS, Factor, factor, modules, of_factor
 from fedveil.algebra.quantise import Quantiser
 from fedveil.contract.codec import Coded
 from fedveil.contract.layout import Layout, Payload, Word
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Method, RoundContext, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, StateError
 from fedveil.rng import Stream
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
@@ -94,11 +94,6 @@ class FedRand(Method):
     adapter: Lora = field(default_factory=Lora)
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
-
-    @property
-    def uploads(self) -> Literal["weights", "coded"]:
-        """The factor as it is, or its codes."""
-        return "coded" if self.upload_bits else "weights"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.rho <= 1.0:
@@ -137,12 +132,12 @@ class FedRand(Method):
         return str(announced.get(ctx.client, "both")) if self.downlink == "selected" else "both"
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """Eq. 5, Eq. 6, local epochs on both factors, one of them sent (Algorithm 2)."""
         shared = _side(down.variant) if down.variant in FACTORS else self._draw(ctx, "factor")  # Eq. 5
-        start = self._start(shared, private, down, local.spec, ctx)  # Eq. 6
-        trained = local.train(start).weights
+        start = self._start(shared, private, down, trainer.spec, ctx)  # Eq. 6
+        trained = trainer.train(start).weights
         scalars = {"next_factor": self._draw(ctx, "next factor")} if self.downlink == "selected" else {}
         sent = of_factor(trained, shared)
         coded = {n: self._coder.quantise(w) for n, w in sent.items()} if self._coder else cast_to(sent, self.wire_dtype)
@@ -171,26 +166,20 @@ class FedRand(Method):
             )
         return as_spec({n: received[n] if factor(n) == shared else kept[n] for n in spec}, spec)
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """n_k of the factor that came, which a code stands for where `upload_bits` says so; the announced draw in clear."""
+        values = payload.fields.items()
+        sent = {n: self._coder.dequantise(cast(Coded, v)) for n, v in values} if self._coder else tensors_of(payload)
+        return replace(weighted(sent, num_examples), clear=payload.scalars)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """The mean of the A and of the B, each over its senders (Algorithm 1, with alpha and beta)."""
-        mean, total = WeightedMean(), 0
-        announced = dict(server.scalars["next_factor"])  # type: ignore[call-overload]
-        for upload in uploads:
-            fields = upload.payload.fields
-            coder = self._coder
-            mean.add(
-                {n: coder.dequantise(cast(Coded, v)) for n, v in fields.items()}
-                if coder
-                else tensors_of(upload.payload),
-                upload.num_examples,
-            )
-            total += upload.num_examples
-            if "next_factor" in upload.payload.scalars:
-                announced[upload.ctx.client] = _side(upload.payload.scalars["next_factor"])
-        new = mean.result(_factors(server.tensors))
+        announced = {client: _side(said["next_factor"]) for client, said in sums.clear.items() if said}
+        new = sums.means(_factors(server.tensors))
         if not self.normalise:
-            new = {n: w * (mean.weight(n) / total) if mean.weight(n) else w for n, w in new.items()}
-        return State({**server.tensors, **new}, {"next_factor": announced})
+            new = {n: w * (sums.weight(n) / sums.examples) if n in sums else w for n, w in new.items()}
+        kept = cast("Mapping[str, str]", server.scalars["next_factor"])
+        return State({**server.tensors, **new}, {"next_factor": {**kept, **announced}})
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None

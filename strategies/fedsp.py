@@ -10,7 +10,7 @@ of FedQSN that sends no weight of the server's model beyond a few layers: prefix
 | P | "prefix" | layers x 2 x heads x length x width: keys and values before every layer |
 | n_k | `upload.num_examples` | examples of client k |
 
-    m_0 <- argmin mean_l (h_l(m) - h_l(M))^2 on the server's own rows, before round 0           `prepare`
+    m_0 <- argmin mean_l (h_l(m) - h_l(M))^2 on the server's own rows, before round 0           `before_round_0`
     m_k <- local training of m_k with P still, then P_k <- local training of P with m_k still   `alternate`
     P <- sum_k n_k P_k / sum_k n_k;  m likewise with proxy = "shared"
     deployed: M with P
@@ -34,7 +34,7 @@ Differences from the paper: P starts at random, the server trains P no further; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal, final
@@ -42,11 +42,11 @@ from typing import Literal, final
 import torch
 
 from fedveil.adapters.prefix import Prefix
-from fedveil.algebra.mean import WeightedMean
 from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Distilling, Method, RoundContext, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local, Preparing
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, StateError
 from fedveil.rng import Stream
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
@@ -89,11 +89,11 @@ class FedSP(Method):
         return Prefix(self.adapter.length)
 
     @property
-    def prepares(self) -> bool:
-        """Distillation needs rows."""
+    def needs_server_rows(self) -> bool:
+        """Distillation needs them."""
         return self.distil_steps > 0
 
-    def prepare(self, weights: Weights, server: Preparing) -> Weights:
+    def before_round_0(self, weights: Weights, server: Distilling) -> Weights:
         """m_0: distilled from M."""
         found = server.distil(weights, self.distil_steps, self.distil_rate)
         return {n: weights[n] if n == PREFIX else w for n, w in found.items()}
@@ -114,10 +114,10 @@ class FedSP(Method):
         return "" if self.proxy == "shared" else _WHOLE if whole else _PREFIX
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """Local training of m_k and P; m_k stays, unless it is shared."""
-        received = as_spec(tensors_of(down), local.spec)
+        received = as_spec(tensors_of(down), trainer.spec)
         if down.variant == _PREFIX:
             if private is None:
                 raise StateError(
@@ -128,17 +128,18 @@ class FedSP(Method):
         trained: Weights = received
         for still in ([PREFIX], [n for n in received if n != PREFIX]) if self.alternate else ([],):
             frozen = {n: torch.ones((1,) * received[n].ndim, dtype=torch.bool) for n in still}
-            trained = local.train(trained, frozen).weights
+            trained = trainer.train(trained, frozen).weights
         if self.proxy == "shared":
             return None, Payload(cast_to(trained, self.wire_dtype))
         return State(dict(trained)), Payload(cast_to({PREFIX: trained[PREFIX]}, self.wire_dtype))
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """n_k times what came, and n_k."""
+        return weighted(tensors_of(payload), num_examples)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """The weighted mean of what came."""
-        mean = WeightedMean()
-        for upload in uploads:
-            mean.add(tensors_of(upload.payload), upload.num_examples)
-        return State(mean.result(server.tensors), server.scalars)
+        return State(sums.means(server.tensors), server.scalars)
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None

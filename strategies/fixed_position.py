@@ -32,19 +32,20 @@ Differences from the paper: none in the rule. `exchange = "epoch"`, server Adam 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import final
 
 from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.kinds import Adapter
+from fedveil.adapters.kinds import AnyAdapter
 from fedveil.algebra import fedsgd
 from fedveil.algebra.fedsgd import Exchanged, Optimiser
-from fedveil.algebra.masks import MaskedMean, check_pattern, keeps
+from fedveil.algebra.masks import check_pattern, keeps
 from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Method, RoundContext, Sends, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.rng import Stream
 from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, tensors_of
@@ -70,11 +71,11 @@ class FixedPosition(Method):
     optimiser: Optimiser = "sgd"
     learning_rate: float | None = None
     weighted: bool = False
-    adapter: Adapter = field(default_factory=AllWeights)
+    adapter: AnyAdapter = field(default_factory=AllWeights)
     wire_dtype: WireDtype = "float32"
 
     @property
-    def uploads(self) -> Literal["gradients"]:
+    def sends(self) -> Sends:
         """What is left of a gradient, or of an epoch's pseudo-gradient."""
         return "gradients"
 
@@ -99,20 +100,20 @@ class FixedPosition(Method):
         return Payload(cast_to(fedsgd.weights_of(server), self.wire_dtype))
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """g without the hidden tensors."""
-        found = fedsgd.gradient(local, tensors_of(down), self.exchange)
-        return None, Payload(cast_to({n: found[n] for n in self._sent(local.spec)}, self.wire_dtype))
+        found = fedsgd.gradient(trainer, tensors_of(down), self.exchange)
+        return None, Payload(cast_to({n: found[n] for n in self._sent(trainer.spec)}, self.wire_dtype))
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """What was sent, with n_k or 1."""
+        return weighted(tensors_of(payload), float(num_examples) if self.weighted else 1.0)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """A step along the mean of what was sent."""
-        mean = MaskedMean()
-        for upload in uploads:
-            for name, gradient in tensors_of(upload.payload).items():
-                mean.add(name, gradient, None, float(upload.num_examples) if self.weighted else 1.0)
         eta = fedsgd.rate_of(self.learning_rate, self.exchange, self.optimiser)
-        return fedsgd.descend(server, mean, self.optimiser, eta)
+        return fedsgd.descend(server, sums, self.optimiser, eta)
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None

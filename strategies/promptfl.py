@@ -28,17 +28,17 @@ Differences from the paper: AdamW instead of SGD with rate 0.001; the mean is ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
 from fedveil.adapters import prompts
 from fedveil.adapters.prompt import Prompt
-from fedveil.algebra.mean import WeightedMean
 from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Method, RoundContext, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
 from fedveil.rng import Stream
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
@@ -68,18 +68,19 @@ class PromptFL(Method):
         return Payload(cast_to(server.tensors, self.wire_dtype))
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """Local epochs from P_t; nothing is kept."""
-        trained = local.train(as_spec(tensors_of(down), local.spec)).weights
+        trained = trainer.train(as_spec(tensors_of(down), trainer.spec)).weights
         return None, Payload(cast_to(trained, self.wire_dtype))
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """n_k P^k, and n_k."""
+        return weighted(tensors_of(payload), num_examples)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """sum_k (n_k / n) P^k."""
-        mean = WeightedMean()
-        for upload in uploads:
-            mean.add(tensors_of(upload.payload), upload.num_examples)
-        return State(mean.result(server.tensors))
+        return State(sums.means(server.tensors))
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None

@@ -52,13 +52,14 @@ import torch
 from torch import Tensor
 
 from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.kinds import Adapter
+from fedveil.adapters.kinds import AnyAdapter
 from fedveil.algebra import fedsgd, masks
 from fedveil.algebra.fedsgd import Exchanged, Optimiser
 from fedveil.contract.layout import Field, Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+from fedveil.contract.method import Method, RoundContext, Sends, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.sums import Sums, Term, Terms
+from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.rng import Stream
 from fedveil.wire.bits import Bits
@@ -97,11 +98,11 @@ class RandomBinary(Method):
     optimiser: Optimiser = "sgd"
     learning_rate: float | None = None
     weighted: bool = False
-    adapter: Adapter = field(default_factory=AllWeights)
+    adapter: AnyAdapter = field(default_factory=AllWeights)
     wire_dtype: WireDtype = "float32"
 
     @property
-    def uploads(self) -> Literal["gradients"]:
+    def sends(self) -> Sends:
         """What is left of a gradient, or of an epoch's pseudo-gradient."""
         return "gradients"
 
@@ -124,14 +125,14 @@ class RandomBinary(Method):
         return Payload(cast_to(fedsgd.weights_of(server), self.wire_dtype))
 
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """B o g (Eq. 10)."""
-        keep = masks.keeps(self.rate, local.spec)
+        keep = masks.keeps(self.rate, trainer.spec)
         keys, private = self._keys(private, keep, ctx)
-        found = cast_to(fedsgd.gradient(local, tensors_of(down), self.exchange), self.wire_dtype)
+        found = cast_to(fedsgd.gradient(trainer, tensors_of(down), self.exchange), self.wire_dtype)
         sent: dict[str, Tensor | bytes] = {n: found[n] for n, k in keep.items() if k == 1.0}
-        for name, mask in masks.expanded(keys, keep, {n: t.shape for n, t in local.spec.items()}):
+        for name, mask in masks.expanded(keys, keep, {n: t.shape for n, t in trainer.spec.items()}):
             if self.wire == "implicit":
                 sent[name] = torch.where(mask, found[name], 0.0)
                 continue
@@ -184,16 +185,16 @@ class RandomBinary(Method):
         for name, mask in self._masks(payload, shapes):
             yield name, fields[name] if self.wire == "implicit" else masks.unpack(name, fields[name], mask), mask
 
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
-        """Eq. 12, one upload at a time."""
-        mean, weights = masks.MaskedMean(), fedsgd.weights_of(server)
-        shapes = {n: tuple(w.shape) for n, w in weights.items()}
-        for upload in uploads:
-            weight = float(upload.num_examples) if self.weighted else 1.0
-            for name, whole, mask in self.surviving(upload.payload, shapes):
-                mean.add(name, whole, mask, weight)
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """B o g and B (Eq. 12), one tensor at a time."""
+        weight = float(num_examples) if self.weighted else 1.0
+        shapes = {n: t.shape for n, t in spec.items()}
+        return Terms(Term(name, whole, weight, mask) for name, whole, mask in self.surviving(payload, shapes))
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+        """A step along the mean of Eq. 12."""
         eta = fedsgd.rate_of(self.learning_rate, self.exchange, self.optimiser)
-        return fedsgd.descend(server, mean, self.optimiser, eta)
+        return fedsgd.descend(server, sums, self.optimiser, eta)
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None

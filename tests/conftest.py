@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,12 +11,15 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-from fedveil.contract.spec import Spec, TensorSpec, Weights
+from fedveil.contract.method import Method, State, Upload
+from fedveil.contract.spec import Spec, TensorSpec, Weights, spec_of
 from fedveil.contract.trainer import Batch, FeatureGradients, PerSample, Trained
+from fedveil.federation.exchange import Exchange
+from fedveil.strategies import fedqsn
 from fedveil.training import per_sample
 
 install_import_hook(
-    ["fedveil.adapters.factors", "fedveil.algebra.mean", "fedveil.algebra.masks"],
+    ["fedveil.algebra.factors", "fedveil.algebra.sums", "fedveil.algebra.masks"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 
@@ -30,7 +33,7 @@ def extract(archive: Path, into: Path) -> None:
 
 
 @dataclass
-class ToyLocal:
+class ToyTrainer:
     """A client whose training is arithmetic: every tensor moves by `step`, and what it started from is remembered."""
 
     spec: Spec
@@ -38,7 +41,7 @@ class ToyLocal:
     step: float = 0.5
     started_from: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty=None) -> Trained:
         self.started_from.append({n: w.clone() for n, w in weights.items()})
         moved = {n: w + self.step for n, w in weights.items()}
         for n, mask in (frozen or {}).items():
@@ -50,13 +53,18 @@ class ToyLocal:
         self.started_from.append({n: w.clone() for n, w in weights.items()})
         return Trained({n: torch.full_like(w, -self.step) for n, w in weights.items()}, {"loss_received": 0.25})
 
+    @property
+    def rows(self) -> ToyTrainer:
+        """Rows that all say the same."""
+        return self
+
     batch_size = 2
     steps = 2
 
     def batches(self, sampling, steps, rng, skip=0) -> list[Batch]:
         return per_sample.draw(sampling, self.num_examples, self.batch_size, steps, rng, skip)
 
-    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
+    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
         """Of every row the same."""
         rows = len(batch.rows)
         self.started_from.append({n: w.clone() for n, w in weights.items()})
@@ -64,7 +72,7 @@ class ToyLocal:
             {n: torch.full((rows, *w.shape), -self.step) for n, w in weights.items()}, torch.full((rows,), 0.25)
         )
 
-    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
+    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
         """One feature: the sum of all entries, of slope -step in every row."""
         rows = len(batch.rows)
         return FeatureGradients(
@@ -72,6 +80,14 @@ class ToyLocal:
             torch.ones(rows, 1),
             lambda g: {n: torch.full_like(w, float(g)) for n, w in weights.items()},
         )
+
+
+def aggregated(method: Method, server: State, uploads: Iterable[Upload], spec: Spec | None = None) -> State:
+    """The server's next state; the spec is that of its weights."""
+    if spec is None and "places" in server.scalars:
+        spec = fedqsn._spec(server)
+    weights = {n: w for n, w in server.tensors.items() if not n.startswith(("adam.", "initial."))}
+    return Exchange(method, "method", spec or spec_of(weights)).aggregate(server, uploads)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

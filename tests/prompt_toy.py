@@ -41,7 +41,7 @@ class PromptTask(Task):
     def prepare(self, examples):
         return [(torch.tensor(e["x"]), e["y"]) for e in examples]
 
-    def local(self, rows, rng: Stream, watch=unwatched):
+    def trainer(self, rows, rng: Stream, watch=unwatched):
         return LocalTraining(self, rows, rng, watch)
 
     def samples(self, rows):
@@ -81,4 +81,4 @@ class TextTask(PromptTask):
 def local_of(count: int = 12, seed: int = 1, scale: float = 1.0, kind=PromptTask, **config):
     """A client with `count` rows; config as batch_size = 4, epochs = 1."""
     task = kind(parse({f"train.{k.replace('_', '-')}": v for k, v in {"batch_size": 4, **config}.items()}))
-    return task.local(task.prepare(examples(count, seed, scale)), Stream(bytes(32)))
+    return task.trainer(task.prepare(examples(count, seed, scale)), Stream(bytes(32)))

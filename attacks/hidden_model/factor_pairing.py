@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedveil.adapters.factors import product
+from fedveil.algebra.factors import product
 from fedveil.attacks.base import View
 from fedveil.contract.spec import Weights
 from fedveil.wire.payloads import tensors_of

@@ -31,12 +31,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedveil.algebra.masks import MaskedMean
+from fedveil.algebra.sums import RunningSums
 from fedveil.attacks.base import View
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import Method, RoundContext, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local, Trained
+from fedveil.contract.trainer import Penalty, Trained, Trainer
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class _Started(Exception):
 
 @dataclass
 class _Reader:
-    """A Local that remembers what it is asked to train, and trains nothing."""
+    """A trainer that remembers what it is asked to train, and trains nothing."""
 
     spec: Spec
     num_examples: int = 1
     weights: Weights = field(default_factory=dict)
     frozen: Weights = field(default_factory=dict)
 
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
         self.weights, self.frozen = weights, frozen or {}
         raise _Started
 
@@ -117,7 +117,7 @@ def read(method: Method, spec: Spec, down: Payload, scale: float = 1.0, known: W
     ctx = RoundContext(0, "adversary", True, bytes(32))
     try:
         private = None if known is None else State(dict(known))
-        method.plain.client(private, down, cast("Local", reader), ctx)  # it asks for nothing but training
+        method.client(private, down, cast("Trainer", reader), ctx)  # it asks for nothing but training
     except _Started:
         return Proxy(reader.weights, reader.frozen, scale)
     raise ValueError(
@@ -145,15 +145,15 @@ def average(seen: Iterable[Proxy]) -> Proxy:
 
     One proxy is in memory at a time.
     """
-    mean, hidden = MaskedMean(), dict[str, Tensor]()
+    sums, hidden = RunningSums(), dict[str, Tensor]()
     for proxy in seen:
         for name, w in proxy.undone.items():
             missing = proxy.missing.get(name, torch.zeros((1,) * w.ndim, dtype=torch.bool))
-            mean.add(name, w, (~missing).expand(w.shape))
+            sums.fold(name, w, 1.0, (~missing).expand(w.shape))
             hidden[name] = hidden[name] & missing if name in hidden else missing
     if not hidden:
         raise ValueError("proxies: expected at least one, found none in the view")
-    return Proxy({n: mean.mean(n) for n in hidden}, {n: m for n, m in hidden.items() if m.any()})
+    return Proxy({n: sums.mean(n) for n in hidden}, {n: m for n, m in hidden.items() if m.any()})
 
 
 def filled(proxy: Proxy, base: Weights) -> Proxy:
@@ -164,7 +164,7 @@ def filled(proxy: Proxy, base: Weights) -> Proxy:
     )
 
 
-def fine_tuned(proxy: Proxy, local: Local) -> Proxy:
+def fine_tuned(proxy: Proxy, local: Trainer) -> Proxy:
     """The proxy after training on a client's own data. No entry is held still: a dishonest client may train all."""
     return Proxy(local.train(proxy.weights).weights, {})
 

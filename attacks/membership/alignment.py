@@ -70,7 +70,7 @@ def _turns(view: View, site: str, initial: Weights) -> Iterator[tuple[Weights, M
 
 def _left(exchange: Exchange, up: Payload, got: Weights) -> Weights:
     """Where the site left each tensor that it sent; of a gradient: one step of rate 1 that moves no withheld entry."""
-    if exchange.method.uploads != "gradients":
+    if exchange.method.sends != "gradients":
         return tensors_of(up)
     shown = observed(exchange.method, up, exchange.spec)
     return {n: got[n].float() - torch.where(shown.seen[n], g.float(), 0.0) for n, g in shown.values.items() if n in got}
@@ -78,8 +78,7 @@ def _left(exchange: Exchange, up: Payload, got: Weights) -> Weights:
 
 def _keeps_past(method: Method) -> bool:
     """Whether a site starts what it does not send from its own past: the adversary knows the method and its fields."""
-    plain = method.plain
-    return plain.past if isinstance(plain, FedRand) else True
+    return method.past if isinstance(method, FedRand) else True
 
 
 def _cosine(task: Any, start: Weights, delta: Mapping[str, Tensor], length: float, row: Any) -> float:

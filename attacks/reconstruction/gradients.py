@@ -44,7 +44,7 @@ def everything(gradients: Mapping[str, Tensor]) -> Observed:
 
 def observed(method: Method, payload: Payload, spec: Spec) -> Observed:
     """What an upload of a gradient shows. Masked entries are not seen, and a tensor that was not sent is left out."""
-    method = method.plain
+    method = method
     if not isinstance(method, RandomBinary):
         return everything(tensors_of(payload))
     found = list(method.surviving(payload, {name: tuple(tensor.shape) for name, tensor in spec.items()}))

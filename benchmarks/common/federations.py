@@ -11,13 +11,13 @@ from fedveil.config import RunConfig
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows, Task
-from fedveil.contract.trainer import Local
+from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.wire.tap import Tap
 
-Around = Callable[[str, RoundContext, Local], Local]
+Around = Callable[[str, RoundContext, Trainer], Trainer]
 _Task = TypeVar("_Task", bound=Task)
 _Method = TypeVar("_Method", bound=Method)
 
@@ -61,8 +61,8 @@ def federation(
         around: puts something in front of a site's training for one round.
     """
 
-    def local_for(site: str, ctx: RoundContext) -> Local:
-        return around(site, ctx, task.local(rows[site], ctx.rng("batches")))
+    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
+        return around(site, ctx, task.trainer(rows[site], ctx.rng("batches")))
 
     state = exchange.method.init(exchange.spec, initial, rng.initial(config.run.seed, "method init"))
-    return Federation(exchange, config, local_for, list(rows), state, tap=tap)
+    return Federation(exchange, config, trainer_for, list(rows), state, tap=tap)

@@ -1,4 +1,4 @@
-"""A Local in front of another one, for benchmarks that watch or change a part of a client's work.
+"""A trainer in front of another one, for benchmarks that watch or change a part of a client's work.
 
 Not for what protects people: there every operation is refused unless it is accounted for (`fedveil.privacy.metered`).
 """
@@ -6,59 +6,94 @@ Not for what protects people: there every operation is refused unless it is acco
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from fedveil.contract.budget import Sampling
-from fedveil.contract.spec import Weights
-from fedveil.contract.trainer import Around, Batch, FeatureGradients, Local, PerSample, Trained
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.rng import Stream
 
 
-class Forwarding(Around):
-    """Asks `inner` everything. See Local."""
+class Forwarding(Trainer):
+    """Asks `inner` everything."""
 
-    def __init__(self, inner: Local) -> None:
-        super().__init__(inner)
+    def __init__(self, inner: Trainer) -> None:
         self.inner = inner
 
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
-        """See Local."""
-        return self.inner.train(weights, frozen)
+    @property
+    @override
+    def num_examples(self) -> int:
+        return self.inner.num_examples
 
+    @property
+    @override
+    def spec(self) -> Spec:
+        return self.inner.spec
+
+    @property
+    @override
+    def rows(self) -> RowGradients:
+        return self.inner.rows
+
+    @override
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+        return self.inner.train(weights, frozen, penalty)
+
+    @override
     def gradient(self, weights: Weights) -> Trained:
-        """See Local."""
         return self.inner.gradient(weights)
-
-    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        """See Local."""
-        return self.inner.batches(sampling, steps, rng, skip)
-
-    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
-        """See Local."""
-        return self.inner.per_sample_gradients(weights, batch)
-
-    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        """See Local."""
-        return self.inner.feature_gradients(weights, batch)
 
 
 class Dark(Forwarding):
     """Rows have gradients of zero: what is sent is noise alone."""
 
-    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
-        """Zeros, a row each."""
-        none = len(batch.rows)
-        return PerSample(
-            {n: torch.zeros(none, *w.shape, device=w.device) for n, w in weights.items()}, torch.zeros(none)
-        )
+    @property
+    @override
+    def rows(self) -> RowGradients:
+        return _DarkRows(self.inner.rows)
 
-    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        """Of no rows."""
-        return self.inner.feature_gradients(weights, Batch(()))
-
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+    @override
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
         """Refused: there is nothing but noise to see."""
         raise NotImplementedError("the control is of a method with noise")
 
+    @override
     def gradient(self, weights: Weights) -> Trained:
         """Refused: there is nothing but noise to see."""
         raise NotImplementedError("the control is of a method with noise")
+
+
+class _DarkRows(RowGradients):
+    def __init__(self, inner: RowGradients) -> None:
+        self._inner = inner
+
+    @property
+    @override
+    def num_examples(self) -> int:
+        return self._inner.num_examples
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        return self._inner.batch_size
+
+    @property
+    @override
+    def steps(self) -> int:
+        return self._inner.steps
+
+    @override
+    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
+        return self._inner.batches(sampling, steps, rng, skip)
+
+    @override
+    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
+        """Zeros, a row each."""
+        none = len(batch.rows)
+        zeros = {n: torch.zeros(none, *w.shape, device=w.device) for n, w in weights.items()}
+        return PerSample(zeros, torch.zeros(none))
+
+    @override
+    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        """Of no rows."""
+        return self._inner.feature(weights, Batch(()))

@@ -27,7 +27,7 @@ from fedveil.adapters.all_weights import AllWeights
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.contract.method import RoundContext, Upload
 from fedveil.contract.spec import TensorSpec
-from fedveil.contract.trainer import Trained
+from fedveil.contract.trainer import RowGradients, Trained
 from fedveil.federation.exchange import Exchange
 from fedveil.server_app import intake
 from fedveil.strategies.fedavg import FedAvg
@@ -92,19 +92,14 @@ class _Untrained:
     def __init__(self, spec: dict[str, TensorSpec], shift: float) -> None:
         self.spec, self.num_examples, self._shift = spec, 100 + int(shift), shift
 
-    def train(self, weights: Any, frozen: Any = None) -> Trained:
+    def train(self, weights: Any, frozen: Any = None, penalty: Any = None) -> Trained:
         return Trained({name: w + self._shift for name, w in weights.items()}, {})
 
     def gradient(self, weights: Any) -> Trained:
         return Trained({name: w - self._shift for name, w in weights.items()}, {})
 
-    def batches(self, *_: Any) -> Any:
-        raise NotImplementedError("nothing is drawn here")
-
-    def per_sample_gradients(self, weights: Any, batch: Any) -> Any:
-        raise NotImplementedError("nothing is drawn here")
-
-    def feature_gradients(self, weights: Any, batch: Any) -> Any:
+    @property
+    def rows(self) -> RowGradients:
         raise NotImplementedError("nothing is drawn here")
 
 
@@ -127,7 +122,7 @@ def _fold(n: int, megabytes: int, dtype: str = "float32", judged: bool = False) 
             yield Upload(message.payload, intake.check(message, intake.Limits()), ctx)
 
     started = time.perf_counter()
-    method.aggregate(server, uploads())
+    exchange.aggregate(server, uploads())
     return time.perf_counter() - started, payload_bytes * n
 
 

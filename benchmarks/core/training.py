@@ -178,7 +178,7 @@ class _Ours:
 
     def train(self, repeat: int) -> _Measured:
         seen: list[Step] = []
-        local = self._task.local(self._rows, rng.initial(repeat, "batches"), seen.append)
+        local = self._task.trainer(self._rows, rng.initial(repeat, "batches"), seen.append)
         report = local.train(self._start).report
         last = seen[-1]
         return _Measured(last.tokens / last.seconds, last.tokens, report["train_seconds"] - last.seconds)

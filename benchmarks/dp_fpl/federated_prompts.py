@@ -27,13 +27,14 @@ from fedveil.contract.budget import Plan, stated
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Share
-from fedveil.contract.trainer import Local
+from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.models.clip_towers import Seen
 from fedveil.privacy import accounting
 from fedveil.rows import partition
 from fedveil.rows import reading as files
+from fedveil.strategies.dp_fpl import DpFpl
 from fedveil.tasks.clip_prompt import ClipPrompt
 from fedveil.training import per_sample
 
@@ -160,7 +161,7 @@ def federate(sites: Sites, chosen: Mapping[str, Any], rows: Mapping[str, Sequenc
     exchange = Exchange(method, config.method.name, task.spec)
     initial = task.initial(rng.initial(sites.seed, "weights"))
 
-    def around(site: str, ctx: RoundContext, local: Local) -> Local:
+    def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
         return Dark(local) if dark else local
 
     done = federation(exchange, config, task, rows, initial, around=around)
@@ -175,7 +176,7 @@ def _plans(config: RunConfig, rows: Mapping[str, Sequence[Seen]], method: Method
 
     A site costs no more than one with at least as many steps and no more rows.
     """
-    if method.budget is None:
+    if not isinstance(method, DpFpl):
         return []
     train = config.train
     plans = []
@@ -192,12 +193,14 @@ def _with_noise(method: Method, wished: float | None, plans: Sequence[Plan]) -> 
     """The method with equal multipliers that are worth `wished` together, and that epsilon as its bound."""
     if wished is None:
         return method
-    if (budget := method.budget) is None:
+    if not isinstance(method, DpFpl):
         found = type(method).__name__
         raise ConfigError(f"epsilon: expected a method with a privacy budget, found {found}; leave epsilon out")
 
-    def noisy(z: float) -> Method:
-        return replace(method, noise_local=z, noise_global=z, epsilon=wished)  # type: ignore[call-arg,type-var]
+    budget = method.budget
+
+    def noisy(z: float) -> DpFpl:
+        return replace(method, noise_local=z, noise_global=z, epsilon=wished)
 
     z = max(
         accounting.multiplier_for(lambda z, p=plan: noisy(z).privacy_spent(p), wished, budget.delta, budget.neighbours)  # type: ignore[misc]
@@ -207,9 +210,9 @@ def _with_noise(method: Method, wished: float | None, plans: Sequence[Plan]) -> 
 
 
 def _costs(method: Method, plans: Sequence[Plan]) -> tuple[dict[str, float], str]:
-    budget = method.budget
-    if budget is None:
+    if not isinstance(method, DpFpl):
         return {}, "epsilon infinite: no claim"
+    budget = method.budget
     exact = max(accounting.epsilon(method.privacy_spent(p), budget.delta, budget.neighbours) for p in plans)
     nominal = budget.nominal if budget.nominal is not None else budget.epsilon
     costs = {"nominal epsilon": nominal, f"epsilon, {budget.neighbours.value}": exact}

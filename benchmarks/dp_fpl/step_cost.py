@@ -115,11 +115,12 @@ def _opacus(task: ClipPrompt, rows: Sequence[Seen], weights: Weights, batch: int
 
 
 class _First:
-    """A Local whose every batch is its first rows."""
+    """A trainer whose every batch is its first rows."""
 
-    def __init__(self, local: LocalTraining) -> None:
-        self.spec, self.num_examples, self.batch_size, self.steps = local.spec, local.num_examples, local.batch_size, 1
-        self.per_sample_gradients, self.feature_gradients = local.per_sample_gradients, local.feature_gradients
+    def __init__(self, trainer: LocalTraining) -> None:
+        rows = trainer.rows
+        self.spec, self.num_examples, self.rows = trainer.spec, trainer.num_examples, self
+        self.batch_size, self.steps, self.per_sample, self.feature = rows.batch_size, 1, rows.per_sample, rows.feature
 
     def batches(self, sampling: Sampling, steps: int, rng: Any, skip: int = 0) -> list[Batch]:
         return [Batch(tuple(range(self.batch_size)))]
@@ -152,14 +153,14 @@ def _step(sites: Sites, rows: Sequence[Seen], way: str, batch: int) -> Callable[
     task = federated_prompts.prompt_task(
         sites, {"name": "dp_fpl", "fields": fields, "config": {"train.batch-size": batch}}
     )
-    local = task.local(rows, rng.initial(sites.seed, "batches"))
+    local = task.trainer(rows, rng.initial(sites.seed, "batches"))
     weights = task.initial(rng.initial(sites.seed, "weights"))
     if way == "plain":
         return lambda: local.gradient(weights)
     if way == "opacus":
         return _opacus(task, rows, weights, batch)
     if way == "loop":
-        return lambda: [local.per_sample_gradients(weights, Batch((i,))) for i in range(batch)]
+        return lambda: [local.rows.per_sample(weights, Batch((i,))) for i in range(batch)]
     method = strategies.create("dp_fpl", fields)
     ctx = RoundContext(0, "a", True, rng.fresh_secret())
     return lambda: method.client(None, Payload(weights), _First(local), ctx)  # type: ignore[arg-type]

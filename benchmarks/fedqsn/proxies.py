@@ -37,15 +37,15 @@ from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.fedqsn import similarity
 from fedveil.benchmarks.fedqsn.cut import Cut, configured, cut
 from fedveil.benchmarks.run import Options, Outcome
-from fedveil.config import RunConfig, parse
+from fedveil.config import DpConfig, RunConfig, parse
 from fedveil.contract.budget import Plan
-from fedveil.contract.method import RoundContext
+from fedveil.contract.method import RoundContext, ServerTrained
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows
-from fedveil.contract.trainer import Local, Trained
+from fedveil.contract.trainer import Penalty, Trained, Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy import accounting
-from fedveil.privacy.dp_sgd import Noisy
+from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
 from fedveil.server_app.distillation import Distillation
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import per_sample
@@ -127,7 +127,7 @@ class Best:
 class _Watched(Forwarding):
     """Shows what it is asked to train, and what came out."""
 
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: Trainer) -> None:
         super().__init__(local)
         self._received: list[Proxy] = []
         self.trained: Weights = {}
@@ -138,9 +138,9 @@ class _Watched(Forwarding):
         return self._received[0]
 
     @override
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
         self._received.append(Proxy(weights, frozen or {}))
-        trained = super().train(weights, frozen)
+        trained = super().train(weights, frozen, penalty)
         self.trained = trained.weights
         return trained
 
@@ -166,7 +166,7 @@ def _part(name: str, found: Cut, settings: Mapping[str, Any], seed: int, options
     longer = {"train.max-steps": config.train.max_steps * config.run.rounds, "train.epochs": config.run.rounds}
     alone = task_of(TextGeneration, parse({**config.flat(), **longer}), options, AllWeights())
     first = alone.prepare(next(iter(found.clients.values())))
-    tuned = alone.local(first, rng.initial(seed, "alone")).train(base).weights
+    tuned = alone.trainer(first, rng.initial(seed, "alone")).train(base).weights
     rows["public base, fine-tuned"] = {"figures": texts.scores(alone, tuned, found.test, seed)}
     for label, chosen in settings["methods"].items():
         rows |= _method(label, configured(settings, chosen, seed), chosen, found, base, settings, seed, options)
@@ -192,23 +192,25 @@ def _method(
     started = time.perf_counter()
     method = strategies.create(config.method.name, config.method.fields)
     task = task_of(TextGeneration, config, options, method.adapter)
-    own = method.server_adapter
+    own = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
+    dp, undefended = DpSgd.of(config.dp), config.model_copy(update={"dp": DpConfig()})
     model = task if own == method.adapter else task_of(TextGeneration, config, options, own)
     clients = {site: task.prepare(rows) for site, rows in found.clients.items()}
     watched: dict[str, _Watched] = {}
 
-    def around(site: str, ctx: RoundContext, local: Local) -> Local:
+    def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
         if chosen.get("dark", False):
             local = Dark(local)
-        watched[site] = _Watched(method.training(local, ctx) if isinstance(method, Noisy) else local)
+        # In front of the noisy steps: what the method asks for, and what it gets.
+        watched[site] = _Watched(NoisyTrainer(local.spec, local.rows, dp, ctx) if dp else local)
         return watched[site]
 
     weights = task.initial(rng.initial(seed, "weights"))
-    if method.prepares:
+    if isinstance(method, ServerTrained) and method.needs_server_rows:
         distilling = Distillation(task, model, task.prepare(found.server), rng.initial(seed, "preparation"))
-        weights = method.prepare(weights, distilling)
-    exchange = Exchange(method.plain, config.method.name, task.spec)
-    running = federation(exchange, config, task, clients, weights, around=around)
+        weights = method.before_round_0(weights, distilling)
+    exchange = Exchange(method, config.method.name, task.spec)
+    running = federation(exchange, undefended, task, clients, weights, around=around)
     best, scored = Best(task, task.prepare(found.validation)), settings["clients_scored"]
     for round_ in range(config.run.rounds):
         watched.clear()
@@ -223,9 +225,9 @@ def _method(
     rows[f"{label} global"] |= {
         "upload_bytes": running.upload_bytes, "download_bytes": running.download_bytes, "seconds": seconds
     }  # fmt: skip
-    if isinstance(method, Noisy) and method.dp_sgd.noise:
-        title = f"epsilon at delta {method.budget.delta:g} ({method.budget.neighbours})"
-        rows[f"{label} global"]["figures"][title] = resampling.fixed(_epsilon(method, config, clients))
+    if dp and dp.noise:
+        title = f"epsilon at delta {dp.delta:g} ({dp.neighbours})"
+        rows[f"{label} global"]["figures"][title] = resampling.fixed(_epsilon(dp, config, clients))
     if settings.get("similarity"):
         last = [at.received for at in watched.values()]
         rows[f"{label} similarity"] = {"figures": similarity.figures(task, method, last, server, base, seed)}
@@ -246,12 +248,12 @@ def _scored(label: str, best: Best, model: TextGeneration, found: Cut, seed: int
     return {f"{label} {kind}": {"figures": each} for kind, each in (figures | gaps).items()}
 
 
-def _epsilon(method: Noisy, config: RunConfig, clients: Mapping[str, Rows]) -> float:
+def _epsilon(dp: DpSgd, config: RunConfig, clients: Mapping[str, Rows]) -> float:
     """Of a row of the client with the fewest rows, whose rows are drawn most often, if it is in every round."""
-    fewest, train, budget = min(map(len, clients.values())), config.train, method.budget
+    fewest, train, budget = min(map(len, clients.values())), config.train, dp.budget
     steps = per_sample.steps(fewest, train.batch_size, train.epochs, train.max_steps)
     plan = Plan(config.run.rounds, steps, train.batch_size, fewest, budget.neighbours)
-    return accounting.epsilon(method.privacy_spent(plan), budget.delta, budget.neighbours)
+    return accounting.epsilon(dp.privacy_spent(plan), budget.delta, budget.neighbours)
 
 
 def _gap(mine: Mapping[str, Figure], other: Mapping[str, Figure]) -> dict[str, Figure]:

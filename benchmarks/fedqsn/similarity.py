@@ -41,7 +41,7 @@ def _similarities(
 ) -> list[attack.Similarity]:
     """For every client two: to the server's weights, and of the differences to the base."""
     found = []
-    scale = getattr(method.plain, "scale", 1.0) if isinstance(method.adapter, AllWeights) else 1.0
+    scale = getattr(method, "scale", 1.0) if isinstance(method.adapter, AllWeights) else 1.0
     true = merged(task, server)
     for at in received:
         proxy = Proxy(merged(task, at.weights), at.missing, scale)

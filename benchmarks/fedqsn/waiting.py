@@ -120,7 +120,7 @@ def _method(
         row |= more
 
     def tuned(weights: Weights) -> Weights:
-        return attack.fine_tuned(Proxy(weights, {}), task.local(clients[own], rng.initial(seed, "attack"))).weights
+        return attack.fine_tuned(Proxy(weights, {}), task.trainer(clients[own], rng.initial(seed, "attack"))).weights
 
     alone = tuned(base)
     with tempfile.TemporaryDirectory() as folder:

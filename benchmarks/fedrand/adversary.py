@@ -64,7 +64,7 @@ class Yardstick:
     def __init__(self, task: Task, initial: Weights, pool: Rows, count: int, seed: int) -> None:
         def train(indices: list[int], number: int) -> Weights:
             rows = [pool[i] for i in indices]
-            return task.local(rows, rng.initial(seed, f"shadow {number}")).train(initial).weights
+            return task.trainer(rows, rng.initial(seed, f"shadow {number}")).train(initial).weights
 
         shadows = lira.train_shadows(train, len(pool), count, np.random.default_rng(seed))
         self._members = shadows.members

@@ -44,7 +44,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Task
-from fedveil.contract.trainer import Local, Trained
+from fedveil.contract.trainer import Penalty, Trained, Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.tasks.vision_language import VisionLanguage
 from fedveil.wire.tap import Tap
@@ -92,12 +92,12 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
 class _Remembering(Forwarding):
     """Leaves what it trained last where the benchmark finds it: the truth that a rebuilt client is held to."""
 
-    def __init__(self, truth: dict[str, Weights], site: str, ctx: RoundContext, local: Local) -> None:
+    def __init__(self, truth: dict[str, Weights], site: str, ctx: RoundContext, local: Trainer) -> None:
         super().__init__(local)
         self._site, self._truth = site, truth
 
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
-        trained = super().train(weights, frozen)
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+        trained = super().train(weights, frozen, penalty)
         self._truth[self._site] = trained.weights
         return trained
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedveil import rng, strategies, tasks
-from fedveil.adapters.factors import aggregation_gap
+from fedveil.algebra.factors import aggregation_gap
 from fedveil.benchmarks.common import data, seeds
 from fedveil.benchmarks.common.federations import federation
 from fedveil.benchmarks.run import Options, Outcome, intervals

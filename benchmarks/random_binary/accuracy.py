@@ -105,7 +105,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
         drawn = bare.initial(rng.initial(seed, "weights"))
         bases: dict[str, Weights] = {}
         if "pre-trained" in settings["bases"]:
-            first = bare.local(public, rng.initial(seed, "pre-training"))
+            first = bare.trainer(public, rng.initial(seed, "pre-training"))
             other = bare.initial(rng.initial(seed, "head"))  # the body was trained to fit the first one
             bases["pre-trained"] = _new_head(first.train(drawn).weights, other)
             options.say(f"seed {seed}: pre-trained in {time.perf_counter() - started:.0f} s")

@@ -7,6 +7,7 @@
     max-bytes-a-round = 50_000_000           # the message here and the upload together
     max-epsilon = 8.0                        # the run's budget, at `delta`
     delta = 1e-5
+    min-noise = 1.0                          # noisy steps (dp.*), with at least this noise
     min-examples = 100                       # behind an upload
     app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
     signers = ["ssh-ed25519 AAAA..."]        # who may have signed the bundle: `fedveil app sign`
@@ -20,6 +21,7 @@
 | an empty list | nothing is permitted |
 | several keys | every one must hold: a signed bundle whose digest is not listed is refused |
 | app-digests or signers, and nobody has looked at the bundle | PolicyError: only the entry point can |
+| min-noise, and the run has no `dp.clip` | PolicyError: its noise is 0 |
 | max-epsilon, and the run has no budget that the site's ledger would keep, or its draws are seeded | PolicyError |
 | a size, or the examples, that only the upload shows | the upload is withheld, with the reason in its place |
 | hours "22:00-06:00" | over midnight; the first minute is in, the last is out; "00:00-24:00" is always |
@@ -44,8 +46,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedveil import places
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.node_config import Site
+from fedveil.config import RunConfig
 from fedveil.errors import PolicyError
 
 _EPSILON_SECONDS = 120.0
@@ -64,6 +67,7 @@ class Policy(BaseModel):
     max_bytes_a_round: int | None = Field(None, ge=1)
     max_epsilon: float | None = Field(None, ge=0, allow_inf_nan=False)
     delta: float = Field(1e-5, gt=0, lt=1)
+    min_noise: float | None = Field(None, gt=0, allow_inf_nan=False)
     min_examples: int | None = Field(None, ge=1)
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
@@ -105,6 +109,7 @@ def check(
         raise PolicyError(f"run.rounds: this site permits at most {policy.max_rounds}, found {rounds}; ask for fewer")
     _require_bytes(policy, down_bytes, "in the server's message alone")
     _require_hour(policy, now or datetime.now())
+    _require_noise(config, policy.min_noise)
     if policy.max_epsilon is not None:
         _require_epsilon(assignment, policy.max_epsilon, policy.delta)
 
@@ -152,6 +157,12 @@ def _require_bundle(bundle: Bundle, policy: Policy) -> None:
         if permitted is not None and found not in permitted:
             shown = f'"{found}"' if found else "none that the site's own entry point has checked"
             raise PolicyError(f"{key}: this site permits {permitted}, found {shown}; have this very bundle permitted")
+
+
+def _require_noise(config: RunConfig, least: float | None) -> None:
+    found = config.dp.noise if config.dp.clip > 0 else 0.0
+    if least is not None and found < least:
+        raise PolicyError(f"dp.noise: this site permits noisy steps of at least {least:g}, found {found:g}; raise it")
 
 
 def _require_bytes(policy: Policy, found: int, where: str) -> None:

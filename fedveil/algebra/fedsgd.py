@@ -19,10 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedveil.algebra.masks import MaskedMean
 from fedveil.contract.method import State
 from fedveil.contract.spec import Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.sums import Sums
+from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.wire.payloads import as_spec
 
@@ -46,12 +46,12 @@ def rate_of(learning_rate: float | None, exchange: Exchanged, optimiser: Optimis
     return 1.0 if (exchange, optimiser) == ("epoch", "sgd") else 1e-4
 
 
-def gradient(local: Local, received: Weights, exchange: Exchanged) -> dict[str, Tensor]:
+def gradient(trainer: Trainer, received: Weights, exchange: Exchanged) -> dict[str, Tensor]:
     """g^n at the weights received."""
-    weights = as_spec(received, local.spec)
+    weights = as_spec(received, trainer.spec)
     if exchange == "batch":
-        return dict(local.gradient(weights).weights)
-    trained = local.train(weights).weights
+        return dict(trainer.gradient(weights).weights)
+    trained = trainer.train(weights).weights
     return {name: w - trained[name] for name, w in weights.items()}
 
 
@@ -70,13 +70,13 @@ def weights_of(server: State) -> dict[str, Tensor]:
     return {n: w for n, w in server.tensors.items() if not n.startswith((_FIRST, _SECOND, _STEPS))}
 
 
-def descend(server: State, mean: MaskedMean, optimiser: Optimiser, learning_rate: float) -> State:
+def descend(server: State, sums: Sums, optimiser: Optimiser, learning_rate: float) -> State:
     """One step along the mean. A tensor that nobody sent is the same tensor afterwards."""
     new = dict(server.tensors)
     for name, old in weights_of(server).items():
-        if name not in mean:
+        if name not in sums:
             continue
-        moved, direction = mean.moved(name), mean.mean(name)
+        moved, direction = sums.moved(name), sums.mean(name)
         if optimiser == "adam":
             own = {prefix: server.tensors[prefix + name] for prefix in (_FIRST, _SECOND, _STEPS)}
             direction, own = _adam(direction, own)

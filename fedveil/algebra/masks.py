@@ -1,7 +1,6 @@
-"""Random binary masks over tensors: their keys, their algebra, and the mean over clients that ignores what is masked.
+"""Random binary masks over tensors: their keys and their algebra.
 
     B ~ Bernoulli(keep) for every entry, keep = 1 - R            one draw a client and mask period
-    mean = sum_n w_n B^n o g^n / sum_n w_n B^n   where some B^n is 1, nothing elsewhere
 
 A set of masks is known by one key a distinct `keep`: the masks of all tensors with that `keep`, in the order of their
 names, are one mask cut into pieces (`fedveil.wire.seeded.expand` of the key). Server and client expand a key alike.
@@ -9,11 +8,8 @@ names, are one mask cut into pieces (`fedveil.wire.seeded.expand` of the key). S
 | case | result |
 |---|---|
 | keep = 0, keep = 1 | all False, all True, exactly |
-| an entry that every client masked | in no mean: `MaskedMean.moved` is False there |
 | a masked value that is not finite | reaches nothing: `pack` drops it |
-| equal values under any masks | that value, bit for bit |
 | as many values as the mask has ones | `unpack`; any other number is a WireError |
-| fp16 or bf16 values | accumulated in fp32 |
 """
 
 from __future__ import annotations
@@ -125,44 +121,3 @@ def _blocks(mask: Bool[Tensor, "..."]) -> Iterator[tuple[int, int, NDArray[np.in
 def _words(tensor: Tensor) -> NDArray[Any]:
     """The tensor's memory as integers of its entries' width, flat: numpy knows no bfloat16. Copied where it has gaps."""
     return tensor.reshape(-1).view(_INTEGERS[tensor.element_size()]).numpy()
-
-
-class MaskedMean:
-    """The running mean of every entry over the clients that did not mask it; two fp32 tensors a name at most.
-
-    mean <- mean + w/c (g - mean) where B is 1, with c the weights folded so far at that entry.
-    """
-
-    def __init__(self) -> None:
-        self._mean: dict[str, Tensor] = {}
-        self._weight: dict[str, Tensor | float] = {}
-
-    def add(self, name: str, value: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"] | None, weight: float = 1.0) -> None:
-        """Folds one client's tensor. `mask` None stands for all ones; a name has a mask always or never."""
-        if not weight > 0:
-            raise ValueError(f"weight: expected a number above 0, found {weight}")
-        mean = self._mean.setdefault(name, torch.zeros(value.shape))
-        if mask is None:
-            total = self._weight.get(name, 0.0)
-            assert isinstance(total, float)
-            self._weight[name] = total = total + weight
-            mean.lerp_(value.to(torch.float32), weight / total)
-            return
-        sums = self._weight.setdefault(name, torch.zeros(value.shape))
-        assert isinstance(sums, Tensor)
-        sums.add_(mask, alpha=weight)
-        # A plain number over a tensor is that number times a reciprocal: 97 over 97 would not be 1.
-        mean.lerp_(value.to(torch.float32), torch.where(mask, torch.tensor(weight) / sums, 0.0))
-
-    def __contains__(self, name: str) -> bool:
-        """Whether any client sent this tensor."""
-        return name in self._mean
-
-    def mean(self, name: str) -> Float[Tensor, "..."]:
-        """fp32; zero where nothing was folded."""
-        return self._mean[name]
-
-    def moved(self, name: str) -> Bool[Tensor, "..."]:
-        """True where at least one client sent a value (c > 0)."""
-        weight = self._weight[name]
-        return weight > 0 if isinstance(weight, Tensor) else torch.ones(self._mean[name].shape, dtype=torch.bool)

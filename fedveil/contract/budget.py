@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from fedveil.errors import ConfigError
 
@@ -43,6 +44,10 @@ class Budget:
         return self.epsilon < math.inf or self.nominal is not None
 
 
+Step = tuple[str, int, int, float]  # kind, rows of the site, rows of a batch, z: one look at a record
+Spent = Mapping[Step, int]  # how often
+
+
 @dataclass(frozen=True)
 class Plan:
     """How often the records of one site are looked at.
@@ -66,6 +71,20 @@ class Plan:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, found {getattr(self, name)}")
         check_batch(self.batch, self.examples)
+
+
+@runtime_checkable
+class Claim(Protocol):
+    """A promise of differential privacy: of a method that adds noise of its own, or of `dp.*` in the run config."""
+
+    @property
+    def budget(self) -> Budget:
+        """What a record of a site may be charged; the site's ledger keeps it."""
+        ...
+
+    def privacy_spent(self, plan: Plan) -> Spent:
+        """What the most looked-at record of a site is charged over the plan."""
+        ...
 
 
 def joint(*multipliers: float) -> float:

@@ -1,12 +1,12 @@
 """The contract between a federated method and everything that runs it.
 
-A method is one file in `strategies/` with both halves of its maths: what the server sends, what a client
-does with it and returns, and how the server folds the returns. It never sees Flower, a model or a file:
-it sees tensors by name.
+A method is one file in `strategies/` with both halves of its maths: what the server sends, what a client does with it and
+returns, and what the server adds up. It never sees Flower, a model or a file: it sees tensors by name.
 
-    down = method.broadcast(server, ctx)                      # server, one client; pure, may be replayed
-    private, up = method.client(private, down, local, ctx)    # client; private never leaves the site
-    server = method.aggregate(server, uploads)                # server; uploads is an iterator
+    down = method.broadcast(server, ctx)                          # server, one client; pure, may be replayed
+    private, up = method.client(private, down, trainer, ctx)      # client; private never leaves the site
+    terms = method.terms(up, num_examples, spec, ctx)             # what is added up over clients
+    server = method.settle(server, sums, ctx)                     # server; the sums of all terms
 
 Methods are final frozen dataclasses. Their fields are the hyper-parameters, validated on creation.
 """
@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from fedveil.adapters.kinds import Adapter
-from fedveil.contract.budget import Budget, Plan
+from fedveil.contract.adapter import Adapter
 from fedveil.contract.layout import Layout, Payload
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local, Preparing
+from fedveil.contract.sums import Sums, Terms
+from fedveil.contract.trainer import Trainer
 from fedveil.rng import Stream
+
+Sends = Literal["weights", "gradients", "changes"]
 
 # What a client may report beside its payload. Anything else is refused by the codec on both sides.
 REPORT_FIELDS = frozenset({"loss_received", "loss_trained", "steps", "tokens", "train_seconds"})
@@ -46,7 +48,7 @@ class RoundContext:
 
     Attributes:
         round: 0-based.
-        client: the site's name.
+        client: the site's name; "" where the server settles a round.
         is_new: the server has accepted no upload of this site yet (or the site reported that it lost its state).
         secret: this side's secret; never on the wire.
         seeded: run.deterministic: noise repeats, and protects nobody.
@@ -69,7 +71,7 @@ class RoundContext:
 
 @dataclass(frozen=True)
 class Upload:
-    """An accepted reply, as aggregate sees it.
+    """An accepted reply, as the fold sees it.
 
     Attributes:
         payload: decoded; its tensors may be read-only views of the received bytes.
@@ -92,28 +94,9 @@ class Method(ABC):
     adapter: Adapter
 
     @property
-    def plain(self) -> Method:
-        """The method of the file; another one where this one only changes how its clients train."""
-        return self
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Every hyper-parameter, as method.fields has them."""
-        return asdict(self)  # type: ignore[call-overload,no-any-return]
-
-    @property
-    def server_adapter(self) -> Adapter:
-        """What the view "server" of `deployed` is scored with; its tensors are some of the adapter's."""
-        return self.adapter
-
-    @property
-    def prepares(self) -> bool:
-        """Whether the server has work of its own before round 0, on rows of its own (task.server-data)."""
-        return False
-
-    def prepare(self, weights: Weights, server: Preparing) -> Weights:
-        """That work: from the adapter's initial weights to those that `init` gets. Called only where `prepares` says so."""
-        return weights
+    def sends(self) -> Sends:
+        """What the terms are, under the spec's names: trained weights, gradients, or changes of the weights received."""
+        return "weights"
 
     @abstractmethod
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
@@ -121,17 +104,21 @@ class Method(ABC):
 
     @abstractmethod
     def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """What one client gets. Pure: the same arguments give the same payload, so aggregate may replay it."""
+        """What one client gets. Pure: the same arguments give the same payload, so it may be replayed."""
 
     @abstractmethod
     def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """One participation. `private` is None at the first one; the returned state stays on the site."""
 
     @abstractmethod
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
-        """The next server state. Holds O(model) memory however many uploads come; none leaves `server` unchanged."""
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """What this upload adds to the sums. Pure, and the same on either side: of `ctx` it uses the round at most."""
+
+    @abstractmethod
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+        """The server's next state, from the sums over at least one client; `ctx` is the server's own, of no client."""
 
     @abstractmethod
     def deployed(
@@ -149,24 +136,34 @@ class Method(ABC):
         Called on every upload before it may be folded, so that one that does not fit costs its sender's part only.
         """
 
-    @property
-    def uploads(self) -> Literal["weights", "gradients", "coded"]:
-        """What an adversary may take the tensors of an upload for, under the spec's names; "coded" needs the method to read."""
-        return "weights"
+
+def fields_of(method: Method) -> dict[str, Any]:
+    """Every hyper-parameter of a method, as method.fields has them."""
+    return asdict(method)  # type: ignore[call-overload,no-any-return]
+
+
+class Distilling(Protocol):
+    """What the server can do by itself before round 0, on its own model and rows."""
+
+    def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:
+        """Trains a proxy with `weights` (every tensor of the spec) to have the hidden states of the server's model."""
+        ...
+
+
+@runtime_checkable
+class ServerTrained(Protocol):
+    """A method whose server has a model and work of its own before round 0. Few methods do (FedSP)."""
 
     @property
-    def budget(self) -> Budget | None:
-        """What a record of a site may be charged. None: the method makes no claim, and there is no ledger."""
-        return None
+    def server_adapter(self) -> Adapter:
+        """What the view "server" of `deployed` is scored with; its tensors are some of the adapter's."""
+        ...
 
-    def privacy_spent(self, plan: Plan) -> Mapping[tuple[str, int, int, float], int]:
-        """What the most looked-at record of a site is charged over the plan (`fedveil.privacy.accounting.Spent`)."""
-        return {("gaussian", 0, 0, 0.0): plan.rounds * plan.steps}
+    @property
+    def needs_server_rows(self) -> bool:
+        """Whether `before_round_0` is to be called, with rows of the server's own (task.server-data)."""
+        ...
 
-    def dp_event(self, plan: Plan | None) -> object:
-        """The dp-accounting event of a run; without a plan, or a claim, it is non-private: epsilon = inf."""
-        from dp_accounting import NonPrivateDpEvent
-
-        from fedveil.privacy import accounting
-
-        return NonPrivateDpEvent() if plan is None else accounting.event(self.privacy_spent(plan))
+    def before_round_0(self, weights: Weights, server: Distilling) -> Weights:
+        """From the adapter's initial weights to those that `init` gets."""
+        ...

@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fedveil.config import TaskConfig
+from fedveil.contract.adapter import Mount
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.trainer import Trainer
 from fedveil.rng import Stream
 
 Examples = Sequence[Mapping[str, Any]]
@@ -63,7 +65,23 @@ Watch = Callable[[Step], None]  # may raise, and so end the training
 
 
 def unwatched(step: Step) -> None:
-    """Nobody looks."""
+    """Ignores the step: for a training that nobody follows."""
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """What a task says of itself before a model or a row is read. The module of each task has one, `INFO`.
+
+    Attributes:
+        mounts: what its models offer to adapters.
+        columns: the columns that it reads of every row, under that section of the run config.
+        tiny: where its own small model lies, for task.model = "tiny"; None where it makes one in code, or where the
+            folder is not installed.
+    """
+
+    mounts: tuple[Mount, ...]
+    columns: Callable[[TaskConfig], tuple[str, ...]]
+    tiny: Callable[[], Path | None]
 
 
 class Task(ABC):
@@ -99,7 +117,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def local(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> Local:
+    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> Trainer:
         """One client's training on prepared rows; `rng` orders the batches, `watch` sees how far it is.
 
         Raises:

@@ -1,4 +1,8 @@
-"""A client's own side of the contract: its rows and its model, as a method sees them (see `fedveil.contract.method`)."""
+"""A client's own side of the contract: its rows and its model, as a method sees them.
+
+`Trainer` trains as the run config says. `RowGradients` lets a method, or a privacy mechanism, make steps of its own on rows
+that it can tell apart. What stands in front of one of them implements that one.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from jaxtyping import Float
 from torch import Tensor
 
 from fedveil.contract.budget import Sampling
 from fedveil.contract.spec import Spec, Weights
 from fedveil.rng import Stream
+
+# A term that a method adds to the loss of every step: of the trained tensors as they are, a scalar with a gradient.
+Penalty = Callable[[Weights], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,8 @@ class PerSample:
         losses: (rows,).
     """
 
-    gradients: Mapping[str, Tensor]
-    losses: Tensor
+    gradients: Mapping[str, Float[Tensor, "rows ..."]]
+    losses: Float[Tensor, " rows"]
 
 
 @dataclass(frozen=True)
@@ -46,53 +54,21 @@ class FeatureGradients:
     """What each row of a batch says of the features that the weights alone make, such as the texts of all classes.
 
     Attributes:
-        left, right: (rows, n), (rows, m): the gradient of row i's own loss in the features (n x m) is left_i right_i^T.
+        left, right: the gradient of row i's own loss in the features (n x m) is left_i right_i^T.
         pull: the gradient of the weights, by the spec's names, that one of the features makes; it looks at no row.
     """
 
-    left: Tensor
-    right: Tensor
+    left: Float[Tensor, "rows n"]
+    right: Float[Tensor, "rows m"]
     pull: Callable[[Tensor], Weights]
 
 
-class Preparing(Protocol):
-    """What the server can do by itself before round 0, on its own model and rows."""
-
-    def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:
-        """Trains a proxy with `weights` (every tensor of the spec) to have the hidden states of the server's model."""
-        ...
-
-
-class Local(Protocol):
-    """A client's own data and model, as a method sees them.
-
-    A method either has the client train (`train`, `gradient`), or runs steps of its own on rows apart (`batches`,
-    `per_sample_gradients` or `feature_gradients`). Nothing of the latter is reported beside the payload but the number of steps.
-    """
+class RowGradients(Protocol):
+    """Steps on rows apart. Nothing of them is reported beside the payload but their number."""
 
     @property
     def num_examples(self) -> int:
         """Training examples of this client, at least 1."""
-        ...
-
-    @property
-    def spec(self) -> Spec:
-        """What is trained: names, shapes and dtypes."""
-        ...
-
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
-        """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` stay as they are.
-
-        `frozen`: booleans that broadcast over tensors of the spec. Where one is True the entry comes back bit for bit: no
-        step moves it, and no weight decay.
-        """
-        ...
-
-    def gradient(self, weights: Weights) -> Trained:
-        """The gradient of the mean loss of one batch at `weights` (every tensor of the spec), under the spec's names.
-
-        The batch is this exchange's: train.batch-size rows that the client's stream draws. `weights` stay as they are.
-        """
         ...
 
     @property
@@ -118,7 +94,7 @@ class Local(Protocol):
         """
         ...
 
-    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
+    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
         """The gradient of every row's own loss at `weights` (every tensor of the spec), which stay as they are.
 
         Raises:
@@ -126,7 +102,7 @@ class Local(Protocol):
         """
         ...
 
-    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
+    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
         """The same in the features that `weights` make without any row: one backward for all rows, by `pull`.
 
         Raises:
@@ -135,28 +111,37 @@ class Local(Protocol):
         ...
 
 
-class Around:
-    """What a Local in front of another one says of it: facts alone. A look at rows is never handed on without being asked for."""
-
-    def __init__(self, local: Local) -> None:
-        self._local = local
+class Trainer(Protocol):
+    """A client's own data and model, as a method sees them."""
 
     @property
     def num_examples(self) -> int:
-        """See Local, here and below."""
-        return self._local.num_examples
+        """Training examples of this client, at least 1."""
+        ...
 
     @property
     def spec(self) -> Spec:
-        """See Local."""
-        return self._local.spec
+        """What is trained: names, shapes and dtypes."""
+        ...
 
     @property
-    def batch_size(self) -> int:
-        """See Local."""
-        return self._local.batch_size
+    def rows(self) -> RowGradients:
+        """The same rows, for steps that tell them apart."""
+        ...
 
-    @property
-    def steps(self) -> int:
-        """See Local."""
-        return self._local.steps
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+        """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` stay as they are.
+
+        `frozen`: booleans that broadcast over tensors of the spec. Where one is True the entry comes back bit for bit: no
+        step moves it, and no weight decay.
+        `penalty`: is added to the mean loss of every step (once a step, whatever train.accumulate is). Losses that are
+        reported are without it.
+        """
+        ...
+
+    def gradient(self, weights: Weights) -> Trained:
+        """The gradient of the mean loss of one batch at `weights` (every tensor of the spec), under the spec's names.
+
+        The batch is this exchange's: train.batch-size rows that the client's stream draws. `weights` stay as they are.
+        """
+        ...

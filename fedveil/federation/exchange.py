@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from typing_extensions import override
+
+from fedveil.algebra.sums import RunningSums
 from fedveil.contract.budget import Sampling
 from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Layout
-from fedveil.contract.method import Method, RoundContext, State
+from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Around, Batch, FeatureGradients, Local, PerSample, Trained
+from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.rng import Stream
-from fedveil.wire.envelope import Message, Stamp, pack, pack_parts, unpack
+from fedveil.wire.envelope import Message, Packed, Stamp, packed, unpack
 
 
 @dataclass(frozen=True)
@@ -37,23 +40,27 @@ class Exchange:
 
     def broadcast(self, server: State, ctx: RoundContext) -> bytes:
         """The message to one client."""
+        return b"".join(self.packed(server, ctx).parts)
+
+    def packed(self, server: State, ctx: RoundContext) -> Packed:
+        """The same in parts, with what it discloses."""
         payload = self.method.broadcast(server, ctx)
-        return pack(self.layout, Stamp.of(self.method, self.name, ctx.round, "down"), payload)
+        return packed(self.layout, Stamp.of(self.method, self.name, ctx.round, "down"), payload)
 
     def participate(
-        self, data: Buffer, private: State | None, local: Local, ctx: RoundContext
+        self, data: Buffer, private: State | None, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, list[Buffer]]:
         """The client's whole turn: decode, train, encode.
 
         Returns the new private state and the message back, in parts. `data` is let go once the method has returned,
         where the caller has let it go too.
         """
-        reporting = _Reporting(local)
+        reporting = _Reporting(trainer)
         received = [unpack(data, self.layout, Stamp.of(self.method, self.name, ctx.round, "down")).payload]
         del data
         private, payload = self.method.client(private, received.pop(), reporting, ctx)
         stamp = Stamp.of(self.method, self.name, ctx.round, "up")
-        return private, pack_parts(self.layout, stamp, payload, local.num_examples, reporting.report)
+        return private, packed(self.layout, stamp, payload, trainer.num_examples, reporting.report).parts
 
     def receive(self, data: Buffer, round_: int) -> Message:
         """A client's message, decoded; the gate has still to judge it. Raises WireError."""
@@ -61,31 +68,86 @@ class Exchange:
         self.method.check(message.payload, self.spec)
         return message
 
+    def aggregate(self, server: State, uploads: Iterable[Upload]) -> State:
+        """The next state: the terms of every upload folded into sums, and these settled. One upload is in memory at a time.
 
-class _Reporting(Around):
-    """A Local that remembers what the last training reported; of steps on rows apart, how many there were in all."""
+        Without an upload the state is the same object.
+        """
+        sums, ctx = RunningSums(), None
+        for upload in uploads:
+            ctx = upload.ctx
+            terms = self.method.terms(upload.payload, upload.num_examples, self.spec, ctx)
+            sums.add(ctx.client, upload.num_examples, terms)
+            del upload, terms
+        return server if ctx is None else self.method.settle(server, sums, replace(ctx, client="", is_new=False))
 
-    def __init__(self, local: Local) -> None:
-        super().__init__(local)
+
+class _Reporting(Trainer):
+    """A trainer that remembers what the last training reported; of steps on rows apart, how many there were in all."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self.report: Mapping[str, float] = {}
 
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
-        trained = self._local.train(weights) if frozen is None else self._local.train(weights, frozen)
+    @property
+    @override
+    def num_examples(self) -> int:
+        return self._trainer.num_examples
+
+    @property
+    @override
+    def spec(self) -> Spec:
+        return self._trainer.spec
+
+    @property
+    @override
+    def rows(self) -> RowGradients:
+        return _Counting(self._trainer.rows, self)
+
+    @override
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+        trained = self._trainer.train(weights, frozen, penalty)
         self.report = trained.report
         return trained
 
+    @override
     def gradient(self, weights: Weights) -> Trained:
-        found = self._local.gradient(weights)
+        found = self._trainer.gradient(weights)
         self.report = found.report
         return found
 
+
+class _Counting(RowGradients):
+    """Row gradients that report how many batches were drawn."""
+
+    def __init__(self, rows: RowGradients, to: _Reporting) -> None:
+        self._rows, self._to = rows, to
+
+    @property
+    @override
+    def num_examples(self) -> int:
+        return self._rows.num_examples
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        return self._rows.batch_size
+
+    @property
+    @override
+    def steps(self) -> int:
+        return self._rows.steps
+
+    @override
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        drawn = self._local.batches(sampling, steps, rng, skip)
-        self.report = {"steps": self.report.get("steps", 0.0) + len(drawn)}
+        drawn = self._rows.batches(sampling, steps, rng, skip)
+        self._to.report = {"steps": self._to.report.get("steps", 0.0) + len(drawn)}
         return drawn
 
-    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
-        return self._local.per_sample_gradients(weights, batch)
+    @override
+    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
+        return self._rows.per_sample(weights, batch)
 
-    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        return self._local.feature_gradients(weights, batch)
+    @override
+    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        return self._rows.feature(weights, batch)

@@ -13,14 +13,15 @@ from fedveil.config import RunConfig
 from fedveil.contract.budget import check_seeded
 from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.contract.spec import Weights
-from fedveil.contract.trainer import Local
+from fedveil.contract.trainer import Trainer
 from fedveil.federation import cohort
 from fedveil.federation.exchange import Exchange
+from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, claim_of
 from fedveil.rng import secret
 from fedveil.wire.tap import Tap
 
 OnRound = Callable[["Federation", int], None]
-LocalFor = Callable[[str, RoundContext], Local]
+TrainerFor = Callable[[str, RoundContext], Trainer]
 
 
 @dataclass
@@ -29,8 +30,8 @@ class Federation:
 
     Attributes:
         exchange: the method on its spec.
-        config: cohort and run sections are read.
-        local_for: a site's own training, for one round.
+        config: the sections cohort, run and dp are read.
+        trainer_for: a site's own training, for one round.
         sites: names of the sites.
         server: the server's state.
         private: each site's private state; a site that never took part has none.
@@ -40,7 +41,7 @@ class Federation:
 
     exchange: Exchange
     config: RunConfig
-    local_for: LocalFor
+    trainer_for: TrainerFor
     sites: list[str]
     server: State
     private: dict[str, State | None] = field(default_factory=dict)
@@ -51,7 +52,9 @@ class Federation:
     tap: Tap | None = None
 
     def __post_init__(self) -> None:
-        check_seeded(self.exchange.method.budget, self.config.run.deterministic)
+        self._dp = DpSgd.of(self.config.dp)
+        claim = claim_of(self.exchange.method, self._dp)
+        check_seeded(claim.budget if claim else None, self.config.run.deterministic)
         self._server_secret = self._secret("server")
         self._client_secrets = {site: self._secret(f"client:{site}") for site in self.sites}
 
@@ -69,7 +72,7 @@ class Federation:
     def round(self, round_: int) -> None:
         """One round: a cohort, an exchange with each of its sites, the aggregate."""
         chosen = cohort.draw(self.sites, self.config.cohort.fraction, self._server_secret, round_)
-        self.server = self.exchange.method.aggregate(self.server, self._uploads(round_, chosen))
+        self.server = self.exchange.aggregate(self.server, self._uploads(round_, chosen))
         self.participated |= set(chosen)
 
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[Upload]:
@@ -89,8 +92,10 @@ class Federation:
             yield Upload(message.payload, message.num_examples, ctx, message.report)
 
     def _client_turn(self, site: str, down: bytes, ctx: RoundContext) -> bytes:
-        local = self.local_for(site, ctx)
-        self.private[site], up = self.exchange.participate(down, self.private.get(site), local, ctx)
+        trainer = self.trainer_for(site, ctx)
+        if self._dp:
+            trainer = NoisyTrainer(trainer.spec, trainer.rows, self._dp, ctx)
+        self.private[site], up = self.exchange.participate(down, self.private.get(site), trainer, ctx)
         return b"".join(up)
 
     def deployed(self, site: str | None = None) -> Mapping[str, Weights]:

@@ -14,7 +14,7 @@ Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +23,16 @@ from dp_accounting import gaussian_mechanism
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
-from fedveil.contract.budget import Neighbours, Plan, Sampling, check_delta, check_epsilon, check_sampling
+from fedveil.contract.budget import (
+    Neighbours,
+    Plan,
+    Sampling,
+    Spent,
+    Step,
+    check_delta,
+    check_epsilon,
+    check_sampling,
+)
 from fedveil.errors import ConfigError
 
 _RELATION = {
@@ -32,9 +41,6 @@ _RELATION = {
 }
 _LARGEST_MULTIPLIER = 1e6
 _TOLERANCE = 1e-3  # relative, of a calibrated multiplier; always on the private side
-
-Step = tuple[str, int, int, float]  # kind, rows of the site, rows of a batch, z: one look at a record
-Spent = Mapping[Step, int]  # how often
 
 
 def spent(multiplier: float, sampling: Sampling, plan: Plan, across_rounds: bool) -> Spent:

@@ -2,7 +2,7 @@
 
     w <- w - eta (sum_i clip_C(g_i) + N(0, (z C)^2)) / B,   rows by Poisson sampling, `frozen` entries as they were
 
-It is a field of every such method, method.fields = "dp_sgd = {clip = 1.0, noise = 1.1, learning_rate = 0.1, epsilon = 8.0}".
+The section `dp.*` of the run config asks for it: dp.clip = C, dp.noise = z, dp.learning-rate = eta, dp.epsilon.
 
 Formal guarantees, for each row of the site, against everyone but that site:
 1. A training is `steps` Poisson-subsampled Gaussian releases of multiplier z; `privacy_spent` says so to the accountant, and
@@ -10,39 +10,53 @@ Formal guarantees, for each row of the site, against everyone but that site:
    post-processing: it is given nothing that looks at a row in another way.
 2. Sums are divided by the batch size that was meant, and no loss is reported. The number of rows is beside every upload;
    it is taken for public under add-or-remove-one, and does not change under replace-one.
-3. With `epsilon`, a turn that would take a record above it is refused by the site before its rows are looked at.
+3. With an epsilon, a turn that would take a record above it is refused by the site before its rows are looked at.
 
 | case | result |
 |---|---|
 | noise 0 | clipped only: epsilon infinite |
 | a batch that Poisson sampling left empty | a step of noise alone |
 | a frozen entry | bit for bit as it was; its part of a gradient counts for no clipping |
+| a penalty of the method's | its gradient is added to every step, after the noise: it looks at no row |
 | a batch larger than the site's rows | ConfigError, before its rows are looked at |
 | a method that trains twice in a turn | charged twice |
-| a method with noise of its own, or one that sends gradients | ConfigError when it is made |
+| a method with noise of its own, or one that sends gradients | ConfigError before any site is asked |
+| train.accumulate above 1; a task without row gradients | ConfigError before any site is asked |
 | run.deterministic with an epsilon | ConfigError: seeded noise protects nobody |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, final
+from dataclasses import dataclass
+from typing import final
 
-from fedveil.adapters.kinds import Adapter
-from fedveil.contract.budget import Budget, Neighbours, Plan, Sampling, check_claim, check_number
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
+import torch
+from typing_extensions import override
+
+from fedveil.config import DpConfig, RunConfig
+from fedveil.contract.budget import (
+    Budget,
+    Claim,
+    Neighbours,
+    Plan,
+    Sampling,
+    Spent,
+    check_claim,
+    check_number,
+    check_seeded,
+)
+from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Around, Batch, FeatureGradients, Local, PerSample, Preparing, Trained
+from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.errors import ConfigError
-from fedveil.privacy import clipping, noise
+from fedveil.privacy import accounting, clipping, noise
 from fedveil.rng import Stream
 
 
+@final
 @dataclass(frozen=True)
-class DpSgd:
+class DpSgd(Claim):
     """How the noisy steps are made.
 
     Attributes:
@@ -52,7 +66,6 @@ class DpSgd:
         delta, neighbours: of every epsilon.
     """
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     clip: float
     noise: float
     learning_rate: float
@@ -61,156 +74,160 @@ class DpSgd:
     neighbours: Neighbours = Neighbours.REPLACE_ONE
 
     def __post_init__(self) -> None:
-        check_number("dp_sgd.clip", self.clip)
-        check_number("dp_sgd.noise", self.noise, zero=True)
-        check_number("dp_sgd.learning_rate", self.learning_rate)
+        check_number("dp.clip", self.clip)
+        check_number("dp.noise", self.noise, zero=True)
+        check_number("dp.learning-rate", self.learning_rate)
         check_claim(self.epsilon, self.delta, "poisson", self.neighbours)
         if self.epsilon is not None and self.noise == 0:
             raise ConfigError(
-                "dp_sgd.noise: expected more than 0 with an epsilon, found 0; `fedveil privacy plan` says how much it takes"
+                "dp.noise: expected more than 0 with an epsilon, found 0; `fedveil privacy plan` says how much it takes"
             )
 
+    @classmethod
+    def of(cls, config: DpConfig) -> DpSgd | None:
+        """What the section asks for; None where it is left alone. Raises ConfigError."""
+        if config == DpConfig():
+            return None
+        if config.clip == 0:
+            raise ConfigError("dp.clip: expected a number above 0 with other keys of [dp] set, found 0; set it")
+        epsilon = config.epsilon or None
+        return cls(
+            config.clip, config.noise, config.learning_rate, epsilon, config.delta, Neighbours(config.neighbours)
+        )
+
+    @property
+    @override
+    def budget(self) -> Budget:
+        return Budget(math.inf if self.epsilon is None else self.epsilon, self.delta, self.neighbours)
+
+    @override
+    def privacy_spent(self, plan: Plan) -> Spent:
+        """Poisson-subsampled Gaussians."""
+        return accounting.spent(self.noise, "poisson", plan, across_rounds=False)
+
+
+def claim_of(method: Method, dp: DpSgd | None) -> Claim | None:
+    """What a run promises of its rows: by `dp.*`, or by its method; None where it promises nothing."""
+    return dp or (method if isinstance(method, Claim) else None)
+
+
+def checked_claim(method: Method, config: RunConfig, has_row_gradients: bool) -> Claim | None:
+    """The run's claim, once everything that it needs is there.
+
+    Raises:
+        ConfigError: `dp.*` with a method or a task that it does not go with, or a deterministic run with an epsilon.
+    """
+    dp = DpSgd.of(config.dp)
+    if dp is not None:
+        found = ""
+        if isinstance(method, Claim):
+            found = f"{config.method.name}, which adds noise of its own"
+        elif method.sends == "gradients":
+            found = f"{config.method.name}, which sends gradients"
+        elif not has_row_gradients:
+            found = f"the task {config.task.name}, which has no gradients of single rows"
+        elif config.train.accumulate > 1:
+            found = (
+                f"train.accumulate = {config.train.accumulate}, which noisy steps do not know; raise train.batch-size"
+            )
+        if found:
+            raise ConfigError(
+                f"dp: expected a run whose clients can train by noisy steps, found {found}; leave [dp] out"
+            )
+    claim = claim_of(method, dp)
+    check_seeded(claim.budget if claim else None, config.run.deterministic)
+    return claim
+
 
 @final
-@dataclass(frozen=True)
-class Noisy(Method):
-    """A method whose clients train by noisy steps. All else is the method's own.
+class NoisyTrainer(Trainer):
+    """Trains by noisy steps on rows apart, and offers nothing else.
 
-    Attributes:
-        method: whose clients they are.
-        dp_sgd: the steps.
+    Args:
+        spec: what is trained.
+        rows: metered, where the run makes a claim.
     """
 
-    method: Method
-    dp_sgd: DpSgd
-
-    def __post_init__(self) -> None:
-        if self.method.budget is not None or self.method.uploads == "gradients":
-            found = "one with noise of its own" if self.method.budget is not None else "one that sends gradients"
-            raise ConfigError(f"dp_sgd: expected a method that trains without noise, found {found}; leave dp_sgd out")
+    def __init__(self, spec: Spec, rows: RowGradients, how: DpSgd, ctx: RoundContext) -> None:
+        self._spec, self._rows, self._how, self._ctx = spec, rows, how, ctx
+        self._steps = 0
 
     @property
-    def plain(self) -> Method:
-        """The method without the steps."""
-        return self.method
+    @override
+    def num_examples(self) -> int:
+        return self._rows.num_examples
 
     @property
-    def fields(self) -> dict[str, Any]:
-        """Those of the method, and `dp_sgd`."""
-        return self.method.fields | {"dp_sgd": asdict(self.dp_sgd)}
+    @override
+    def spec(self) -> Spec:
+        return self._spec
 
     @property
-    def budget(self) -> Budget:
-        """See Method."""
-        wished = self.dp_sgd.epsilon
-        return Budget(math.inf if wished is None else wished, self.dp_sgd.delta, self.dp_sgd.neighbours)
+    @override
+    def rows(self) -> RowGradients:
+        return _NoRows(self._rows.num_examples)
 
-    def privacy_spent(self, plan: Plan) -> Mapping[tuple[str, int, int, float], int]:
-        """See Method: Poisson-subsampled Gaussians."""
-        from fedveil.privacy import accounting
-
-        return accounting.spent(self.dp_sgd.noise, "poisson", plan, across_rounds=False)
-
-    def training(self, local: Local, ctx: RoundContext) -> NoisySteps:
-        """The Local that the method gets in place of `local`."""
-        return NoisySteps(local, self.dp_sgd, ctx)
-
-    def client(
-        self, private: State | None, down: Payload, local: Local, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
-        """The method's own turn, on noisy steps."""
-        return self.method.client(private, down, self.training(local, ctx), ctx)
-
-    @property
-    def adapter(self) -> Adapter:  # type: ignore[override]
-        """See Method."""
-        return self.method.adapter
-
-    @property
-    def version(self) -> int:  # type: ignore[override]
-        """See Method."""
-        return self.method.version
-
-    @property
-    def server_adapter(self) -> Adapter:
-        """See Method."""
-        return self.method.server_adapter
-
-    @property
-    def prepares(self) -> bool:
-        """See Method."""
-        return self.method.prepares
-
-    @property
-    def uploads(self) -> Literal["weights", "gradients", "coded"]:
-        """See Method."""
-        return self.method.uploads
-
-    def prepare(self, weights: Weights, server: Preparing) -> Weights:
-        """See Method."""
-        return self.method.prepare(weights, server)
-
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        """See Method."""
-        return self.method.init(spec, weights, rng)
-
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """See Method."""
-        return self.method.broadcast(server, ctx)
-
-    def aggregate(self, server: State, uploads: Iterator[Upload]) -> State:
-        """See Method."""
-        return self.method.aggregate(server, uploads)
-
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
-    ) -> Mapping[str, Weights]:
-        """See Method."""
-        return self.method.deployed(server, private, down)
-
-    def layout(self, spec: Spec) -> Layout:
-        """See Method."""
-        return self.method.layout(spec)
-
-    def check(self, payload: Payload, spec: Spec) -> None:
-        """See Method."""
-        self.method.check(payload, spec)
-
-
-@final
-class NoisySteps(Around):
-    """A Local that trains by noisy steps on rows apart."""
-
-    def __init__(self, local: Local, how: DpSgd, ctx: RoundContext) -> None:
-        super().__init__(local)
-        self._how, self._ctx = how, ctx
-
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
-        """`steps` noisy steps from `weights`, which stay as they are. Reports their number alone."""
-        held, how = frozen or {}, self._how
+    @override
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+        """`steps` noisy steps from `weights`, which stay as they are. Reports how many there were in this turn."""
+        held, how, rows = frozen or {}, self._how, self._rows
         now = {n: w.clone() for n, w in weights.items()}
-        drawn = self._local.batches("poisson", self.steps, Stream(self._ctx.noise("rows")(32)))
+        drawn = rows.batches("poisson", rows.steps, Stream(self._ctx.noise("rows")(32)))
         for step, batch in enumerate(drawn):
-            found = self._local.per_sample_gradients(now, batch).gradients
+            found = rows.per_sample(now, batch).gradients
             free = {n: g.masked_fill(held[n], 0.0) if n in held else g for n, g in found.items()}
+            pull = _gradient(penalty, now) if penalty else {}
             for name, total in clipping.clipped_sum(free, how.clip).items():
                 noisy = noise.added(total, how.clip * how.noise, self._ctx.noise(f"noise {name} {step}"))
-                change = (how.learning_rate / self.batch_size) * noisy.to(now[name])
+                change = (how.learning_rate / rows.batch_size) * noisy.to(now[name])
+                change = change + how.learning_rate * pull[name] if name in pull else change
                 now[name] = now[name] - (change.masked_fill(held[name], 0.0) if name in held else change)
-        return Trained(now, {"steps": float(len(drawn))})
+        self._steps += len(drawn)
+        return Trained(now, {"steps": float(self._steps)})
 
+    @override
     def gradient(self, weights: Weights) -> Trained:
         """Refused: nothing accounts for it."""
         raise ConfigError("gradient: expected a method that trains under noisy steps, found one that sends a gradient")
 
+
+def _gradient(penalty: Penalty, weights: Weights) -> Weights:
+    """Of the penalty at these weights."""
+    leaves = {n: w.detach().requires_grad_() for n, w in weights.items()}
+    found = torch.autograd.grad(penalty(leaves), list(leaves.values()), allow_unused=True)
+    return {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
+
+
+@final
+class _NoRows(RowGradients):
+    """What a method sees of the rows under noisy steps: that they are there."""
+
+    def __init__(self, num_examples: int) -> None:
+        self._num_examples = num_examples
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        return 0
+
+    @property
+    @override
+    def steps(self) -> int:
+        return 0
+
+    @property
+    @override
+    def num_examples(self) -> int:
+        return self._num_examples
+
+    @override
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        """See Local."""
         raise ConfigError("batches: expected a method that trains under noisy steps, found one with steps of its own")
 
-    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
-        """Refused: nothing accounts for it."""
+    @override
+    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
         raise ConfigError("batches: expected a method that trains under noisy steps, found one with steps of its own")
 
-    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        """Refused: nothing accounts for it."""
+    @override
+    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
         raise ConfigError("batches: expected a method that trains under noisy steps, found one with steps of its own")

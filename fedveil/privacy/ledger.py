@@ -30,10 +30,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from fedveil.contract.budget import Budget, stated
+from fedveil.contract.budget import Budget, Spent, Step, stated
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
-from fedveil.privacy.accounting import Spent, Step
 from fedveil.records.state import write_atomic
 
 _VERSION = 1

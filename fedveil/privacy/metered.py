@@ -1,65 +1,109 @@
-"""A client's Local whose every look at the rows is in the ledger first."""
+"""Row gradients whose every look at the rows is in the ledger first, and a trainer that offers nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import final
 
-from fedveil.contract.budget import Budget, Plan, Sampling
-from fedveil.contract.method import Method
-from fedveil.contract.spec import Weights
-from fedveil.contract.trainer import Around, Batch, FeatureGradients, Local, PerSample, Trained
+from typing_extensions import override
+
+from fedveil.contract.budget import Claim, Plan, Sampling
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.errors import BudgetError
 from fedveil.privacy.ledger import Ledger
 from fedveil.rng import Stream
 
 
 @final
-class Accounted(Around):
-    """Charges the batches when they are drawn; a batch may be looked at once, and nothing but batches may be.
+class MeteredRows(RowGradients):
+    """Charges the batches when they are drawn. A batch may be looked at once, and nothing but drawn batches may be.
 
-    Attributes:
+    Args:
+        rows: the site's own.
+        claim: what a look costs, and what a record may be charged.
         records: the ledger's names of the rows, in the rows' order.
     """
 
-    def __init__(self, local: Local, method: Method, ledger: Ledger, budget: Budget, records: Sequence[str]) -> None:
-        if len(records) != local.num_examples:
-            raise ValueError(f"records: expected {local.num_examples} names, one a row, found {len(records)}")
-        super().__init__(local)
-        self._method, self._ledger, self._budget, self._records = method, ledger, budget, records
+    def __init__(self, rows: RowGradients, claim: Claim, ledger: Ledger, records: Sequence[str]) -> None:
+        if len(records) != rows.num_examples:
+            raise ValueError(f"records: expected {rows.num_examples} names, one a row, found {len(records)}")
+        self._rows, self._claim, self._ledger, self._records = rows, claim, ledger, records
         self._paid: list[Batch] = []
 
+    @property
+    @override
+    def num_examples(self) -> int:
+        return self._rows.num_examples
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        return self._rows.batch_size
+
+    @property
+    @override
+    def steps(self) -> int:
+        return self._rows.steps
+
+    @override
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        """See Local. Raises BudgetError before anything is looked at."""
-        drawn = self._local.batches(sampling, steps, rng, skip)
-        plan = Plan(1, max(len(drawn), 1), self.batch_size, self.num_examples, self._budget.neighbours)
-        charges = self._method.privacy_spent(plan)
-        rows = (
-            sorted({i for batch in drawn for i in batch.rows}) if sampling == "disjoint" else range(self.num_examples)
-        )
-        self._ledger.charge([self._records[i] for i in rows], charges, self._budget)
+        """Raises BudgetError before anything is looked at."""
+        drawn = self._rows.batches(sampling, steps, rng, skip)
+        budget = self._claim.budget
+        plan = Plan(1, max(len(drawn), 1), self.batch_size, self.num_examples, budget.neighbours)
+        charges = self._claim.privacy_spent(plan)
+        used = sorted({i for b in drawn for i in b.rows}) if sampling == "disjoint" else range(self.num_examples)
+        self._ledger.charge([self._records[i] for i in used], charges, budget)
         self._paid += drawn
         return drawn
 
-    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
-        """See Local. Raises BudgetError for a batch that was not drawn here, or was used already."""
+    @override
+    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
+        """Raises BudgetError for a batch that was not drawn here, or was used already."""
         self._use(batch)
-        return self._local.per_sample_gradients(weights, batch)
+        return self._rows.per_sample(weights, batch)
 
-    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        """See Local. Raises as `per_sample_gradients`."""
+    @override
+    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        """Raises as `per_sample`."""
         self._use(batch)
-        return self._local.feature_gradients(weights, batch)
+        return self._rows.feature(weights, batch)
 
     def _use(self, batch: Batch) -> None:
         if not any(batch is paid for paid in self._paid):
             raise BudgetError("batch: expected one that was drawn and not used yet, found another; draw one more")
         self._paid = [paid for paid in self._paid if paid is not batch]
 
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
-        """Refused: nothing accounts for it."""
+
+@final
+class RowsOnly(Trainer):
+    """A trainer of which a method may use the row gradients alone: nothing would account for plain training."""
+
+    def __init__(self, spec: Spec, rows: RowGradients) -> None:
+        self._spec, self._rows = spec, rows
+
+    @property
+    @override
+    def num_examples(self) -> int:
+        return self._rows.num_examples
+
+    @property
+    @override
+    def spec(self) -> Spec:
+        return self._spec
+
+    @property
+    @override
+    def rows(self) -> RowGradients:
+        return self._rows
+
+    @override
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+        """Refused."""
         raise BudgetError("train: expected noisy steps only under a privacy ledger, found plain training")
 
+    @override
     def gradient(self, weights: Weights) -> Trained:
-        """Refused: nothing accounts for it."""
+        """Refused."""
         raise BudgetError("gradient: expected noisy steps only under a privacy ledger, found a plain gradient")

@@ -27,25 +27,32 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from fedveil.adapters import prompts
-from fedveil.adapters.kinds import Adapter
 from fedveil.adapters.prompt import Prompt
 from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Examples, Prediction, Share, Task
+from fedveil.contract.task import Examples, Prediction, Share, Task, TaskInfo
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import clip_towers, loading
+from fedveil.models import clip_towers, loading, tiny
 from fedveil.models.clip_towers import Seen
+from fedveil.models.loaded_model import LoadedModel
 from fedveil.rows import decoding, reading
 from fedveil.rows.batches import Labelled
 from fedveil.training.adapted import AdaptedTask, check
 
+INFO = TaskInfo(
+    mounts=("texts",),
+    columns=lambda task: (task.image_column, task.target_column),
+    tiny=lambda: tiny.folder("clip-prompt"),
+)
 _NAMES = "fedveil classes"  # of an example: the names of all classes
 _AT_ONCE = 64  # images that the tower sees together
 ZERO_SHOT = "a photo of a"
@@ -53,8 +60,7 @@ ZERO_SHOT = "a photo of a"
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the model itself is loaded at the first need. Raises as text generation's."""
-    check(config, adapter)
-    assert isinstance(adapter, Prompt)
+    check(config, adapter, INFO)
     for key, value, wanted in (
         ("train.quantized-base", config.train.quantized_base, "none"),
         ("train.compile", config.train.compile, False),
@@ -62,7 +68,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     ):
         if value != wanted:
             raise ConfigError(f'{key}: expected {wanted} with the task "clip-prompt", found {value}; leave it out')
-    return ClipPrompt(config, adapter, loading.pick_device(device))
+    return ClipPrompt(config, cast(Prompt, adapter), loading.pick_device(device))  # no other adapter goes before texts
 
 
 @final
@@ -77,8 +83,9 @@ class ClipPrompt(AdaptedTask):
         self._names: tuple[str, ...] = self._given
         self._points: dict[bytes, Tensor] = {}
 
-    def _load(self) -> loading.Base:
-        return clip_towers.load(self.config, self.adapter, self.device)
+    @override
+    def _load(self) -> LoadedModel:
+        return clip_towers.load(self.config, self.adapter, self.device, INFO.tiny())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,7 +126,7 @@ class ClipPrompt(AdaptedTask):
             table, origins, names = decoding.by_class(data / split, task.image_column, columns)
         else:
             folder, file = decoding.folder_of(data), reading.split_file(data, split)
-            table = reading.read(file, (task.image_column, task.target_column))
+            table = reading.read(file, INFO.columns(task))
             origins = reading.numbered(file, len(table))
             names = getattr(table.features[task.target_column], "names", None) or sorted(
                 {value for value in table[task.target_column] if isinstance(value, str)}

@@ -30,17 +30,24 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
-from fedveil.adapters.kinds import Adapter
 from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Examples, Prediction, Share, Task
+from fedveil.contract.task import Examples, Prediction, Share, Task, TaskInfo
 from fedveil.errors import TaskError
 from fedveil.models import library, loading
+from fedveil.models.loaded_model import LoadedModel
 from fedveil.rows import decoding, reading
 from fedveil.rows.batches import Labelled
 from fedveil.training.adapted import AdaptedTask, check
 
+INFO = TaskInfo(mounts=("layers",), columns=lambda task: (task.image_column, task.target_column), tiny=lambda: None)
+TINY_VIT = {  # the tiny base, made in code
+    "image_size": 32, "patch_size": 4, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 384,
+}  # fmt: skip
 MEAN = STD = 0.5
 _KEPT_BYTES = decoding.KEPT_BYTES
 _NAMES = "fedveil classes"  # of an example whose class is a name: all names that there are, sorted
@@ -51,7 +58,7 @@ Pixels = Float[Tensor, "channels height width"]
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the model itself is loaded at the first need. Raises as text generation's."""
-    check(config, adapter)
+    check(config, adapter, INFO)
     return ImageClassification(config, adapter, loading.pick_device(device))
 
 
@@ -72,8 +79,9 @@ class Picture:
 class ImageClassification(AdaptedTask):
     """A model that says which class an image is of. The loss is the mean cross entropy over images."""
 
-    def _load(self) -> loading.Base:
-        return loading.load_classifier(self.config, self.adapter, self.device)
+    @override
+    def _load(self) -> LoadedModel:
+        return loading.load_classifier(self.config, self.adapter, self.device, TINY_VIT)
 
     @property
     def classes(self) -> int:
@@ -92,7 +100,7 @@ class ImageClassification(AdaptedTask):
             table, origins, names = decoding.by_class(data / split, task.image_column, columns)
         else:
             folder, file = decoding.folder_of(data), reading.split_file(data, split)
-            table = reading.read(file, (task.image_column, task.target_column))
+            table = reading.read(file, INFO.columns(task))
             origins = reading.numbered(file, len(table))
             names = sorted({value for value in table[task.target_column] if isinstance(value, str)})
         more = {decoding.FOLDER: folder, _NAMES: tuple(names)}

@@ -13,20 +13,25 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from fedveil.adapters import prefix_layers
-from fedveil.adapters.kinds import Adapter
-from fedveil.adapters.prefix import Prefix
 from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Examples, Share, Task
+from fedveil.contract.task import Examples, Share, Task, TaskInfo
 from fedveil.errors import TaskError
-from fedveil.models import loading
+from fedveil.models import loading, tiny
+from fedveil.models.loaded_model import LoadedModel
 from fedveil.rows import reading
 from fedveil.rows.batches import Row
 from fedveil.training import adapted, causal
 
 SEPARATOR = "\n"
+INFO = TaskInfo(
+    mounts=("layers", "cache"),
+    columns=lambda task: (task.source_column, task.target_column),
+    tiny=lambda: tiny.folder("text-generation"),
+)
 _TEXT_TYPES = (str, int, float, bool)
 
 
@@ -38,7 +43,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
             the rest, or a device that is not there.
         TaskError: no base model at that path.
     """
-    adapted.check(config, adapter)
+    adapted.check(config, adapter, INFO)
     return TextGeneration(config, adapter, loading.pick_device(device))
 
 
@@ -46,14 +51,13 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 class TextGeneration(causal.CausalTask):
     """A language model that continues a source."""
 
-    def _load(self) -> loading.Base:
-        base = loading.load_causal(self.config, self.adapter, self.device)
-        return prefix_layers.fitted(base, self.config, self.adapter) if isinstance(self.adapter, Prefix) else base
+    @override
+    def _load(self) -> LoadedModel:
+        return loading.load_causal(self.config, self.adapter, self.device, INFO.tiny())
 
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
         """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
-        task = self.config.task
-        return reading.examples(data, split, (task.source_column, task.target_column), share, self.config)
+        return reading.examples(data, split, INFO.columns(self.config.task), share, self.config)
 
     def prepare(self, examples: Examples) -> list[Row]:
         """Every row tokenised. Raises TaskError for a row without text in one of the two columns."""

@@ -22,13 +22,15 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from fedveil.adapters.kinds import Adapter
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, TaskConfig
+from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Examples, Share, Task
+from fedveil.contract.task import Examples, Share, Task, TaskInfo
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import library, loading
+from fedveil.models import library, loading, tiny
+from fedveil.models.loaded_model import LoadedModel
 from fedveil.rows import decoding, reading
 from fedveil.rows.batches import Batch, Row
 from fedveil.training import adapted, causal
@@ -39,12 +41,20 @@ LETTERS = string.ascii_uppercase
 _KEPT_BYTES = decoding.KEPT_BYTES
 _OF_TOKENS = {"input_ids", "attention_mask"}
 
+
+def _columns(task: TaskConfig) -> tuple[str, ...]:
+    asked = (task.source_column, task.choices_column) if task.choices_column else ()
+    return (task.image_column, task.target_column, *asked)
+
+
+INFO = TaskInfo(mounts=("layers",), columns=_columns, tiny=lambda: tiny.folder("vision-language"))
+
 Inputs = Mapping[str, Tensor]  # what the model takes of an image: (1, ...) each
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the base itself is loaded at the first need. Raises as text generation's."""
-    adapted.check(config, adapter)
+    adapted.check(config, adapter, INFO)
     return VisionLanguage(config, adapter, loading.pick_device(device))
 
 
@@ -75,14 +85,13 @@ class _Example:
 class VisionLanguage(causal.CausalTask):
     """A model that captions images or chooses answers about them."""
 
-    def _load(self) -> loading.Base:
-        return loading.load_seeing(self.config, self.adapter, self.device)
+    @override
+    def _load(self) -> LoadedModel:
+        return loading.load_seeing(self.config, self.adapter, self.device, INFO.tiny())
 
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
         """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
-        task = self.config.task
-        asked = (task.source_column, task.choices_column) if task.choices_column else ()
-        found = reading.examples(data, split, (task.image_column, task.target_column, *asked), share, self.config)
+        found = reading.examples(data, split, INFO.columns(self.config.task), share, self.config)
         return [{**example, decoding.FOLDER: decoding.folder_of(data)} for example in found]
 
     def prepare(self, examples: Examples) -> list[ImageRow]:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from fedveil.config import RunConfig, TrainConfig
-from fedveil.contract.budget import Sampling
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.task import Rows, Watch, unwatched
-from fedveil.contract.trainer import Batch, FeatureGradients, PerSample, Trained
+from fedveil.contract.trainer import Penalty, Trained
 from fedveil.errors import TaskError
 from fedveil.rng import Stream
 from fedveil.rows import batches
 from fedveil.rows.batches import AnyBatch
-from fedveil.training import per_sample
+from fedveil.training.per_sample import LocalRows
 from fedveil.training.progress import Progress
+from fedveil.training.threads import threads
 
 RECEIVED_ROWS = 64  # rows of the site behind "loss_received"
 
@@ -93,7 +93,12 @@ class LocalTraining:
         """The task's spec."""
         return self._task.spec
 
-    def train(self, weights: Weights, frozen: Weights | None = None) -> Trained:
+    @property
+    def rows(self) -> LocalRows:
+        """The same rows, for steps that tell them apart."""
+        return LocalRows(self._task, self._rows)
+
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
         """Trains from `weights`, which stay as they are; without a step they come back bit for bit. So does what is `frozen`.
 
         The report has loss_received (of `weights`, on the site's first RECEIVED_ROWS rows), loss_trained (mean over the
@@ -106,10 +111,10 @@ class LocalTraining:
         started = time.perf_counter()
         task = self._task
         task.put(weights)
-        with _threads(1 if task.config.run.deterministic else torch.get_num_threads()):
+        with threads(task.config):
             received = task.mean_loss(self._rows[:RECEIVED_ROWS])
             with task.training():
-                losses, tokens = self._steps(frozen or {})
+                losses, tokens = self._steps(frozen or {}, penalty)
         if losses:
             after = {name: p.detach().to(weights[name].device, copy=True) for name, p in task.trained.items()}
         else:
@@ -141,7 +146,7 @@ class LocalTraining:
         order = batches.order(self._rows, train.batch_size, self._rng.torch_generator(), train.bucketing)
         rows = [self._rows[i] for i in order[: train.batch_size]]
         progress = Progress(1, train.learning_rate, self._watch)
-        with _threads(1 if task.config.run.deterministic else torch.get_num_threads()), task.training():
+        with threads(task.config), task.training():
             _forget(parameters)  # a training that an error ended may have left a part of a step's gradient
             ((batch,),) = batches.load([rows], self._collated, parameters[0].device)
             progress.add(self._backward([batch]), batch.tokens)
@@ -154,38 +159,6 @@ class LocalTraining:
         report = {"loss_received": progress.losses[0], "steps": 1.0, "tokens": float(batch.tokens)}
         return Trained(found, {**report, "train_seconds": time.perf_counter() - started})
 
-    @property
-    def batch_size(self) -> int:
-        """train.batch-size."""
-        return self._task.config.train.batch_size
-
-    @property
-    def steps(self) -> int:
-        """See Local; train.accumulate has no part in it. Raises ConfigError for a batch that is larger than the site."""
-        train = self._task.config.train
-        return per_sample.steps(len(self._rows), train.batch_size, train.epochs, train.max_steps)
-
-    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        """See Local."""
-        return per_sample.draw(sampling, len(self._rows), self.batch_size, steps, rng, skip)
-
-    def per_sample_gradients(self, weights: Weights, batch: Batch) -> PerSample:
-        """See Local."""
-        with _threads(1 if self._task.config.run.deterministic else torch.get_num_threads()):
-            return per_sample.gradients(self._task, self.spec, [self._rows[i] for i in batch.rows], weights)
-
-    def feature_gradients(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        """See Local."""
-        threads = 1 if self._task.config.run.deterministic else torch.get_num_threads()
-        with _threads(threads):
-            found = per_sample.feature_gradients(self._task, self.spec, [self._rows[i] for i in batch.rows], weights)
-
-        def pull(gradient: Tensor) -> Weights:
-            with _threads(threads):
-                return found.pull(gradient)
-
-        return FeatureGradients(found.left, found.right, pull)
-
     def _backward(self, step: list[AnyBatch]) -> Tensor:
         """Adds the gradient of the mean loss over the terms of all batches of a step; that loss, on the device."""
         terms = sum(batch.terms for batch in step)
@@ -196,7 +169,7 @@ class LocalTraining:
             losses.append(loss.detach())
         return reduce(torch.add, losses)
 
-    def _steps(self, frozen: Weights) -> tuple[list[float], int]:
+    def _steps(self, frozen: Weights, penalty: Penalty | None) -> tuple[list[float], int]:
         """The loss of each step, and the tokens that all of them read."""
         held = _Held(self._task.trained, frozen)
         train, task = self._task.config.train, self._task
@@ -207,6 +180,8 @@ class LocalTraining:
         with contextlib.closing(batches.load(self._batches(), self._collated, parameters[0].device)) as steps:
             for step in steps:
                 loss = self._backward(step)
+                if penalty:
+                    penalty(self._task.trained).backward()  # type: ignore[no-untyped-call]
                 optimiser.step()
                 held.restore()
                 optimiser.zero_grad()
@@ -269,14 +244,3 @@ def _adamw(parameters: list[Tensor], train: TrainConfig) -> torch.optim.AdamW:
     """On a GPU the whole step is one kernel for many tensors; elsewhere it is torch's own choice."""
     fused = True if all(p.is_cuda for p in parameters) else None
     return torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """`count` threads inside: how a sum is split over threads shows in its last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

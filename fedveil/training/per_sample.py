@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedveil.contract.budget import Sampling, check_batch
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.task import Rows
-from fedveil.contract.trainer import Batch, FeatureGradients, PerSample
+from fedveil.contract.trainer import Batch, FeatureGradients, PerSample, RowGradients
 from fedveil.errors import TaskError
 from fedveil.rng import Stream
+from fedveil.training.threads import threads
 
 
 @runtime_checkable
@@ -58,6 +60,51 @@ class FeatureLoss(Protocol):
         ...
 
 
+@final
+class LocalRows(RowGradients):
+    """The row gradients of one client. train.accumulate has no part in them."""
+
+    def __init__(self, task: Any, rows: Rows) -> None:
+        self._task, self._rows = task, rows
+
+    @property
+    @override
+    def num_examples(self) -> int:
+        return len(self._rows)
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        return int(self._task.config.train.batch_size)
+
+    @property
+    @override
+    def steps(self) -> int:
+        """Raises ConfigError for a batch that is larger than the site."""
+        train = self._task.config.train
+        return steps(len(self._rows), train.batch_size, train.epochs, train.max_steps)
+
+    @override
+    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
+        return draw(sampling, len(self._rows), self.batch_size, steps, rng, skip)
+
+    @override
+    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
+        with threads(self._task.config):
+            return gradients(self._task, self._task.spec, [self._rows[i] for i in batch.rows], weights)
+
+    @override
+    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        with threads(self._task.config):
+            found = feature_gradients(self._task, self._task.spec, [self._rows[i] for i in batch.rows], weights)
+
+        def pull(gradient: Tensor) -> Weights:
+            with threads(self._task.config):
+                return found.pull(gradient)
+
+        return FeatureGradients(found.left, found.right, pull)
+
+
 def steps(num_examples: int, batch_size: int, epochs: int, max_steps: int) -> int:
     """Steps of a participation: whole batches only. Raises ConfigError for a batch that is larger than the site."""
     check_batch(batch_size, num_examples)
@@ -66,7 +113,7 @@ def steps(num_examples: int, batch_size: int, epochs: int, max_steps: int) -> in
 
 
 def draw(sampling: Sampling, num_examples: int, batch_size: int, count: int, rng: Stream, skip: int = 0) -> list[Batch]:
-    """See `Local.batches`. Raises ConfigError for a batch that is larger than the site."""
+    """See `RowGradients.batches`. Raises ConfigError for a batch that is larger than the site."""
     check_batch(batch_size, num_examples)
     if sampling == "poisson":
         taken = rng.bernoulli(batch_size / num_examples, (skip + count, num_examples))[skip:]
@@ -108,7 +155,7 @@ def gradients(task: object, spec: Spec, rows: Rows, weights: Weights) -> PerSamp
 
 
 def feature_gradients(task: object, spec: Spec, rows: Rows, weights: Weights) -> FeatureGradients:
-    """See Local.feature_gradients; on the weights' device.
+    """See `RowGradients.feature`; on the weights' device.
 
     Raises:
         TaskError: weights that are not the spec's, or a task or an adapter without such features.

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +62,7 @@ class Message:
         num_examples: as found; None on the way down. Not yet judged.
         report: figures the client reports, names checked, values as found.
         field_bytes: raw bytes by field name.
+        disclosed: what it says to whoever sees it, as `describe` has it.
         norms: Euclidean norm of each floating-point field, taken while its checksum was; not finite where a value is
             not, or where the squares overflow.
     """
@@ -71,6 +72,7 @@ class Message:
     report: Mapping[str, Any] = field(default_factory=dict)
     field_bytes: Mapping[str, int] = field(default_factory=dict)
     norms: Mapping[str, float] = field(default_factory=dict)
+    disclosed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def payload_bytes(self) -> int:
@@ -93,17 +95,30 @@ def pack(
     report: Mapping[str, float] | None = None,
 ) -> bytes:
     """The message as bytes. Raises WireError for a payload that is not as the layout declares it."""
-    return b"".join(pack_parts(layout, stamp, payload, num_examples, report))
+    return b"".join(packed(layout, stamp, payload, num_examples, report).parts)
 
 
-def pack_parts(
+@dataclass(frozen=True)
+class Packed:
+    """A message that is about to leave.
+
+    Attributes:
+        parts: to be joined. Dense fields are views of the payload's tensors: nothing is copied.
+        disclosed: what it says to whoever sees it, as `describe` has it.
+    """
+
+    parts: list[Buffer]
+    disclosed: Mapping[str, Any]
+
+
+def packed(
     layout: Layout,
     stamp: Stamp,
     payload: Payload,
     num_examples: int | None = None,
     report: Mapping[str, float] | None = None,
-) -> list[Buffer]:
-    """The message as parts to be joined. Dense fields are views of the payload's tensors: nothing is copied."""
+) -> Packed:
+    """As `pack`, in parts."""
     declared = layout.fields_of(stamp.direction, payload.variant)
     conformity.check_names(layout, stamp.direction, payload.variant, payload.fields)
     conformity.check_scalars(layout, stamp.direction, payload.scalars)
@@ -121,7 +136,8 @@ def pack_parts(
         parts += [*encoded, bytes(-size % 8)]
     header = _header(layout, stamp, payload, entries, num_examples, dict(report or {}))
     prefix = header_.MAGIC + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1]
-    return [prefix, header, bytes(-(header_.PREFIX + len(header)) % 8), *parts]
+    parts = [prefix, header, bytes(-(header_.PREFIX + len(header)) % 8), *parts]
+    return Packed(parts, _disclosed(payload.variant, entries, payload.scalars, sum(map(len, parts))))
 
 
 def _header(
@@ -177,7 +193,8 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
     fields = {entry[0]: value for (_, _, entry), (value, _) in zip(jobs, read, strict=True)}
     norms = {entry[0]: norm for (_, _, entry), (_, norm) in zip(jobs, read, strict=True) if norm is not None}
     payload = Payload(fields, variant, header["scalars"])
-    return Message(payload, header["num_examples"], header["report"], sizes, norms)
+    disclosed = _disclosed(variant, header["fields"], header["scalars"], len(whole))
+    return Message(payload, header["num_examples"], header["report"], sizes, norms, disclosed)
 
 
 def _read_field(job: tuple[memoryview, Field, list[Any]]) -> tuple[Value, float | None]:
@@ -237,10 +254,16 @@ def describe(data: Buffer) -> dict[str, Any]:
     """
     whole = memoryview(data).cast("B")
     header, _ = header_.read(whole)
+    return _disclosed(header["variant"], header["fields"], header["scalars"], len(whole))
+
+
+def _disclosed(
+    variant: str, entries: Sequence[Sequence[Any]], scalars: Mapping[str, Any], total_bytes: int
+) -> dict[str, Any]:
     return {
-        "variant": header["variant"],
-        "bytes": len(whole),
-        "payload_bytes": sum(entry[3] for entry in header["fields"]),
-        "fields": [entry[:4] for entry in header["fields"]],
-        "scalars": header["scalars"],
+        "variant": variant,
+        "bytes": total_bytes,
+        "payload_bytes": sum(entry[3] for entry in entries),
+        "fields": [list(entry[:4]) for entry in entries],
+        "scalars": dict(scalars),
     }

@@ -32,14 +32,14 @@ def federate(tmp_path) -> Federate:
     """Makes a federation of `name` that writes to a tap, and what its server can see; the test runs it."""
 
     def make(
-        name: str, spec, weights, local_for, fields: str = "", sites: Sequence[str] = "abcd", rounds: int = 6,
+        name: str, spec, weights, trainer_for, fields: str = "", sites: Sequence[str] = "abcd", rounds: int = 6,
         fraction: float = 1.0, seed: int = 3,
     ) -> tuple[Federation, View]:  # fmt: skip
         flat = {"run.deterministic": True, "run.seed": seed, "run.rounds": rounds, "cohort.fraction": fraction}
         exchange = Exchange(create(name, fields), name, spec)
         state = exchange.method.init(spec, weights, rng.initial(seed, "method init"))
         tap = Tap(tmp_path / f"{name}{fields}{seed}".replace(" ", "").replace("=", "-"))
-        federation = Federation(exchange, parse(flat), local_for, list(sites), state, tap=tap)
+        federation = Federation(exchange, parse(flat), trainer_for, list(sites), state, tap=tap)
         return federation, View.server(tap, exchange)
 
     return make

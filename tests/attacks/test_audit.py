@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fedveil.attacks import audit
-from fedveil.attacks.audit import WRONG_SITE, Finding, Sample
+from fedveil.attacks import audit, findings
+from fedveil.attacks.base import Knowledge
+from fedveil.attacks.findings import WRONG_SITE, Finding
+from fedveil.attacks.samples import Sample
 
 CONTROL = SimpleNamespace(loss_share=0.08, rounds=4)
 
@@ -19,8 +21,8 @@ def found(model: str, attack: str, verdict: str) -> Finding:
     return Finding(model, attack, interval, interval, interval, 0.0, 30, 30, verdict)
 
 
-def note(attack: str, *findings: Finding) -> str:
-    (said,) = [n for n in audit._notes(findings, CONTROL) if n.startswith(f"{attack}:")]
+def note(attack: str, *given: Finding) -> str:
+    (said,) = [n for n in findings.notes(given, CONTROL) if n.startswith(f"{attack}:")]
     return said
 
 
@@ -59,12 +61,12 @@ def test_the_alignment_loses_on_wrong_sites_unless_it_wins_on_more_than_one_in_f
     assert "both controls hold" in note("alignment", won, seen, *one)
     two = [*wrong[:2], found("s2", WRONG_SITE, "above"), found("s3", WRONG_SITE, "above")]
     assert "NOT usable" in note("alignment", won, seen, *two)
-    assert not [n for n in audit._notes([won, seen, *wrong], CONTROL) if n.startswith(WRONG_SITE)]
+    assert not [n for n in findings.notes([won, seen, *wrong], CONTROL) if n.startswith(WRONG_SITE)]
 
 
 def test_a_finding_has_the_statistics_of_its_scores():
     rng = np.random.default_rng(3)
-    f = audit.finding("server", "loss", rng.normal(2.0, 1.0, 200), rng.normal(0.0, 1.0, 200), 0)
+    f = findings.finding("server", "loss", rng.normal(2.0, 1.0, 200), rng.normal(0.0, 1.0, 200), 0)
     assert (f.members, f.non_members, f.verdict) == (200, 200, "above")
     assert f.auroc[1] < f.auroc[0] < f.auroc[2]
     assert f.auroc[0] == pytest.approx(0.92, abs=0.04)  # Phi(2 / sqrt 2)
@@ -96,7 +98,7 @@ class _Recorder:
     [
         ("weights", {("scores", "a"), ("alignment", "a"), (WRONG_SITE, "a")}, ""),
         ("gradients", {("alignment", "a"), (WRONG_SITE, "a")}, "Sites send gradients"),
-        ("coded", set(), "uploads are NOT attacked"),
+        ("changes", set(), "uploads are NOT attacked"),
     ],
 )
 def test_what_uploads_are_decides_how_sites_are_attacked(uploads, attacked, said, monkeypatch):
@@ -106,7 +108,7 @@ def test_what_uploads_are_decides_how_sites_are_attacked(uploads, attacked, said
     rebuilt = SimpleNamespace(coverage=1.0, staleness=0, weights={})
     monkeypatch.setattr(audit.factor_pairing, "latest", lambda *_: rebuilt)
     monkeypatch.setattr(audit.factor_pairing, "merged", lambda *_: rebuilt)
-    view = SimpleNamespace(exchange=SimpleNamespace(method=SimpleNamespace(uploads=uploads)))
+    view = SimpleNamespace(exchange=SimpleNamespace(method=SimpleNamespace(sends=uploads)))
     knowledge = SimpleNamespace(task=None, initial={}, server={})
     control = SimpleNamespace(task=None, weights={}, members=[1], view=None, loss_share=0.1, rounds=4)
     sample = Sample([1], [""])
@@ -115,3 +117,8 @@ def test_what_uploads_are_decides_how_sites_are_attacked(uploads, attacked, said
     assert ("scores", "server") in recorder.calls
     assert said in " ".join(result.notes)
     assert bool(result.rebuilt) == (uploads == "weights")
+
+
+def test_an_audit_without_the_final_model_is_refused():
+    with pytest.raises(ValueError, match="knowledge.server: expected the server's final model"):
+        audit.audit(None, Knowledge(None, {}), {}, Sample([], []), CONTROL, 0)

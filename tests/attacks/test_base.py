@@ -12,13 +12,13 @@ from fedveil.strategies.fedrand import FedRand
 from fedveil.wire import envelope
 from fedveil.wire.tap import Tap
 from tests.attacks.toy import federation
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer
 
 
 @pytest.fixture
 def run(tmp_path, lora_spec, lora_weights):
     """Three sites under FedRand, two of them in each of four rounds."""
-    sites = {site: ToyLocal(lora_spec, 2 + ord(site), ord(site) / 100) for site in "abc"}
+    sites = {site: ToyTrainer(lora_spec, 2 + ord(site), ord(site) / 100) for site in "abc"}
     done = federation(FedRand(), "fedrand", tmp_path, sites, lora_weights, rounds=4, fraction=0.5)
     done.run()
     return done

@@ -14,7 +14,7 @@ from fedveil.config import parse
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.spec import TensorSpec, Weights
 from fedveil.contract.task import Prediction
-from fedveil.contract.trainer import Local, Trained
+from fedveil.contract.trainer import Trained, Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.wire.tap import Tap
@@ -98,7 +98,7 @@ class Descent:
     def spec(self):
         return self.task.spec
 
-    def train(self, weights: Weights) -> Trained:
+    def train(self, weights: Weights, frozen=None, penalty=None) -> Trained:
         self.started_from.append({name: w.clone() for name, w in weights.items()})
         self.task.put(weights)
         optimiser = torch.optim.SGD(self.task.trained.values(), lr=self.rate)
@@ -121,12 +121,12 @@ def federation(
     method: Method,
     name: str,
     folder: Path,
-    locals_: dict[str, Local],
+    locals_: dict[str, Trainer],
     weights: Weights,
     rounds: int = 6,
     fraction: float = 1.0,
     seed: int = 3,
-    wrap: Callable[[str, RoundContext, Local], Local] = lambda site, ctx, local: local,
+    wrap: Callable[[str, RoundContext, Trainer], Trainer] = lambda site, ctx, local: local,
 ) -> Federation:
     """A federation over `locals_` with a tap in `folder`; not run yet."""
     spec = next(iter(locals_.values())).spec

@@ -39,7 +39,7 @@ def in_process(flat: Mapping[str, Any], data: Path, sites: int) -> inprocess.Fed
     run = inprocess.Federation(
         Exchange(method, config.method.name, task.spec),
         config,
-        lambda site, ctx: task.local(rows[site], ctx.rng("batches")),
+        lambda site, ctx: task.trainer(rows[site], ctx.rng("batches")),
         sorted(rows),
         method.init(task.spec, weights, rng.initial(config.run.seed, "method init")),
     )

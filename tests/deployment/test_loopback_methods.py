@@ -94,8 +94,8 @@ def test_noisy_steps_under_fedrand_are_charged_at_every_site(text, tmp_path):
         "run.deterministic": False,
         "cohort.repeats": 0,
     }
-    counted = "dp_sgd = {clip = 1.0, noise = 2.0, learning_rate = 0.1}"
-    ended = over_grpc(text, tmp_path / "first", flat | {"method.fields": counted})
+    counted = {"dp.clip": 1.0, "dp.noise": 2.0, "dp.learning-rate": 0.1}
+    ended = over_grpc(text, tmp_path / "first", flat | counted)
     assert ended.completed, ended.reason
     reports = lines(tmp_path / "first" / "fedrand" / "metrics.jsonl")[-1]["reports"]
     assert all(set(report) == {"num_examples", "steps"} for report in reports.values())
@@ -110,8 +110,7 @@ def test_noisy_steps_under_fedrand_are_charged_at_every_site(text, tmp_path):
             assert {name[-1] for name, *_ in line["fields"]} == {line["variant"]}
     before = [path.read_bytes() for path in ledgers]
     allowed = accounting.epsilon({("poisson", rows, 4, 2.0): 4}, 1e-5, Neighbours.REPLACE_ONE) * 1.001
-    bounded = counted.replace("}", f", epsilon = {allowed}}}")
-    again = over_grpc(text, tmp_path / "again", flat | {"method.fields": bounded})
+    again = over_grpc(text, tmp_path / "again", flat | counted | {"dp.epsilon": allowed})
     assert not again.completed
     assert "spent" in again.reason
     assert [path.read_bytes() for path in ledgers] == before

@@ -15,7 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedveil import tasks
 from fedveil.contract.spec import TensorSpec
 from fedveil.contract.task import Task
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer
 
 SHAPES = {"h.0.lora_A": (2, 5), "h.0.lora_B": (7, 2), "h.1.lora_A": (2, 7), "h.1.lora_B": (3, 2)}
 
@@ -42,9 +42,9 @@ class ToyTask(Task):
     def prepare(self, examples):
         return examples
 
-    def local(self, rows, rng, watch=None):
+    def trainer(self, rows, rng, watch=None):
         step = float(torch.rand((), generator=rng.torch_generator()))
-        return ToyLocal(self.spec_, len(rows), step)
+        return ToyTrainer(self.spec_, len(rows), step)
 
     def predict(self, weights, rows, generate=False):
         raise NotImplementedError

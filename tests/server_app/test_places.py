@@ -53,9 +53,6 @@ def test_fedsp_without_rows_of_the_servers_own_is_refused_with_the_way_out(tmp_p
 
 
 def test_noisy_steps_need_a_task_whose_rows_have_gradients_of_their_own(tmp_path):
-    noisy = "dp_sgd = {clip = 1.0, noise = 1.0, learning_rate = 0.1}"
-    flat = {"method.name": "fedrand", "method.fields": noisy, "task.name": "vision-language", "run.name": "r"}
-    with pytest.raises(
-        ConfigError, match="dp_sgd: expected a task with gradients of single rows, found vision-language"
-    ):
+    flat = {"method.name": "fedrand", "dp.clip": 1.0, "dp.noise": 1.0, "task.name": "vision-language", "run.name": "r"}
+    with pytest.raises(ConfigError, match="found the task vision-language, which has no gradients of single rows"):
         prepare(parse(flat), RunFolder(tmp_path / "run"), "r")

@@ -21,6 +21,7 @@ from fedveil.errors import ConfigError, QuorumError, StateError
 from fedveil.federation.exchange import Exchange
 from fedveil.records.state import digest
 from fedveil.server_app.record import RunFolder
+from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.strategies.fedrand import FedRand
@@ -52,7 +53,9 @@ def initial(task) -> ArrayRecord:
 
 def strategy(method=None, **more) -> MethodStrategy:
     cohort = CohortConfig(**(QUICK | more.pop("cohort", {})))
-    return MethodStrategy(method or FedRand(), cohort=cohort, seed=9, deterministic=True, **more)
+    named = {key: more.pop(key) for key in ("name", "tap", "limits") if key in more}
+    settings = RunSettings(cohort, seed=9, deterministic=True, **named)
+    return MethodStrategy(method or FedRand(), settings, **more)
 
 
 def test_it_is_a_flower_strategy_for_anybody_s_serverapp(grid, task):
@@ -86,10 +89,10 @@ def test_grid_and_in_process_end_bit_identical(method, fraction, grid, task):
     start = method.init(task.spec, task.initial(rng.initial(9, "weights")), rng.initial(9, "method init"))
     sites = sorted(SITES)
 
-    def local_for(site, ctx):
-        return task.local([{}] * (3 + sites.index(site)), ctx.rng("batches"))
+    def trainer_for(site, ctx):
+        return task.trainer([{}] * (3 + sites.index(site)), ctx.rng("batches"))
 
-    run = fedveil.federation.inprocess.Federation(exchange, config, local_for, sites, start)
+    run = fedveil.federation.inprocess.Federation(exchange, config, trainer_for, sites, start)
     run.run()
     assert digest(over_grid) == digest(run.deployed()["server"])
     assert ours.history[-1].weights == digest(over_grid)
@@ -248,7 +251,7 @@ def test_the_text_of_a_client_s_exception_stays_at_the_site(grid, task, monkeypa
         raise ValueError("patient 4711 has ...")
 
     ours = strategy(FedAvg(), cohort={"repeats": 0})
-    monkeypatch.setattr(type(task), "local", explode)
+    monkeypatch.setattr(type(task), "trainer", explode)
     with pytest.raises(QuorumError) as error:
         ours.start(grid(), initial(task), num_rounds=1)
     assert "ValueError at the site" in ours.history[0].failed["east"]

@@ -54,7 +54,7 @@ class Toy(Task):
     def prepare(self, examples):
         return examples
 
-    def local(self, rows, rng, watch=None):
+    def trainer(self, rows, rng, watch=None):
         return ToyTraining(self, rows, rng, watch)
 
     def predict(self, weights, rows, generate=False):
@@ -69,7 +69,7 @@ class ToyTraining:
         self.spec, self.orders, self.num_examples = task.spec, rows[0], len(rows)
         self.step, self.watch = float(torch.rand((), generator=rng.torch_generator())), watch
 
-    def train(self, weights):
+    def train(self, weights, frozen=None, penalty=None):
         self.held = torch.ones(self.orders["hold_mb"] * 250_000)
         for step in range(1, self.orders["steps"] + 1):
             time.sleep(self.orders["pause"])

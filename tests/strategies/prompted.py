@@ -30,7 +30,7 @@ class Drawn:
     def spec(self):
         return {name: TensorSpec(shape) for name, shape in self.adapter.shapes(WIDTH).items()}
 
-    def train(self, weights) -> Trained:
+    def train(self, weights, frozen=None, penalty=None) -> Trained:
         self.started_from.append({n: w.clone() for n, w in weights.items()})
         now = {n: w.clone().requires_grad_() for n, w in weights.items()}
         for _ in range(10):
@@ -47,7 +47,7 @@ class Run:
         self.locals = {s: Drawn(method.adapter, t, n) for s, t, n in zip("xyz", targets, counts, strict=False)}
         spec = self.locals["x"].spec
         self.exchange = Exchange(method, name, spec)
-        initial = prompts.draw(method.adapter, {n: t.shape for n, t in spec.items()}, rng.initial(0, "weights"))
+        initial = method.adapter.draw({n: t.shape for n, t in spec.items()}, rng.initial(0, "weights"), {})
         self.server = method.init(spec, initial, rng.initial(0, "method init"))
         self.private, self.bytes, self.uploads = {}, b"", []
 
@@ -63,5 +63,5 @@ class Run:
             self.bytes += down + up
             message = self.exchange.receive(up, number)
             self.uploads.append(Upload(message.payload, message.num_examples, ctx))
-        self.server = self.exchange.method.aggregate(self.server, iter(self.uploads))
+        self.server = self.exchange.aggregate(self.server, iter(self.uploads))
         return self

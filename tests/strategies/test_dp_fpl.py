@@ -23,9 +23,10 @@ from fedveil.federation.inprocess import Federation
 from fedveil.privacy import accounting, noise
 from fedveil.privacy import sampling as rows_of_turn
 from fedveil.privacy.ledger import Ledger
-from fedveil.privacy.metered import Accounted
+from fedveil.privacy.metered import MeteredRows, RowsOnly
 from fedveil.strategies.dp_fpl import DpFpl
 from fedveil.wire.tap import Tap
+from tests.conftest import aggregated
 from tests.prompt_toy import CLASSES, LENGTH, SPACE, WIDTH, TextTask, local_of
 
 SPEC = {"prompt": TensorSpec((LENGTH, WIDTH))}
@@ -48,7 +49,7 @@ def turn(method, local, private=None, ctx=CTX, p_global=None):
 
 
 def turn_of(method, local, ctx):
-    return rows_of_turn.batches(local, method.sampling, ctx, method.exchange == "batch")
+    return rows_of_turn.batches(local.rows, method.sampling, ctx, method.exchange == "batch")
 
 
 # --- factors and Eq. 4
@@ -109,12 +110,12 @@ def test_a_step_without_noise_is_gradient_descent_at_full_rank():
     method, local = make(rank=5, adapter=Prompt(LENGTH), sampling="fixed", **QUIET), local_of(8, batch_size=8)
     own = prompt(2)
     private, up = turn(method, local, State({"prompt": own}))
-    g = local.per_sample_gradients({"prompt": prompt(1) + own}, local.batches("fixed", 1, rng.Stream(bytes(32)))[0])
+    g = local.rows.per_sample({"prompt": prompt(1) + own}, local.rows.batches("fixed", 1, rng.Stream(bytes(32)))[0])
     mean = g.gradients["prompt"].mean(0)
     assert torch.allclose(up.fields["prompt"], mean, atol=1e-6)
     # rank 5 = width: row(v) is everything, so the projection is whole here too
     assert torch.allclose(private.tensors["prompt"], own - 0.25 * mean, atol=1e-6)
-    after = method.aggregate(State({"prompt": prompt(1)}), iter([Upload(up, 8, CTX)]))
+    after = aggregated(method, State({"prompt": prompt(1)}), iter([Upload(up, 8, CTX)]))
     assert torch.allclose(after.tensors["prompt"], prompt(1) - 0.5 * mean, atol=1e-6)
 
 
@@ -124,16 +125,16 @@ def test_epoch_form_sends_the_change_of_the_local_copy():
     private, up = turn(method, local, own, replace(CTX, seeded=True))
     p_global, p_local = prompt(1), prompt(2)
     stream = replace(CTX, seeded=True).noise("rows")(32)
-    for step, batch in enumerate(local.batches("disjoint", 6, rng.Stream(stream))):
+    for step, batch in enumerate(local.rows.batches("disjoint", 6, rng.Stream(stream))):
         start = torch.randn(WIDTH, 3, generator=CTX.rng(f"factors {step}").torch_generator())
         u, v = low_rank.factorise(p_local, start)
-        g = local.per_sample_gradients({"prompt": p_global + p_local}, batch).gradients["prompt"].sum(0) / 4
+        g = local.rows.per_sample({"prompt": p_global + p_local}, batch).gradients["prompt"].sum(0) / 4
         p_local = p_local - 0.25 * low_rank.full_gradient(u, v, g @ v.T, u.T @ g)
         p_global = p_global - 0.5 * g
     assert step == 5
     assert torch.allclose(up.fields["prompt"], p_global - prompt(1), atol=1e-5)
     assert torch.allclose(private.tensors["prompt"], p_local, atol=1e-5)
-    after = method.aggregate(State({"prompt": prompt(1)}), iter([Upload(up, 12, CTX)]))
+    after = aggregated(method, State({"prompt": prompt(1)}), iter([Upload(up, 12, CTX)]))
     assert torch.allclose(after.tensors["prompt"], p_global, atol=1e-5)
 
 
@@ -192,7 +193,7 @@ def test_the_servers_noise_has_the_nominal_size(mode, monkeypatch):
     monkeypatch.setattr(noise, "added", lambda value, std, source: asked.append(std) or value)
     method = make(mode=mode, epsilon=0.1, rounds=100)
     payload = Payload({"prompt": prompt(1), "rows_a_step": torch.tensor(32.0)})
-    method.aggregate(State({"prompt": prompt(2)}), iter([Upload(payload, 5, CTX)] * 3))
+    aggregated(method, State({"prompt": prompt(2)}), iter([Upload(payload, 5, CTX)] * 3))
     assert asked == [pytest.approx(106.03 / 3, rel=1e-3)]
     with pytest.raises(WireError, match="rows_a_step"):
         method.check(Payload({"prompt": prompt(1), "rows_a_step": torch.tensor(float("nan"))}), SPEC)
@@ -200,7 +201,7 @@ def test_the_servers_noise_has_the_nominal_size(mode, monkeypatch):
 
 def test_an_empty_poisson_batch_is_a_step_of_noise_alone(monkeypatch):
     local = local_of(12)
-    monkeypatch.setattr(type(local), "batches", lambda *a: [type("B", (), {"rows": ()})()])
+    monkeypatch.setattr(type(local.rows), "batches", lambda *a: [type("B", (), {"rows": ()})()])
     private, up = turn(make(noise_local=0.0, noise_global=0.0), local, State({"prompt": prompt(2)}))
     assert not up.fields["prompt"].any()
     assert torch.equal(private.tensors["prompt"], prompt(2))
@@ -238,8 +239,8 @@ def test_texts_get_one_noise_worth_both_on_the_sum_and_only_then_are_pulled_back
     assert std == pytest.approx(0.5 * 2.4)
     assert total.shape == (CLASSES, SPACE)
     assert float(total.norm()) <= 8 * 0.5
-    batch = local.batches("fixed", 1, rng.Stream(bytes(32)))[0]
-    pulled = local.feature_gradients({"prompt": prompt(1) + prompt(2)}, batch).pull((total + 1.0) / 8)
+    batch = local.rows.batches("fixed", 1, rng.Stream(bytes(32)))[0]
+    pulled = local.rows.feature({"prompt": prompt(1) + prompt(2)}, batch).pull((total + 1.0) / 8)
     assert torch.allclose(up.fields["prompt"], pulled["prompt"], atol=1e-5)
 
 
@@ -269,13 +270,13 @@ def test_texts_cost_what_the_prompt_costs_and_a_batch_is_used_once(tmp_path):
     method = make(clipped="texts")
     ledger = Ledger(tmp_path / "s.json")
     names = [f"r{i}" for i in range(12)]
-    local = Accounted(local_of(12, kind=TextTask), method, ledger, method.budget, names)
-    turn(method, local)
+    rows = MeteredRows(local_of(12, kind=TextTask).rows, method, ledger, names)
+    turn(method, RowsOnly(SPEC, rows))
     assert ledger.epsilon("r0", method.budget) > 0
-    (batch,) = local.batches("poisson", 1, rng.Stream(bytes(32)))
-    local.feature_gradients({"prompt": prompt(1)}, batch)
+    (batch,) = rows.batches("poisson", 1, rng.Stream(bytes(32)))
+    rows.feature({"prompt": prompt(1)}, batch)
     with pytest.raises(BudgetError):
-        local.feature_gradients({"prompt": prompt(1)}, batch)
+        rows.feature({"prompt": prompt(1)}, batch)
 
 
 # --- what is private
@@ -346,8 +347,9 @@ def test_deployed_prompts():
 @pytest.mark.parametrize("residual", [True, False, "rank-k"])
 def test_the_gradient_is_taken_at_what_residual_forwards(residual, monkeypatch):
     local, seen = local_of(4), []
-    real = type(local).per_sample_gradients
-    monkeypatch.setattr(type(local), "per_sample_gradients", lambda s, w, b: seen.append(w["prompt"]) or real(s, w, b))
+    rows = type(local.rows)
+    real = rows.per_sample
+    monkeypatch.setattr(rows, "per_sample", lambda s, w, b: seen.append(w["prompt"]) or real(s, w, b))
     turn(make(residual=residual), local, State({"prompt": prompt(2)}))
     start = torch.randn(WIDTH, 3, generator=CTX.rng("factors 0").torch_generator())
     u, v = low_rank.factorise(prompt(2), start)
@@ -395,18 +397,20 @@ def test_the_honest_epsilons_of_the_nominal_noise(nominal, row):
 
 def test_events_compose_the_two_releases_and_nothing_is_claimed_without_noise():
     method, plan = make(noise_local=3.0, noise_global=4.0), Plan(10, 1, 4, 12, REPLACE)
-    event = method.dp_event(plan)
+    event = accounting.event(method.privacy_spent(plan))
     assert event.count == 10
     assert event.event.sampling_probability == pytest.approx(1 / 3)
     assert event.event.event.noise_multiplier == pytest.approx(2.4)
-    assert isinstance(make(noise_global=0.0).dp_event(plan).event, NonPrivateDpEvent)
+    silent = make(noise_global=0.0).privacy_spent(plan)
+    assert isinstance(accounting.event(silent).event, NonPrivateDpEvent)
     epoch = make(exchange="epoch", sampling="disjoint")
     assert list(epoch.privacy_spent(Plan(10, 6, 4, 12, REPLACE)).values()) == [20]
 
 
 def accounted(method, path, count=12, **config):
     local, ledger = local_of(count, **config), Ledger(path)
-    return Accounted(local, method, ledger, method.budget, [f"r{i}" for i in range(count)]), ledger
+    rows = MeteredRows(local.rows, method, ledger, [f"r{i}" for i in range(count)])
+    return RowsOnly(SPEC, rows), ledger
 
 
 def cost(method, rounds: int, steps: int = 1) -> float:
@@ -441,12 +445,12 @@ def test_disjoint_batches_charge_their_own_records_only(tmp_path):
 def test_under_the_ledger_nothing_is_looked_at_for_free(tmp_path):
     method = make()
     local, _ = accounted(method, tmp_path / "s.json")
-    (batch,) = local.batches("poisson", 1, rng.Stream(bytes(32)))
+    (batch,) = local.rows.batches("poisson", 1, rng.Stream(bytes(32)))
     weights = {"prompt": prompt(1)}
-    local.per_sample_gradients(weights, batch)
+    local.rows.per_sample(weights, batch)
     for act in (
-        lambda: local.per_sample_gradients(weights, batch),
-        lambda: local.per_sample_gradients(weights, local_of().batches("poisson", 1, rng.Stream(bytes(32)))[0]),
+        lambda: local.rows.per_sample(weights, batch),
+        lambda: local.rows.per_sample(weights, local_of().rows.batches("poisson", 1, rng.Stream(bytes(32)))[0]),
         lambda: local.train(weights),
         lambda: local.gradient(weights),
     ):

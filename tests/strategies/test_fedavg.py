@@ -12,7 +12,7 @@ from fedveil.contract.spec import spec_of
 from fedveil.federation.exchange import Exchange
 from fedveil.strategies import create
 from fedveil.strategies.fedavg import FedAvg
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer, aggregated
 
 CTX = RoundContext(0, "a", True, bytes(32))
 
@@ -24,13 +24,13 @@ def upload(values, n: int) -> Upload:
 def test_mean_by_hand():
     """(3 * 1 + 1 * 5) / 4 = 2 and (3 * -2 + 1 * 6) / 4 = 0."""
     server = State({"w": torch.zeros(2)})
-    new = FedAvg(adapter=AllWeights()).aggregate(server, iter([upload([1.0, -2.0], 3), upload([5.0, 6.0], 1)]))
+    new = aggregated(FedAvg(adapter=AllWeights()), server, iter([upload([1.0, -2.0], 3), upload([5.0, 6.0], 1)]))
     assert new.tensors["w"].tolist() == [2.0, 0.0]
 
 
 def test_one_upload_is_the_model_bit_for_bit():
     server = State({"w": torch.zeros(2)})
-    new = FedAvg(adapter=AllWeights()).aggregate(server, iter([upload([0.1, 1 / 3], 7)]))
+    new = aggregated(FedAvg(adapter=AllWeights()), server, iter([upload([0.1, 1 / 3], 7)]))
     assert torch.equal(new.tensors["w"], torch.tensor([0.1, 1 / 3]))
 
 
@@ -40,7 +40,7 @@ def test_half_precision_uploads_are_summed_in_fp32(dtype):
     method = FedAvg(adapter=AllWeights(), wire_dtype=dtype)
     value = torch.tensor([1.0, 2.0, 4.0]).to(getattr(torch, dtype))
     uploads = (Upload(Payload({"w": value * (1 if i % 2 else 3)}), 1, CTX) for i in range(2048))
-    new = method.aggregate(State({"w": torch.zeros(3)}), uploads).tensors["w"]
+    new = aggregated(method, State({"w": torch.zeros(3)}), uploads).tensors["w"]
     assert new.dtype == torch.float32
     torch.testing.assert_close(new, torch.tensor([2.0, 4.0, 8.0]), rtol=1e-5, atol=0)
 
@@ -50,14 +50,14 @@ def test_wire_dtype_sets_the_bytes(dtype, lora_spec, lora_weights):
     exchange = Exchange(FedAvg(wire_dtype=dtype), "fedavg", lora_spec)
     server = exchange.method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
     down = exchange.broadcast(server, CTX)
-    _, parts = exchange.participate(down, None, ToyLocal(lora_spec), CTX)
+    _, parts = exchange.participate(down, None, ToyTrainer(lora_spec), CTX)
     up = b"".join(parts)
     entries = sum(w.numel() for w in lora_weights.values())
     assert exchange.receive(up, 0).payload_bytes == entries * (4 if dtype == "float32" else 2)
 
 
 def test_client_trains_from_the_server_s_weights(lora_spec, lora_weights):
-    local = ToyLocal(lora_spec, step=0.5)
+    local = ToyTrainer(lora_spec, step=0.5)
     private, up = FedAvg().client(None, Payload(lora_weights), local, CTX)
     assert private is None
     assert all(torch.equal(local.started_from[0][n], w) for n, w in lora_weights.items())
@@ -79,7 +79,7 @@ def test_agrees_with_flower_s_own_fedavg():
         "num-examples",
     )
     uploads = (Upload(Payload({"w": w}), n, CTX) for w, n in zip(weights, counts, strict=True))
-    ours = FedAvg(adapter=AllWeights()).aggregate(State({"w": torch.zeros(5, 3)}), uploads)
+    ours = aggregated(FedAvg(adapter=AllWeights()), State({"w": torch.zeros(5, 3)}), uploads)
     np.testing.assert_allclose(ours.tensors["w"].numpy(), theirs["w"].numpy(), rtol=1e-5, atol=1e-6)
 
 

@@ -12,7 +12,7 @@ from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.strategies.fedlpp import FedLPP
 from fedveil.wire.envelope import Stamp, unpack
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer, aggregated
 
 CTX = RoundContext(0, "a", True, bytes(32))
 
@@ -25,17 +25,17 @@ def uploads():
 def test_update_by_hand():
     """The mean change is (1, 6). Levels at 2 bits are -1, 0, .338, 1, so that (1, 0.3) is sent as (1, 0.338)."""
     server = State({"w": torch.tensor([1.0, 0.3])})
-    assert FedLPP().aggregate(server, uploads()).tensors["w"].tolist() == pytest.approx([2.0, 6.3])
-    halved = FedLPP(server_rate=0.5).aggregate(server, uploads())
+    assert aggregated(FedLPP(), server, uploads()).tensors["w"].tolist() == pytest.approx([2.0, 6.3])
+    halved = aggregated(FedLPP(server_rate=0.5), server, uploads())
     assert halved.tensors["w"].tolist() == pytest.approx([1.5, 3.3])
-    literal = FedLPP(update="replace").aggregate(server, uploads())
+    literal = aggregated(FedLPP(update="replace"), server, uploads())
     assert literal.tensors["w"].tolist() == pytest.approx([2.0, 6.338], abs=1e-3)
 
 
 def test_no_upload_keeps_the_full_precision_of_either_update():
     server = State({"w": torch.tensor([1.0, 0.3])})
     for update in ("delta", "replace"):
-        assert torch.equal(FedLPP(update=update).aggregate(server, iter([])).tensors["w"], server.tensors["w"])
+        assert torch.equal(aggregated(FedLPP(update=update), server, iter([])).tensors["w"], server.tensors["w"])
 
 
 @pytest.mark.parametrize("table,bits", [("nf", 1), ("nf", 2), ("nf", 4), ("nf_sym", 2), ("absmax", 4)])
@@ -43,7 +43,7 @@ def test_only_levels_go_down_and_the_change_comes_back(lora_spec, lora_weights, 
     method = FedLPP(table, bits, block=8)
     exchange = Exchange(method, "fedlpp", lora_spec)
     server = method.init(lora_spec, lora_weights, rng.initial(0, "x"))
-    data, local = exchange.broadcast(server, CTX), ToyLocal(lora_spec)
+    data, local = exchange.broadcast(server, CTX), ToyTrainer(lora_spec)
     down = unpack(data, exchange.layout, Stamp.of(method, "fedlpp", 0, "down")).payload
     proxy, how = method.deployed(server, down=down)["proxy"], Quantiser(table, bits, 8)
     for name, w in lora_weights.items():
@@ -56,7 +56,7 @@ def test_only_levels_go_down_and_the_change_comes_back(lora_spec, lora_weights, 
     _, up = exchange.participate(data, None, local, CTX)
     message = exchange.receive(b"".join(up), 0)
     assert all(torch.equal(local.started_from[0][n], p) for n, p in proxy.items())
-    new = method.aggregate(server, iter([Upload(message.payload, 3, CTX)])).tensors
+    new = aggregated(method, server, iter([Upload(message.payload, 3, CTX)])).tensors
     for name, w in lora_weights.items():
         torch.testing.assert_close(new[name], w + 0.5)
 

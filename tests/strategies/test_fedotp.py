@@ -7,7 +7,7 @@ import torch
 
 from fedveil import strategies
 from fedveil.adapters.prompt import Prompt
-from fedveil.algebra.mean import WeightedMean
+from fedveil.algebra.sums import RunningSums
 from fedveil.contract.method import State
 from fedveil.errors import ConfigError
 from fedveil.strategies.fedotp import FedOTP
@@ -24,11 +24,11 @@ def run_of(form: str, **fields) -> Run:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_shared_prompt_is_the_weighted_mean_and_the_local_one_stays(form):
     run = run_of(form).round(0)
-    twin = WeightedMean()
+    twin = RunningSums()
     for upload in run.uploads:
         assert set(upload.payload.fields) == {"prompt"}
-        twin.add({"prompt": upload.payload.fields["prompt"]}, upload.num_examples)
-    assert torch.equal(run.server.tensors["prompt"], twin.result(run.server.tensors)["prompt"])
+        twin.fold("prompt", upload.payload.fields["prompt"], upload.num_examples)
+    assert torch.equal(run.server.tensors["prompt"], twin.means(run.server.tensors)["prompt"])
     for site in "xyz":
         assert set(run.private[site].tensors) == {"prompt.local"}
         local = run.private[site].tensors["prompt.local"]

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.adapters.factors import without_private
-from fedveil.adapters.hadamard import HadamardLora
-from fedveil.adapters.hadamard_layers import change
+from fedveil.adapters.hadamard import HadamardLora, change
+from fedveil.algebra.factors import without_private
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
@@ -21,11 +20,11 @@ from fedveil.strategies import create
 from fedveil.strategies.fedpara import FedPara
 from fedveil.wire.envelope import describe
 from fedveil.wire.tap import Tap
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer, aggregated
 
 SITES = ["a", "b", "c", "d"]
 ADAPTERS = {form: HadamardLora(rank=3, alpha=4.5, form=form) for form in ("plus-one", "product")}
-SPEC = {n: TensorSpec(s) for n, s in ADAPTERS["product"].example_shapes().items()}
+SPEC = ADAPTERS["product"].example_spec()
 PRIVATE = {n for n in SPEC if ".private_" in n}
 
 
@@ -44,9 +43,9 @@ def step_of(site: str, round_: int) -> float:
 
 def federation(method: FedPara, rounds: int = 6, tap: Tap | None = None) -> Federation:
     config = parse({"run.deterministic": True, "run.seed": 3, "run.rounds": rounds, "cohort.fraction": 0.5})
-    local_for = lambda site, c: ToyLocal(SPEC, 2 + ord(site), step_of(site, c.round))  # noqa: E731
+    trainer_for = lambda site, c: ToyTrainer(SPEC, 2 + ord(site), step_of(site, c.round))  # noqa: E731
     state = method.init(SPEC, weights(7), rng.initial(0, "method init"))
-    return Federation(Exchange(method, "fedpara", SPEC), config, local_for, SITES, state, tap=tap)
+    return Federation(Exchange(method, "fedpara", SPEC), config, trainer_for, SITES, state, tap=tap)
 
 
 def changes(adapter: HadamardLora, w) -> dict[str, torch.Tensor]:
@@ -67,7 +66,7 @@ def test_aggregate_by_hand():
         Upload(Payload({"m.lora_A": torch.tensor([a]), "m.lora_B": b}), n, ctx(), {})
         for a, n in (([1.0, 2.0], 1), ([3.0, 8.0], 3))
     ]
-    new = FedPara().aggregate(state, iter(sent))
+    new = aggregated(FedPara(), state, iter(sent))
     assert new.tensors["m.lora_A"].tolist() == [[2.5, 6.5]]
     assert torch.equal(new.tensors["m.lora_B"], b)
 
@@ -131,7 +130,7 @@ def test_first_private_pair_is_the_client_s_own_draw(form):
     method = FedPara(ADAPTERS[form])
     down, starts = method.broadcast(method.init(SPEC, weights(7), rng.initial(0, "x")), ctx()), []
     for secret in (bytes([1]) * 32, bytes([2]) * 32, bytes([1]) * 32):
-        local = ToyLocal(SPEC)
+        local = ToyTrainer(SPEC)
         method.client(None, down, local, ctx(secret=secret))
         starts.append(local.started_from[0])
     first, other, again = starts
@@ -145,7 +144,7 @@ def test_first_private_pair_is_the_client_s_own_draw(form):
 
 def test_a_new_private_pair_leaves_the_server_s_model_in_form_plus_one():
     """B_p = 0, so a first participation starts from W_0 + s B A."""
-    method, local = FedPara(ADAPTERS["plus-one"]), ToyLocal(SPEC)
+    method, local = FedPara(ADAPTERS["plus-one"]), ToyTrainer(SPEC)
     state = State(without_private(weights(9)))
     method.client(None, method.broadcast(state, ctx(4)), local, ctx(4))
     ours = changes(method.adapter, local.started_from[0])
@@ -155,7 +154,7 @@ def test_a_new_private_pair_leaves_the_server_s_model_in_form_plus_one():
 
 def test_the_private_pair_goes_on_where_it_was():
     for is_new in (False, True):  # a site that the server takes for new keeps it too
-        method, local, private = FedPara(), ToyLocal(SPEC), State(weights(5))
+        method, local, private = FedPara(), ToyTrainer(SPEC), State(weights(5))
         state = State(without_private(weights(9)))
         kept, up = method.client(private, method.broadcast(state, ctx(4)), local, ctx(4, is_new=is_new))
         for name, started in local.started_from[0].items():

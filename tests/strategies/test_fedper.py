@@ -20,10 +20,10 @@ from fedveil.strategies.fedavg import FedAvg
 from fedveil.strategies.fedper import FedPer, _layer
 from fedveil.wire.envelope import describe
 from fedveil.wire.tap import Tap
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer, aggregated
 
 SITES = ["a", "b", "c", "d", "e"]
-SPEC = {n: TensorSpec(s) for n, s in Lora(rank=2).example_shapes().items()}  # layers 0, 1 and 2
+SPEC = Lora(rank=2).example_spec()  # layers 0, 1 and 2
 LOWER = {n for n in SPEC if n.startswith("h.0.")}
 TOP = set(SPEC) - LOWER
 
@@ -48,9 +48,9 @@ def step_of(site: str, round_: int) -> float:
 
 def federation(method, name: str, rounds: int = 6, fraction: float = 0.4, tap: Tap | None = None) -> Federation:
     config = parse({"run.deterministic": True, "run.seed": 3, "run.rounds": rounds, "cohort.fraction": fraction})
-    local_for = lambda site, c: ToyLocal(SPEC, 2 + ord(site), step_of(site, c.round))  # noqa: E731
+    trainer_for = lambda site, c: ToyTrainer(SPEC, 2 + ord(site), step_of(site, c.round))  # noqa: E731
     state = method.init(SPEC, weights(7), rng.initial(0, "method init"))
-    return Federation(Exchange(method, name, SPEC), config, local_for, SITES, state, tap=tap)
+    return Federation(Exchange(method, name, SPEC), config, trainer_for, SITES, state, tap=tap)
 
 
 def test_aggregate_by_hand():
@@ -60,7 +60,7 @@ def test_aggregate_by_hand():
     method = FedPer(layers=1)
     for round_, lower, holders in ((0, -5.0, ["z"]), (4, 0.0, ["a", "b", "z"])):
         sent = [Upload(Payload(full(v), "all"), n, ctx(round_, k), {}) for v, n, k in ((2.0, 1, "b"), (6.0, 3, "a"))]
-        new = method.aggregate(state, iter(sent))
+        new = aggregated(method, state, iter(sent))
         assert new.tensors["h.1.lora_A"].item() == 5.0
         assert new.tensors["h.0.lora_A"].item() == lower
         assert new.scalars == {"holders": holders}
@@ -123,11 +123,11 @@ def test_who_gets_what(round_, is_new, holders, variant):
 
 def test_after_round_0_its_clients_start_from_the_aggregate_then_from_their_own_layers():
     method, state = FedPer(), server(1)
-    private, up = method.client(None, method.broadcast(state, ctx(0)), ToyLocal(SPEC), ctx(0))
+    private, up = method.client(None, method.broadcast(state, ctx(0)), ToyTrainer(SPEC), ctx(0))
     assert set(up.fields) == set(SPEC)
     assert all(torch.equal(private.tensors[n], state.tensors[n] + 0.5) for n in SPEC)
 
-    local, after = ToyLocal(SPEC), server(2)  # other weights than what this client trained
+    local, after = ToyTrainer(SPEC), server(2)  # other weights than what this client trained
     private, up = method.client(private, method.broadcast(after, ctx(5)), local, ctx(5))
     assert set(up.fields) == TOP
     assert all(torch.equal(local.started_from[0][n], after.tensors[n]) for n in SPEC)
@@ -141,7 +141,7 @@ def test_after_round_0_its_clients_start_from_the_aggregate_then_from_their_own_
 
 def test_a_site_taken_for_new_goes_on_with_its_own_lower_layers():
     """Its upload came too late, say: the server sends everything, but its layers of a round after 0 are worth more."""
-    local, state = ToyLocal(SPEC), server(1)
+    local, state = ToyTrainer(SPEC), server(1)
     private = State(weights(5), {"round": 2})
     FedPer().client(private, FedPer().broadcast(state, ctx(3, is_new=True)), local, ctx(3, is_new=True))
     for name, started in local.started_from[0].items():
@@ -152,7 +152,7 @@ def test_a_site_taken_for_new_goes_on_with_its_own_lower_layers():
 def test_lost_private_state_is_an_error_when_only_the_top_came(private):
     state = server(1, ("k",))
     with pytest.raises(StateError, match="expected lower layers of an earlier participation"):
-        FedPer().client(private, FedPer().broadcast(state, ctx(3)), ToyLocal(SPEC), ctx(3))
+        FedPer().client(private, FedPer().broadcast(state, ctx(3)), ToyTrainer(SPEC), ctx(3))
 
 
 @pytest.mark.parametrize("layers", [3, 50])

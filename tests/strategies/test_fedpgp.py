@@ -5,7 +5,7 @@ import torch
 
 from fedveil import strategies
 from fedveil.adapters.prompt import Prompt
-from fedveil.algebra.mean import WeightedMean
+from fedveil.algebra.sums import RunningSums
 from fedveil.contract.method import State
 from fedveil.errors import ConfigError
 from fedveil.strategies.fedpgp import FedPGP
@@ -19,11 +19,11 @@ def run_of(**fields) -> Run:
 
 def test_the_shared_prompt_is_the_weighted_mean_and_the_factors_stay():
     run = run_of().round(0)
-    twin = WeightedMean()
+    twin = RunningSums()
     for upload in run.uploads:
         assert set(upload.payload.fields) == {"prompt"}
-        twin.add({"prompt": upload.payload.fields["prompt"]}, upload.num_examples)
-    assert torch.equal(run.server.tensors["prompt"], twin.result(run.server.tensors)["prompt"])
+        twin.fold("prompt", upload.payload.fields["prompt"], upload.num_examples)
+    assert torch.equal(run.server.tensors["prompt"], twin.means(run.server.tensors)["prompt"])
     for site in "xyz":
         assert set(run.private[site].tensors) == {"prompt.u", "prompt.v"}
         u, v = run.private[site].tensors.values()

@@ -22,7 +22,7 @@ from fedveil.strategies.fedqsn import FedQSN
 from fedveil.tasks import load
 from fedveil.wire.envelope import Stamp, unpack
 from fedveil.wire.tap import Tap
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer, aggregated
 
 SECRET = bytes(range(32))
 SPEC = {
@@ -42,10 +42,10 @@ def weights(seed: int = 1):
     return {n: torch.randn(t.shape, generator=generator) for n, t in SPEC.items()}
 
 
-class Noisy(ToyLocal):
+class Noisy(ToyTrainer):
     """Every entry that is not frozen moves by its own amount."""
 
-    def train(self, weights, frozen=None):
+    def train(self, weights, frozen=None, penalty=None):
         trained = super().train(weights, frozen)
         generator = torch.Generator().manual_seed(self.num_examples)
         moved = {n: w + torch.randn(w.shape, generator=generator) for n, w in weights.items()}
@@ -117,7 +117,7 @@ def turn(method, ctx, local=None):
     state = method.init(SPEC, weights(), rng.initial(0, "x"))
     down = exchange.broadcast(state, ctx)
     received = unpack(down, exchange.layout, Stamp.of(method, "fedqsn", ctx.round, "down")).payload
-    local = local or ToyLocal(SPEC)
+    local = local or ToyTrainer(SPEC)
     _, up = exchange.participate(down, None, local, ctx)
     return state, received, exchange.receive(b"".join(up), ctx.round).payload, local
 
@@ -134,9 +134,9 @@ def test_eq_5_by_hand():
     two = {"w": torch.tensor([8.0, 6.0]), "visible.w": torch.tensor([True, True, False])}
     uploads = [Upload(Payload(one), 1, CTX), Upload(Payload(two), 3, replace(CTX, client="b"))]
     # The scale is 2: (4 + 3 * 8) / 4 / 2 = 3.5 and 6 / 2 = 3.
-    assert method.aggregate(state, iter(uploads)).tensors["w"].tolist() == [13.5, 23.0, 30.0]
+    assert aggregated(method, state, iter(uploads)).tensors["w"].tolist() == [13.5, 23.0, 30.0]
     literal = replace(method, update="replace")
-    assert literal.aggregate(state, iter(uploads)).tensors["w"].tolist() == [3.5, 3.0, 30.0]
+    assert aggregated(literal, state, iter(uploads)).tensors["w"].tolist() == [3.5, 3.0, 30.0]
 
 
 @pytest.mark.parametrize("quantiser", ["none", "nf_sym"])
@@ -197,7 +197,7 @@ def test_a_client_that_claims_a_server_masked_column_moves_nothing_of_it():
     veil = method._veil(SPEC, "up")
     lie = {c: torch.ones_like(m) for c, m in veil.visible(up).items()}
     payload = Payload(veil.close({n: torch.ones(t.shape) for n, t in SPEC.items()}, lie))
-    new = method.aggregate(state, iter([Upload(payload, 3, CTX)])).tensors
+    new = aggregated(method, state, iter([Upload(payload, 3, CTX)])).tensors
     hidden = ~method._shown(veil, SECRET)["out"]
     assert hidden.any()
     assert torch.equal(new["out.weight"][hidden], weights()["out.weight"][hidden])
@@ -287,7 +287,7 @@ def test_tiny_gpt2_trains_a_proxy_and_its_masked_columns_stay_zero(tmp_path):
     exchange = Exchange(method, "fedqsn", task.spec)
     state = method.init(task.spec, task.initial(rng.initial(0, "w")), rng.initial(0, "x"))
     down = exchange.broadcast(state, CTX)
-    _, up = exchange.participate(down, None, task.local(rows, CTX.rng("batches")), CTX)
+    _, up = exchange.participate(down, None, task.trainer(rows, CTX.rng("batches")), CTX)
     payload = exchange.receive(b"".join(up), 0).payload
     veil = method._veil(task.spec, "up")
     visible = veil.visible(payload)
@@ -298,7 +298,7 @@ def test_tiny_gpt2_trains_a_proxy_and_its_masked_columns_stay_zero(tmp_path):
             assert bool((parameter.detach()[missing] == 0).all())
             moved += int((parameter.detach()[~missing] != 0).any())
     assert moved == len(veil.masked)
-    new = method.aggregate(state, iter([Upload(payload, len(rows), CTX)])).tensors
+    new = aggregated(method, state, iter([Upload(payload, len(rows), CTX)])).tensors
     for name, old in state.tensors.items():
         if name in veil.masked:
             missing = ~veil.seen(name, visible).expand(old.shape)

@@ -9,7 +9,7 @@ import torch
 
 from fedveil import rng
 from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.factors import of_factor
+from fedveil.algebra.factors import of_factor
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
@@ -20,7 +20,7 @@ from fedveil.strategies import create
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.strategies.fedrand import FedRand
 from fedveil.wire.tap import Tap
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer, aggregated
 
 A1, A2 = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 8.0]])
 B1 = torch.tensor([[10.0], [20.0]])
@@ -48,7 +48,7 @@ def server(a=torch.zeros(1, 2), b=torch.zeros(2, 1)) -> State:
 
 def test_aggregate_by_hand():
     """A over its two senders, (1 * [1, 2] + 3 * [3, 8]) / 4 = [2.5, 6.5]; B over its one."""
-    new = FedRand().aggregate(server(), iter([sent("A", A1, 1), sent("B", B1, 5), sent("A", A2, 3)]))
+    new = aggregated(FedRand(), server(), iter([sent("A", A1, 1), sent("B", B1, 5), sent("A", A2, 3)]))
     assert new.tensors["m.lora_A"].tolist() == [[2.5, 6.5]]
     assert torch.equal(new.tensors["m.lora_B"], B1)
 
@@ -57,14 +57,14 @@ def test_aggregate_by_hand():
 def test_nobody_sends_a_factor(side, value, other):
     """alpha = 0 or beta = 0: that factor stays the same tensor; nothing is divided by zero."""
     before = server(A2, B1 * 2)
-    new = FedRand().aggregate(before, iter([sent(side, value, 2), sent(side, value, 9)]))
+    new = aggregated(FedRand(), before, iter([sent(side, value, 2), sent(side, value, 9)]))
     assert torch.equal(new.tensors[f"m.lora_{side}"], value)
     assert new.tensors[f"m.lora_{other}"] is before.tensors[f"m.lora_{other}"]
 
 
 def test_without_normalisation_divides_by_the_whole_cohort():
     """A: (1 * A1) / 4, since m_r = 4; B: (3 * B1) / 4."""
-    new = FedRand(normalise=False).aggregate(server(), iter([sent("A", A1, 1), sent("B", B1, 3)]))
+    new = aggregated(FedRand(normalise=False), server(), iter([sent("A", A1, 1), sent("B", B1, 3)]))
     torch.testing.assert_close(new.tensors["m.lora_A"], A1 / 4)
     torch.testing.assert_close(new.tensors["m.lora_B"], B1 * 3 / 4)
 
@@ -73,7 +73,7 @@ def test_without_normalisation_divides_by_the_whole_cohort():
 def test_start_mixes_the_server_s_factor_with_the_past_one(side, lora_spec, lora_weights, random_weights):
     """Eq. 6: the drawn factor from the server, the other as it stood after the client's last participation."""
     past = State(random_weights(lora_spec, 7))
-    local = ToyLocal(lora_spec)
+    local = ToyTrainer(lora_spec)
     private, up = FedRand().client(
         past, Payload(lora_weights, "both"), local, ctx(4, secret=secret_that_draws(side, round_=4))
     )
@@ -87,7 +87,7 @@ def test_start_mixes_the_server_s_factor_with_the_past_one(side, lora_spec, lora
 
 @pytest.mark.parametrize("round_", [0, 3])
 def test_newcomer_starts_at_both_server_factors(round_, lora_spec, lora_weights):
-    local = ToyLocal(lora_spec)
+    local = ToyTrainer(lora_spec)
     FedRand().client(None, Payload(lora_weights, "both"), local, ctx(round_))
     assert all(torch.equal(local.started_from[0][n], w) for n, w in lora_weights.items())
 
@@ -101,7 +101,7 @@ def test_cold_initial_gives_a_late_newcomer_the_initial_factor(lora_spec, lora_w
     down = method.broadcast(later, ctx(3))
     assert down.variant == "cold"
     for side in "AB":
-        local = ToyLocal(lora_spec)
+        local = ToyTrainer(lora_spec)
         method.client(None, down, local, ctx(3, secret=secret_that_draws(side, round_=3)))
         for name, started in local.started_from[0].items():
             initial = torch.zeros_like(started) if name.endswith("B") else lora_weights[name]
@@ -109,7 +109,7 @@ def test_cold_initial_gives_a_late_newcomer_the_initial_factor(lora_spec, lora_w
 
 
 def test_without_past_both_factors_come_from_the_server(lora_spec, lora_weights, random_weights):
-    local = ToyLocal(lora_spec)
+    local = ToyTrainer(lora_spec)
     FedRand(past=False).client(
         State(random_weights(lora_spec, 7)), Payload(lora_weights, "both"), local, ctx(4, is_new=False)
     )
@@ -119,7 +119,7 @@ def test_without_past_both_factors_come_from_the_server(lora_spec, lora_weights,
 def test_independent_initial_factors_are_each_client_s_own(lora_spec, lora_weights):
     starts = []
     for i in (1, 2):
-        local = ToyLocal(lora_spec)
+        local = ToyTrainer(lora_spec)
         FedRand(init_factors="independent").client(
             None, Payload(lora_weights, "both"), local, ctx(secret=bytes([i]) * 32)
         )
@@ -146,8 +146,8 @@ def federation(
     config = parse({"run.deterministic": True, "run.seed": 3, "run.rounds": rounds, "cohort.fraction": fraction})
     exchange = Exchange(method, "fedrand", spec)
     state = method.init(spec, weights, rng.initial(0, "method init"))
-    local_for = lambda site, c: ToyLocal(spec, 2 + ord(site), 0.5 + ord(site) / 100 + c.round / 10)  # noqa: E731
-    return Federation(exchange, config, local_for, ["a", "b", "c", "d"], state, tap=tap)
+    trainer_for = lambda site, c: ToyTrainer(spec, 2 + ord(site), 0.5 + ord(site) / 100 + c.round / 10)  # noqa: E731
+    return Federation(exchange, config, trainer_for, ["a", "b", "c", "d"], state, tap=tap)
 
 
 def test_draw_follows_rho():
@@ -185,7 +185,7 @@ def test_same_run_under_fedavg_shows_every_pair(tmp_path, lora_spec, lora_weight
     exchange = Exchange(FedAvg(), "fedavg", lora_spec)
     state = exchange.method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
     down = exchange.broadcast(state, ctx())
-    _, parts = exchange.participate(down, None, ToyLocal(lora_spec), ctx())
+    _, parts = exchange.participate(down, None, ToyTrainer(lora_spec), ctx())
     up = b"".join(parts)
     assert all((w + 0.5).numpy().tobytes() in up for w in lora_weights.values())
 
@@ -195,7 +195,7 @@ def test_upload_is_one_factor_s_bytes(lora_spec, lora_weights):
     state = exchange.method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
     down = exchange.broadcast(state, ctx())
     for side in "AB":
-        _, parts = exchange.participate(down, None, ToyLocal(lora_spec), ctx(secret=secret_that_draws(side)))
+        _, parts = exchange.participate(down, None, ToyTrainer(lora_spec), ctx(secret=secret_that_draws(side)))
         up = b"".join(parts)
         expected = sum(4 * w.numel() for n, w in lora_weights.items() if n.endswith(side))
         assert exchange.receive(up, 0).payload_bytes == expected
@@ -207,20 +207,20 @@ def test_selected_downlink_sends_the_announced_factor_only(lora_spec, lora_weigh
     state = method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
     assert method.broadcast(state, ctx()).variant == "both"
     private, parts = exchange.participate(
-        exchange.broadcast(state, ctx()), None, ToyLocal(lora_spec), ctx(secret=b"s" * 32)
+        exchange.broadcast(state, ctx()), None, ToyTrainer(lora_spec), ctx(secret=b"s" * 32)
     )
     message = exchange.receive(b"".join(parts), 0)
     announced = message.payload.scalars["next_factor"]
-    state = method.aggregate(state, iter([Upload(message.payload, 3, ctx(), {})]))
+    state = aggregated(method, state, iter([Upload(message.payload, 3, ctx(), {})]))
     down = method.broadcast(state, ctx(1, is_new=False))
     assert down.variant == announced
     assert set(down.fields) == set(of_factor(lora_spec, announced))
-    _, second = method.client(private, down, ToyLocal(lora_spec), ctx(1, is_new=False))
+    _, second = method.client(private, down, ToyTrainer(lora_spec), ctx(1, is_new=False))
     assert second.variant == announced
     assert method.broadcast(state, ctx(1, client="other", is_new=False)).variant == "both"
     # A site that lost its state says so; the server then treats it as new and sends both.
     with pytest.raises(StateError, match="expected the factors of an earlier participation"):
-        method.client(None, down, ToyLocal(lora_spec), ctx(1, is_new=False))
+        method.client(None, down, ToyTrainer(lora_spec), ctx(1, is_new=False))
     assert method.broadcast(state, ctx(2, is_new=True)).variant == "both"
 
 
@@ -269,8 +269,8 @@ def test_weights_without_factors_are_refused():
 def test_staying_alone_with_one_client_and_full_sharing_equals_fedavg(lora_spec, lora_weights):
     """One client, w/o past: what the server gets of a factor is what FedAvg would get of it."""
     down = Payload(lora_weights, "both")
-    _, ours = FedRand(past=False).client(None, down, ToyLocal(lora_spec), ctx())
-    _, theirs = FedAvg().client(None, Payload(lora_weights), ToyLocal(lora_spec), ctx())
+    _, ours = FedRand(past=False).client(None, down, ToyTrainer(lora_spec), ctx())
+    _, theirs = FedAvg().client(None, Payload(lora_weights), ToyTrainer(lora_spec), ctx())
     assert all(torch.equal(w, theirs.fields[n]) for n, w in ours.fields.items())
 
 
@@ -284,9 +284,9 @@ def test_uploads_as_codes(bits, lora_spec, lora_weights):
     exchange = Exchange(method, "fedrand", lora_spec)
     server = method.init(lora_spec, lora_weights, rng.initial(0, "x"))
     ctx = RoundContext(0, "a", True, bytes(32))
-    private, up = exchange.participate(exchange.broadcast(server, ctx), None, ToyLocal(lora_spec), ctx)
+    private, up = exchange.participate(exchange.broadcast(server, ctx), None, ToyTrainer(lora_spec), ctx)
     message = exchange.receive(b"".join(up), 0)
-    new = method.aggregate(server, iter([Upload(message.payload, 3, ctx)])).tensors
+    new = aggregated(method, server, iter([Upload(message.payload, 3, ctx)])).tensors
     how = Quantiser("absmax", bits)
     for name, w in lora_weights.items():
         if name.endswith("A"):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fedveil import rng, strategies, tasks
-from fedveil.adapters.kinds import example_spec
 from fedveil.adapters.prefix import Prefix
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
@@ -15,7 +14,7 @@ from fedveil.federation.inprocess import Federation
 from fedveil.server_app.distillation import Distillation
 from fedveil.strategies.fedsp import FedSP
 from fedveil.wire.envelope import Stamp, unpack
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer, aggregated
 
 CTX = RoundContext(0, "a", True, bytes(32))
 LATER = RoundContext(1, "a", False, bytes(32))
@@ -42,7 +41,7 @@ def model(config):
 
 def stated(method=None):
     method = method or FedSP(adapter=Prefix(3, cells=1))
-    spec = example_spec(method.adapter)
+    spec = method.adapter.example_spec()
     weights = {n: torch.randn(t.shape, generator=torch.Generator().manual_seed(7)) for n, t in spec.items()}
     return method, spec, method.init(spec, weights, rng.initial(0, "x"))
 
@@ -51,14 +50,14 @@ def test_update_by_hand():
     """Prefixes (4, 0) of 1 row and (0, 8) of 3: (1, 6). The proxy stays as it was."""
     server = State({"prefix": torch.zeros(2), "w": torch.tensor([5.0])})
     sent = [Upload(Payload({"prefix": torch.tensor(p)}), n, CTX) for p, n in (([4.0, 0.0], 1), ([0.0, 8.0], 3))]
-    new = FedSP().aggregate(server, iter(sent)).tensors
+    new = aggregated(FedSP(), server, iter(sent)).tensors
     assert new["prefix"].tolist() == [1.0, 6.0]
     assert new["w"] is server.tensors["w"]
 
 
 def test_the_proxy_goes_to_newcomers_and_never_back():
     method, spec, server = stated()
-    exchange, local = Exchange(method, "fedsp", spec), ToyLocal(spec)
+    exchange, local = Exchange(method, "fedsp", spec), ToyTrainer(spec)
     first = exchange.broadcast(server, CTX)
     private, up = exchange.participate(first, None, local, CTX)
     assert set(exchange.receive(b"".join(up), 0).payload.fields) == {"prefix"}
@@ -77,7 +76,7 @@ def test_the_proxy_goes_to_newcomers_and_never_back():
 def test_proxy_first_then_prefix():
     """Alternating, the first training leaves the prefix, the second the proxy; else there is one training of both."""
     method, spec, server = stated()
-    local = ToyLocal(spec)
+    local = ToyTrainer(spec)
     private, _ = method.client(None, method.broadcast(server, CTX), local, CTX)
     one, two = local.started_from
     assert all(torch.equal(one[n], server.tensors[n]) for n in spec)
@@ -85,7 +84,7 @@ def test_proxy_first_then_prefix():
     assert not torch.equal(two["wte.weight"], one["wte.weight"])
     assert torch.equal(private.tensors["wte.weight"], two["wte.weight"])
     assert not torch.equal(private.tensors["prefix"], two["prefix"])
-    together = ToyLocal(spec)
+    together = ToyTrainer(spec)
     FedSP(adapter=method.adapter, alternate=False).client(None, method.broadcast(server, CTX), together, CTX)
     assert len(together.started_from) == 1
 
@@ -93,9 +92,9 @@ def test_proxy_first_then_prefix():
 def test_shared_proxies_are_averaged_too():
     method, spec, server = stated(FedSP("shared", adapter=Prefix(3, cells=1)))
     exchange = Exchange(method, "fedsp", spec)
-    private, up = exchange.participate(exchange.broadcast(server, LATER), None, ToyLocal(spec), LATER)
+    private, up = exchange.participate(exchange.broadcast(server, LATER), None, ToyTrainer(spec), LATER)
     assert private is None
-    new = method.aggregate(server, iter([Upload(exchange.receive(b"".join(up), 1).payload, 3, LATER)])).tensors
+    new = aggregated(method, server, iter([Upload(exchange.receive(b"".join(up), 1).payload, 3, LATER)])).tensors
     for name in spec:
         torch.testing.assert_close(new[name], server.tensors[name] + 0.5)
 
@@ -109,7 +108,7 @@ def test_distillation_brings_the_hidden_states_together(proxy, model):
     batch = proxy.collate(rows)
     proxy.put(weights)
     first = teaching.loss(batch).item()
-    found = FedSP(distil_steps=12, distil_rate=1e-3, adapter=proxy.adapter).prepare(weights, teaching)
+    found = FedSP(distil_steps=12, distil_rate=1e-3, adapter=proxy.adapter).before_round_0(weights, teaching)
     proxy.put(found)
     assert teaching.loss(batch).item() < 0.8 * first
     assert torch.equal(found["prefix"], weights["prefix"])
@@ -128,8 +127,8 @@ def test_nothing_of_the_other_layers_leaves_the_server(config, proxy, model, tmp
     exchange = Exchange(method, "fedsp", proxy.spec)
     server = method.init(proxy.spec, proxy.initial(rng.initial(0, "w")), rng.initial(0, "x"))
     rows, tap = proxy.prepare(E2E), Tap(tmp_path)
-    local_for = lambda site, ctx: proxy.local(rows, ctx.rng("batches"))  # noqa: E731
-    federation = Federation(exchange, config, local_for, ["a", "b"], server, tap=tap)
+    trainer_for = lambda site, ctx: proxy.trainer(rows, ctx.rng("batches"))  # noqa: E731
+    federation = Federation(exchange, config, trainer_for, ["a", "b"], server, tap=tap)
     federation.round(0)
     federation.round(1)
     sent = b"".join(tap.read(m) for m in tap.messages() if m.direction == "down")

@@ -11,6 +11,7 @@ from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.strategies.fixed_position import FixedPosition
 from fedveil.strategies.random_binary import RandomBinary
+from tests.conftest import aggregated
 
 POSITION = "vit.embeddings.position_embeddings"
 SPEC = {POSITION: TensorSpec((1, 5, 4)), "vit.embeddings.cls_token": TensorSpec((1, 1, 4)), "fc.bias": TensorSpec((3,))}
@@ -27,7 +28,7 @@ class Given:
     def gradient(self, weights) -> Trained:
         return Trained(dict(self.g), {})
 
-    def train(self, weights) -> Trained:
+    def train(self, weights, frozen=None, penalty=None) -> Trained:
         return Trained({n: w - self.g[n] for n, w in weights.items()}, {})
 
 
@@ -47,7 +48,7 @@ def run(method, name, rounds=4) -> tuple[State, list[bytes]]:
             sent.append(b"".join(up))
             message = exchange.receive(sent[-1], round_)
             uploads.append(Upload(message.payload, message.num_examples, ctx))
-        server = method.aggregate(server, iter(uploads))
+        server = aggregated(method, server, iter(uploads))
     return server, sent
 
 
@@ -85,7 +86,7 @@ def test_by_hand():
             assert private is None
             assert set(up.fields) == {"b"}
             uploads.append(Upload(up, n, ctx))
-        new = method.aggregate(server, iter(uploads)).tensors
+        new = aggregated(method, server, iter(uploads)).tensors
         assert new["b"].tolist() == [expected, expected]
         assert new["pos"].tolist() == [1.0, 1.0]
 

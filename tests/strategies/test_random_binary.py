@@ -11,7 +11,7 @@ from scipy import stats
 from fedveil import rng, strategies
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.lora import Lora
-from fedveil.algebra.mean import WeightedMean
+from fedveil.algebra.sums import RunningSums
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.contract.spec import TensorSpec
@@ -21,7 +21,7 @@ from fedveil.federation.exchange import Exchange
 from fedveil.rng import Stream
 from fedveil.strategies.random_binary import RandomBinary
 from fedveil.wire.envelope import Stamp, pack
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer, aggregated
 
 SPEC = {"a.w": TensorSpec((7, 5)), "b.w": TensorSpec((11,)), "c.s": TensorSpec(())}
 WIRES = ["explicit", "implicit", "seeded"]
@@ -43,7 +43,7 @@ class Given:
     def gradient(self, weights) -> Trained:
         return Trained(dict(self.g), {})
 
-    def train(self, weights) -> Trained:
+    def train(self, weights, frozen=None, penalty=None) -> Trained:
         return Trained({n: w - self.g[n] for n, w in weights.items()}, {})
 
 
@@ -68,7 +68,7 @@ def turn(method, server, gradients, private, round_=0, counts=(3, 8, 1)):
         private[site], up = exchange.participate(down, private.get(site), local, ctx)
         message = exchange.receive(b"".join(up), round_)
         uploads.append(Upload(message.payload, message.num_examples, replace(ctx, secret=bytes(32))))
-    return method.aggregate(server, iter(uploads)), uploads
+    return aggregated(method, server, iter(uploads)), uploads
 
 
 def given(round_=0, spec=SPEC) -> dict[str, Given]:
@@ -97,7 +97,7 @@ def by_hand():
 def test_eq_12_by_hand():
     """(3 + 6 + 0) / 3 = 3; 5 / 1; nobody; (4 + 0) / 2 = 2. Then w - 0.5 of that."""
     method = RandomBinary(learning_rate=0.5)
-    new = method.aggregate(State({"w": torch.full((4,), 10.0)}), by_hand()).tensors["w"]
+    new = aggregated(method, State({"w": torch.full((4,), 10.0)}), by_hand()).tensors["w"]
     assert new.tolist() == pytest.approx([8.5, 7.5, 10.0, 9.0], rel=1e-6)
     assert new[2] == 10.0
 
@@ -105,7 +105,7 @@ def test_eq_12_by_hand():
 def test_eq_12_by_hand_with_the_clients_weights():
     """(2 * 3 + 1 * 6 + 5 * 0) / 8 = 1.5; 5; nobody; (2 * 4 + 0) / 3."""
     method = RandomBinary(learning_rate=0.5, weighted=True)
-    new = method.aggregate(State({"w": torch.full((4,), 10.0)}), by_hand()).tensors["w"]
+    new = aggregated(method, State({"w": torch.full((4,), 10.0)}), by_hand()).tensors["w"]
     assert new.tolist() == pytest.approx([9.25, 7.5, 10.0, 10.0 - 0.5 * 8 / 3], rel=1e-6)
 
 
@@ -116,7 +116,7 @@ def test_implicit_leaves_a_true_zero_out_and_explicit_does_not():
         for u, g in zip(by_hand(), ([3.0, 1, 9, 4], [6.0, 5, 9, 0], [0.0, 2, 9, 7]), strict=True)
     )
     method = RandomBinary(learning_rate=0.5, wire="implicit")
-    new = method.aggregate(State({"w": torch.full((4,), 10.0)}), implicit).tensors["w"]
+    new = aggregated(method, State({"w": torch.full((4,), 10.0)}), implicit).tensors["w"]
     assert new.tolist() == pytest.approx([7.75, 7.5, 10.0, 8.0], rel=1e-6)
 
 
@@ -214,7 +214,8 @@ def test_a_count_that_does_not_match_the_mask_is_refused_before_it_is_folded(cou
     ):
         message("seeded", {"h.w": torch.ones(ones + 1), "key.0.5": bytes(32)})
     with pytest.raises(WireError, match="h.w: expected 3 values"):  # nor by aggregate itself
-        RandomBinary().aggregate(
+        aggregated(
+            RandomBinary(),
             State({"h.w": torch.zeros(6)}),
             iter([Upload(Payload({"h.w": torch.ones(count), "mask.h.w": mask}), 1, CTX)]),
         )
@@ -255,11 +256,12 @@ def test_r_0_is_fedsgd_bit_for_bit(wire, rate, weighted):
         clients = given(round_)
         clients["y"].g["a.w"][2:4] = 0.0
         server, uploads = turn(method, server, clients, {}, round_)
-        mean = WeightedMean()
+        sums = RunningSums()
         for n, local in zip((3, 8, 1), clients.values(), strict=True):
-            mean.add(local.g, n if weighted else 1)
+            for name, g in local.g.items():
+                sums.fold(name, g, n if weighted else 1)
         for name, parameter in plain.items():
-            parameter.grad = mean.result(plain)[name]
+            parameter.grad = sums.means(plain)[name]
         sgd.step()
         assert set(uploads[0].payload.fields) == set(SPEC)
     assert equal(server.tensors, plain)
@@ -408,8 +410,8 @@ def test_adam_agrees_with_torch_where_nothing_is_masked():
 def test_count_0_leaves_adam_s_moments_and_weights_bit_for_bit():
     method = RandomBinary(optimiser="adam", learning_rate=0.1)
     server = start(method, {"w": torch.tensor([1.0, 2.0])})
-    once = method.aggregate(server, iter([upload([3.0, 4.0], [1, 1])]))
-    again = method.aggregate(once, iter([upload([3.0, 4.0], [1, 0])]))
+    once = aggregated(method, server, iter([upload([3.0, 4.0], [1, 1])]))
+    again = aggregated(method, once, iter([upload([3.0, 4.0], [1, 0])]))
     for name, tensor in once.tensors.items():
         assert again.tensors[name][1] == tensor[1], name
         assert again.tensors[name][0] != tensor[0], name
@@ -428,11 +430,11 @@ def test_an_epoch_s_pseudo_gradient_with_rate_1_is_the_mean_of_the_trained_weigh
 def test_a_batch_asks_for_a_gradient_and_an_epoch_for_a_training(lora_spec, lora_weights, monkeypatch):
     for exchange, step in (("batch", 1e-4), ("epoch", 1.0)):
         method = RandomBinary(rate=0.0, exchange=exchange, adapter=Lora())
-        local = ToyLocal(lora_spec, step=0.5)
-        monkeypatch.delattr(ToyLocal, "train" if exchange == "batch" else "gradient")
+        local = ToyTrainer(lora_spec, step=0.5)
+        monkeypatch.delattr(ToyTrainer, "train" if exchange == "batch" else "gradient")
         server = method.init(lora_spec, lora_weights, rng.initial(0, "x"))
         _, up = method.client(None, method.broadcast(server, CTX), local, CTX)
-        new = method.aggregate(server, iter([Upload(up, 3, CTX)]))
+        new = aggregated(method, server, iter([Upload(up, 3, CTX)]))
         monkeypatch.undo()
         for name, w in lora_weights.items():
             torch.testing.assert_close(new.tensors[name], w + 0.5 * step)

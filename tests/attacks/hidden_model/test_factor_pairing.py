@@ -20,7 +20,7 @@ from fedveil.strategies.fedrand import FedRand
 from fedveil.wire.envelope import Stamp, pack
 from fedveil.wire.tap import Tap
 from tests.attacks.toy import Descent, Linear, federation, points
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer
 
 SERVER = {"m.lora_A": torch.tensor([[7.0, 8.0]]), "m.lora_B": torch.tensor([[9.0], [10.0]])}
 
@@ -144,7 +144,7 @@ def test_a_tensor_that_was_not_rebuilt_is_no_error_of_zero():
 
 
 def test_half_precision_on_the_wire_comes_back_in_single(tmp_path, lora_spec, random_weights):
-    sites = {"a": ToyLocal(lora_spec), "b": ToyLocal(lora_spec)}
+    sites = {"a": ToyTrainer(lora_spec), "b": ToyTrainer(lora_spec)}
     run = federation(FedAvg(wire_dtype="bfloat16"), "fedavg", tmp_path, sites, random_weights(lora_spec, 2), rounds=1)
     run.run()
     rebuilt = latest(View.server(run.tap, run.exchange), "a", run.deployed()["server"])
@@ -160,7 +160,7 @@ class Remembering:
         self._local, self._site, self._truth = local, site, truth
         self.num_examples, self.spec = local.num_examples, local.spec
 
-    def train(self, weights) -> Trained:
+    def train(self, weights, frozen=None, penalty=None) -> Trained:
         trained = self._local.train(weights)
         self._truth[self._site] = trained.weights
         return trained

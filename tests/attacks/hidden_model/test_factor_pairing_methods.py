@@ -30,7 +30,7 @@ class RandomWalk:
     history: dict[str, list[tuple[int, dict[str, torch.Tensor]]]]
     num_examples: int = 3
 
-    def train(self, weights) -> Trained:
+    def train(self, weights, frozen=None, penalty=None) -> Trained:
         generator = torch.Generator().manual_seed(1000 * ord(self.site) + self.round)
         after = {n: weights[n] + torch.randn(t.shape, generator=generator) for n, t in sorted(self.spec.items())}
         self.history[self.site].append((self.round, after))
@@ -47,8 +47,8 @@ def walk(federate):
 
     def run(name, spec, weights, fields="", rounds=6, fraction=0.75):
         history = defaultdict(list)
-        local_for = lambda site, ctx: RandomWalk(spec, site, ctx.round, history)  # noqa: E731
-        federation, view = federate(name, spec, weights, local_for, fields, rounds=rounds, fraction=fraction)
+        trainer_for = lambda site, ctx: RandomWalk(spec, site, ctx.round, history)  # noqa: E731
+        federation, view = federate(name, spec, weights, trainer_for, fields, rounds=rounds, fraction=fraction)
         before = [federation.deployed()["server"]]
         federation.run(lambda fed, _: before.append(fed.deployed()["server"]))
         return federation, view, history, before

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.adapters.kinds import example_spec
 from fedveil.attacks.base import View
 from fedveil.attacks.hidden_model import proxy as attack
 from fedveil.attacks.hidden_model.proxy import Proxy, Scored, average, filled, gap, proxies, similarity
@@ -18,7 +17,7 @@ from fedveil.strategies.fedlpp import FedLPP
 from fedveil.strategies.fedqsn import FedQSN
 from fedveil.strategies.fedsp import FedSP
 from fedveil.wire.tap import Tap
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer
 
 ROWS = torch.tensor([[True], [False]])
 
@@ -71,7 +70,7 @@ def run(method, tmp_path, rounds=6):
     generator = torch.Generator().manual_seed(1)
     start = {n: torch.randn(t.shape, generator=generator) for n, t in SPEC.items()}
     config = parse({"run.deterministic": True, "run.rounds": rounds})
-    still = lambda site, ctx: ToyLocal(SPEC, step=0.0)  # noqa: E731
+    still = lambda site, ctx: ToyTrainer(SPEC, step=0.0)  # noqa: E731
     state = method.init(SPEC, start, rng.initial(0, "x"))
     federation = Federation(exchange, config, still, ["a", "b"], state, tap=Tap(tmp_path))
     federation.run()
@@ -126,7 +125,7 @@ def test_proxies_of_other_methods(lora_spec, lora_weights):
 
 
 def test_fine_tuning_trains_the_proxy_without_holding_anything():
-    local = ToyLocal(SPEC)
+    local = ToyTrainer(SPEC)
     found = Proxy({n: torch.zeros(t.shape) for n, t in SPEC.items()}, {"w": torch.ones(1, 1, dtype=torch.bool)})
     tuned = attack.fine_tuned(found, local)
     assert all(bool((w == 0.5).all()) for w in tuned.weights.values())
@@ -136,12 +135,12 @@ def test_fine_tuning_trains_the_proxy_without_holding_anything():
 def test_later_messages_of_fedsp_are_read_with_what_came_before(tmp_path):
     """The proxy is sent to a newcomer, then its prefix alone; the rest stays as it was sent."""
     method = FedSP(distil_steps=0)
-    exchange = Exchange(method, "fedsp", dict(example_spec(method.adapter)))
+    exchange = Exchange(method, "fedsp", dict(method.adapter.example_spec()))
     generator = torch.Generator().manual_seed(1)
     start = {n: torch.randn(t.shape, generator=generator) for n, t in exchange.spec.items()}
     config = parse({"run.deterministic": True, "run.rounds": 3})
     state = method.init(exchange.spec, start, rng.initial(0, "x"))
-    step = lambda site, ctx: ToyLocal(exchange.spec, step=0.5)  # noqa: E731
+    step = lambda site, ctx: ToyTrainer(exchange.spec, step=0.5)  # noqa: E731
     federation = Federation(exchange, config, step, ["a", "b"], state, tap=Tap(tmp_path))
     federation.run()
     seen = list(proxies(View.client(federation.tap, exchange, "a")))

@@ -67,7 +67,7 @@ class Descent:
     def num_examples(self) -> int:
         return len(self.rows)
 
-    def train(self, weights) -> Trained:
+    def train(self, weights, frozen=None, penalty=None) -> Trained:
         self.started.append({n: w.clone() for n, w in weights.items()})
         task = Linear()
         task.put(weights)
@@ -107,8 +107,8 @@ def attack(federate, initial):
         start = start or initial
         rows = {site: drawn(ord(site), 5) for site in SITES}
         locals_ = {site: Descent(rows[site], steps) for site in SITES}
-        local_for = lambda site, _: locals_[site]  # noqa: E731
-        federation, view = federate(name, SPEC, start, local_for, fields, sites=SITES, rounds=rounds)
+        trainer_for = lambda site, _: locals_[site]  # noqa: E731
+        federation, view = federate(name, SPEC, start, trainer_for, fields, sites=SITES, rounds=rounds)
         federation.run()
         return view, Knowledge(Linear(), start), rows, locals_
 

@@ -44,10 +44,14 @@ class Canaries:
     steps: int = 1
     spec: ClassVar = {"prompt": TensorSpec((LENGTH, WIDTH))}
 
+    @property
+    def rows(self):
+        return self
+
     def batches(self, sampling, steps, rng, skip=0):
         return [Batch(tuple(range(CANARIES)))]
 
-    def per_sample_gradients(self, weights, batch) -> PerSample:
+    def per_sample(self, weights, batch) -> PerSample:
         gradients = torch.zeros(CANARIES, LENGTH * WIDTH)
         gradients[torch.arange(CANARIES), torch.arange(CANARIES)] = 1e3 * torch.from_numpy(self.present).float()
         return PerSample({"prompt": gradients.reshape(-1, LENGTH, WIDTH)}, torch.zeros(CANARIES))

@@ -35,8 +35,8 @@ def test_models_proxies_and_gaps(folder):
 
 
 def test_noise_goes_with_a_method_as_it_is(folder):
-    noisy = "dp_sgd = {clip = 1.0, noise = 1.0, learning_rate = 0.001, neighbours = 'add-or-remove-one'}"
-    methods = {"it": {"name": "fedqsn", "fields": f"bits = 4\n{noisy}"}}
+    noisy = {"dp.clip": 1.0, "dp.noise": 1.0, "dp.learning-rate": 0.001, "dp.neighbours": "add-or-remove-one"}
+    methods = {"it": {"name": "fedqsn", "fields": "bits = 4", "config": noisy}}
     rows = proxies.of_seed(settings(methods), 0, Options(device="cpu"))
     assert rows["it tuned"]["figures"]["e2e_nlg loss"][0] > 0
     assert rows["it global"]["figures"]["e2e_nlg epsilon at delta 1e-05 (add-or-remove-one)"][0] == pytest.approx(

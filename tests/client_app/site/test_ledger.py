@@ -11,7 +11,7 @@ import torch
 from fedveil import rng, strategies, tasks
 from fedveil.client_app import app as client
 from fedveil.client_app import turn
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.worker import link
 from fedveil.contract.budget import Neighbours, Plan
 from fedveil.contract.method import RoundContext
@@ -104,7 +104,15 @@ def test_a_server_refuses_a_deterministic_run_with_an_epsilon_before_it_contacts
     from fedveil.server_app.app import prepare
     from fedveil.server_app.record import RunFolder
 
-    config = parse({"run.deterministic": True, "method.name": "dp_fpl", "method.fields": "epsilon = 2.0"})
+    config = parse(
+        {
+            "run.deterministic": True,
+            "method.name": "dp_fpl",
+            "method.fields": "epsilon = 2.0",
+            "task.name": "clip-prompt",
+            "task.class-names": "a,b",
+        }
+    )
     with pytest.raises(ConfigError, match="run.deterministic"):
         prepare(config, RunFolder(tmp_path / "run"), "r")
 

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from fedveil.client_app import app as client
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.policy import Bundle, check, check_upload, epsilon
 from fedveil.errors import PolicyError
 from tests.server_app.grid import LocalGrid, use_toy_task
@@ -197,3 +197,21 @@ def test_an_epsilon_that_cannot_be_had_closes_the_site(tmp_path):
         PolicyError, match="epsilon: expected one from the method, found none .*unknown field of fedrand"
     ):
         epsilon(assignment(tmp_path, "", order={"fields": '{"nothing": 1}'}), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "config,permitted",
+    [
+        ({}, False),
+        ({"dp.noise": 2.0}, False),  # without a bound on the rows' gradients the noise is of no size
+        ({"dp.clip": 1.0, "dp.noise": 0.99}, False),
+        ({"dp.clip": 1.0, "dp.noise": 1.0}, True),
+    ],
+)
+def test_a_site_may_ask_for_noisy_steps(config, permitted, tmp_path):
+    asked = assignment(tmp_path, "min-noise = 1.0", config=config)
+    if permitted:
+        check(asked)
+    else:
+        with pytest.raises(PolicyError, match=r"dp\.noise: this site permits noisy steps of at least 1, found 0"):
+            check(asked)

@@ -14,7 +14,7 @@ from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy.promised import epsilon
 from fedveil.wire.envelope import describe
-from tests.conftest import ToyLocal
+from tests.conftest import ToyTrainer
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_the_largest_upload_is_what_is_sent_or_a_bound_of_it(name, fields, lora_
     sizes = []
     for seed in range(4):
         ctx = RoundContext(0, "north", True, bytes([seed]) * 32)
-        _, parts = exchange.participate(exchange.broadcast(server, ctx), None, ToyLocal(lora_spec), ctx)
+        _, parts = exchange.participate(exchange.broadcast(server, ctx), None, ToyTrainer(lora_spec), ctx)
         sizes.append(describe(b"".join(parts))["payload_bytes"])
     bound = explain.largest(exchange, "up")
     assert max(sizes) <= bound

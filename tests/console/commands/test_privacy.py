@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.console.commands.running import report
-from fedveil.console.commands.site import privacy
 from fedveil.console.main import main
+from fedveil.console.report import privacy
+from fedveil.console.report import run_page as report
 from fedveil.console.runs.folder import Run
 
 PLAN = ["privacy", "plan", "--rounds", "20", "--batch", "8", "--sites", "40", "240"]
@@ -36,7 +36,7 @@ def test_a_plan_of_dp_sgd_there_and_back(capsys, monkeypatch):
     steps = ["--exchange", "epoch", "--steps", "3"]
     assert main([*PLAN, *steps, "--epsilon", "2"]) == 0
     there = capsys.readouterr().out
-    z = re.search(r"dp_sgd, .*: noise = ([\d.]+)", there)[1]
+    z = re.search(r"noisy steps, .*: dp.noise = ([\d.]+)", there)[1]
     assert main([*PLAN, *steps, "--noise", z]) == 0
     back = capsys.readouterr().out
     assert epsilons(back) == pytest.approx(epsilons(there), rel=1e-3)

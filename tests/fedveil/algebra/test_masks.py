@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fedveil.algebra import masks
-from fedveil.algebra.mean import WeightedMean
 from fedveil.errors import ConfigError, WireError
 from fedveil.rng import Stream
 from fedveil.wire.seeded import expand
@@ -74,82 +73,3 @@ def test_masks_of_one_keep_are_one_expanded_key_cut_into_pieces():
     assert list(found) == ["a", "b", "c"]
     assert torch.equal(torch.cat([found["a"].flatten(), found["b"]]), expand(keys[0.3], 0.3, (17,)))
     assert torch.equal(found["c"], expand(keys[0.9], 0.9, (2, 2)))
-
-
-def test_mean_by_hand():
-    """Entry 0: (1 + 4) / 2. Entry 1: 6 alone. Entry 2: nobody. Entry 3: a true zero counts, (8 + 0) / 2."""
-    mean = masks.MaskedMean()
-    mean.add("w", torch.tensor([1.0, 2.0, 3.0, 8.0]), torch.tensor([True, False, False, True]))
-    mean.add("w", torch.tensor([4.0, 6.0, 7.0, 0.0]), torch.tensor([True, True, False, True]))
-    assert mean.mean("w").tolist() == [2.5, 6.0, 0.0, 4.0]
-    assert mean.moved("w").tolist() == [True, True, False, True]
-    assert "w" in mean
-    assert "v" not in mean
-
-
-def test_mean_with_weights_by_hand():
-    """Entry 0: (3 * 1 + 1 * 5) / 4. Entry 1: 5 alone, whatever its weight."""
-    mean = masks.MaskedMean()
-    mean.add("w", torch.tensor([1.0, 9.0]), torch.tensor([True, False]), 3.0)
-    mean.add("w", torch.tensor([5.0, 5.0]), torch.tensor([True, True]), 1.0)
-    assert mean.mean("w").tolist() == [2.0, 5.0]
-
-
-@pytest.mark.parametrize("weights", [[1.0] * 7, [3.0, 1e6, 17.0, 1.0, 29.0, 5.0, 2.0]])
-def test_all_ones_no_mask_and_the_weighted_mean_agree_bit_for_bit(weights):
-    values = [random(41, 3, seed=i) for i in range(7)]
-    ones, none, plain = masks.MaskedMean(), masks.MaskedMean(), WeightedMean()
-    for value, weight in zip(values, weights, strict=True):
-        ones.add("w", value, torch.ones(41, 3, dtype=torch.bool), weight)
-        none.add("w", value, None, weight)
-        plain.add({"w": value}, weight)
-    expected = plain.result({"w": values[0]})["w"]
-    assert torch.equal(none.mean("w"), expected)
-    assert torch.equal(ones.mean("w"), expected)
-    assert bool(none.moved("w").all())
-
-
-@pytest.mark.parametrize("count", range(1, 12))
-def test_the_mean_of_equal_values_is_the_value_bit_for_bit(count):
-    """A sum divided by its count is not: 3 x is rounded before it is divided."""
-    value, mean, union = random(1000), masks.MaskedMean(), torch.zeros(1000, dtype=torch.bool)
-    for i in range(count):
-        mask = Stream(bytes([i]) * 32).bernoulli(0.5, (1000,))
-        mean.add("w", value, mask)
-        union |= mask
-    assert torch.equal(mean.mean("w"), value * union)
-    assert torch.equal(mean.moved("w"), union)
-
-
-def test_against_a_naive_twin_in_double_precision():
-    values = [random(6, 4, seed=i) for i in range(5)]
-    drawn = [Stream(bytes([i]) * 32).bernoulli(0.4, (6, 4)) for i in range(5)]
-    weights = [2.0, 7.0, 1.0, 30.0, 4.0]
-    mean = masks.MaskedMean()
-    for value, mask, weight in zip(values, drawn, weights, strict=True):
-        mean.add("w", value, mask, weight)
-    for i in range(6):
-        for j in range(4):
-            there = [n for n in range(5) if drawn[n][i, j]]
-            total = sum(weights[n] for n in there)
-            expected = sum(weights[n] * values[n][i, j].item() for n in there) / total if there else 0.0
-            assert mean.mean("w")[i, j].item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
-            assert bool(mean.moved("w")[i, j]) == bool(there)
-
-
-def test_inputs_stay_and_bad_weights_are_refused():
-    value, mask, mean = torch.ones(3), torch.tensor([True, False, True]), masks.MaskedMean()
-    mean.add("w", value, mask)
-    mean.add("w", 3 * value, mask)
-    assert value.tolist() == [1.0, 1.0, 1.0]
-    assert mask.tolist() == [True, False, True]
-    with pytest.raises(ValueError, match="weight: expected a number above 0"):
-        mean.add("w", value, mask, 0.0)
-
-
-@pytest.mark.parametrize("weight", [1.0, 3.0, 49.0, 97.0, 1e6 + 1])
-def test_one_masked_value_is_its_own_mean_bit_for_bit(weight):
-    """49 times the reciprocal of 49 is not 1 in fp32."""
-    mean, value = masks.MaskedMean(), torch.linspace(-3.3, 2.7, 11)
-    mean.add("w", value, torch.arange(11) % 3 > 0, weight)
-    assert torch.equal(mean.mean("w"), torch.where(torch.arange(11) % 3 > 0, value, 0.0))

@@ -201,8 +201,8 @@ def test_a_client_has_the_gradient_of_each_row(folder, data, form):
     """One backward a row, and where the texts are all that rows meet, the same through them."""
     task, seen = ready(folder, data, FORMS[form])
     weights, batch = {n: 20 * w for n, w in task.initial(stream()).items()}, Batch((9, 2, 5))
-    local = task.local(seen, stream("batches"))
-    found = local.per_sample_gradients(weights, batch)
+    local = task.trainer(seen, stream("batches"))
+    found = local.rows.per_sample(weights, batch)
     task.put(weights)
     for place, i in enumerate(batch.rows):
         loss = task.loss_sum(task.collate(seen[i : i + 1]))
@@ -211,9 +211,9 @@ def test_a_client_has_the_gradient_of_each_row(folder, data, form):
             torch.testing.assert_close(found.gradients[name][place], g, rtol=1e-3, atol=1e-4)
     if form == "contrast":
         with pytest.raises(TaskError, match="no contrast for gradients in the texts"):
-            local.feature_gradients(weights, batch)
+            local.rows.feature(weights, batch)
         return
-    through = local.feature_gradients(weights, batch)
+    through = local.rows.feature(weights, batch)
     for place in range(3):
         pulled = through.pull(torch.outer(through.left[place], through.right[place]))
         for name, g in pulled.items():
@@ -222,8 +222,8 @@ def test_a_client_has_the_gradient_of_each_row(folder, data, form):
 
 def test_a_transport_has_no_gradients_of_single_rows(folder, data):
     task, seen = ready(folder, data, FORMS["transport"])
-    local, weights = task.local(seen, stream()), task.initial(stream())
-    for act in (local.per_sample_gradients, local.feature_gradients):
+    local, weights = task.trainer(seen, stream()), task.initial(stream())
+    for act in (local.rows.per_sample, local.rows.feature):
         with pytest.raises(TaskError, match="adapter"):
             act(weights, Batch((0,)))
 
@@ -239,7 +239,7 @@ def test_dp_fpl_learns_on_it_in_process(folder, data, clipped):
     federation = Federation(
         Exchange(method, "dp_fpl", task.spec),
         task.config,
-        lambda site, ctx: task.local(sites[site], ctx.rng("batches")),
+        lambda site, ctx: task.trainer(sites[site], ctx.rng("batches")),
         list(sites),
         method.init(task.spec, weights, stream("method init")),
     )
@@ -282,7 +282,7 @@ def test_training_lowers_the_loss_and_leaves_the_model_alone(folder, data, form)
     task, seen = ready(folder, data, FORMS[form], train__epochs=8, train__learning_rate=0.02)
     before = {n: p.clone() for n, p in task.base.model.named_parameters()}
     weights = task.initial(stream())
-    trained = task.local(seen, stream("batches")).train(weights)
+    trained = task.trainer(seen, stream("batches")).train(weights)
     task.put(trained.weights)
     assert task.mean_loss(seen) < trained.report["loss_received"] - 0.1
     assert all(torch.equal(p, before[n]) for n, p in task.base.model.named_parameters())

@@ -164,7 +164,7 @@ def test_training_learns_the_images(data, keys):
     task = make(train__epochs=20, train__learning_rate=2e-3, **keys)
     examples = task.examples(data, "train")
     start = task.initial(stream())
-    trained = task.local(task.prepare(examples), stream("batches")).train(start)
+    trained = task.trainer(task.prepare(examples), stream("batches")).train(start)
     before, after = task.evaluate(start, examples, True), task.evaluate(trained.weights, examples, True)
     assert set(after) == {"loss", "accuracy"}
     assert after["loss"] < before["loss"] / 3
@@ -256,7 +256,7 @@ def test_an_adapter_on_a_base_that_every_site_has(adapter, data):
     assert not all(torch.equal(p, other[n]) for n, p in frozen.items())
     start = task.initial(stream())
     examples = task.examples(data, "train")
-    trained = task.local(task.prepare(examples), stream("batches")).train(start)
+    trained = task.trainer(task.prepare(examples), stream("batches")).train(start)
     assert task.evaluate(trained.weights, examples, False)["loss"] < task.evaluate(start, examples, False)["loss"]
     assert all(torch.equal(p, same[n]) for n, p in frozen.items())
 

@@ -19,7 +19,7 @@ from fedveil.adapters.lora import Lora
 from fedveil.contract.method import REPORT_FIELDS
 from fedveil.contract.task import Share
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import attach, library, loading
+from fedveil.models import library, tiny
 from fedveil.rng import Stream
 from fedveil.rows.reading import WHERE
 from fedveil.tasks import load
@@ -116,13 +116,13 @@ def test_lora_is_the_base_plus_scale_b_a(task, rows):
 
     weights = randomised(task)
     with library.quiet():
-        plain = GPT2LMHeadModel.from_pretrained(loading.find("tiny")[0], dtype=torch.float32).eval()
+        plain = GPT2LMHeadModel.from_pretrained(tiny.folder("text-generation"), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, w in weights.items():
             if name.endswith(".lora_A"):
                 module = name.removesuffix(".lora_A")
                 plain.get_submodule(module).weight += 2.0 * (weights[f"{module}.lora_B"] @ w).T
-    attach.put(weights, task.base.trained)
+    task.base.put(weights)
     ids = torch.tensor([task.base.tokenizer.encode(rows[0]["ref"])])
     with torch.no_grad():
         difference = task.base.model(input_ids=ids).logits - plain(input_ids=ids).logits
@@ -153,14 +153,14 @@ def test_training_steps_as_a_plain_loop_does(task, rows):
     """The naive twin: the same batches one row at a time, AdamW of torch."""
     start = task.initial(Stream(KEY))
     kept = {name: w.clone() for name, w in start.items()}
-    local = task.local(task.prepare(rows), Stream(KEY))
+    local = task.trainer(task.prepare(rows), Stream(KEY))
     result = local.train(start)
     assert all(torch.equal(start[name], kept[name]) for name in kept)
     assert set(result.report) == REPORT_FIELDS
     assert (result.report["steps"], local.num_examples) == (3, 24)
 
     order = torch.randperm(24, generator=Stream(KEY).torch_generator()).tolist()
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=2e-3, weight_decay=1e-6)
     losses, tokens = [], 0
     for i in (0, 4, 8):
@@ -187,7 +187,7 @@ def test_training_steps_as_a_plain_loop_does(task, rows):
 def test_every_row_comes_once_an_epoch_and_max_steps_caps(rows):
     task = make(train__batch_size=5, train__epochs=2, train__max_steps=7)
     numbered = [{"mr": str(i), "ref": str(i)} for i in range(13)]
-    batches = list(task.local(task.prepare(numbered), Stream(KEY))._batches())
+    batches = list(task.trainer(task.prepare(numbered), Stream(KEY))._batches())
     assert [len(b) for b in batches] == [5, 5, 3, 5, 5, 3]
     first = [tuple(row.ids) for batch in batches[:3] for row in batch]
     second = [tuple(row.ids) for batch in batches[3:] for row in batch]
@@ -195,14 +195,14 @@ def test_every_row_comes_once_an_epoch_and_max_steps_caps(rows):
     assert len(set(first)) == 13
     assert first != second
     capped = make(train__batch_size=5, train__epochs=2, train__max_steps=4)
-    assert len(list(capped.local(task.prepare(numbered), Stream(KEY))._batches())) == 4
+    assert len(list(capped.trainer(task.prepare(numbered), Stream(KEY))._batches())) == 4
 
 
 @pytest.mark.parametrize("adapter", [Lora(), AllWeights()])
 def test_no_step_returns_the_weights_bit_for_bit(adapter, rows):
     task = make(adapter, train__epochs=0)
     weights = {n: w + 0.125 for n, w in task.initial(Stream(KEY)).items()}
-    result = task.local(task.prepare(rows), Stream(KEY)).train(weights)
+    result = task.trainer(task.prepare(rows), Stream(KEY)).train(weights)
     assert all(torch.equal(result.weights[n], weights[n]) for n in task.spec)
     assert all(result.weights[n].data_ptr() != weights[n].data_ptr() for n in task.spec)
     assert result.report["steps"] == 0
@@ -214,7 +214,7 @@ def test_all_weights_train_and_the_base_values_survive(rows):
     base = task.initial(Stream(KEY))
     assert "transformer.wte.weight" in base
     assert "lm_head.weight" not in base  # tied
-    result = task.local(task.prepare(rows), Stream(KEY)).train(base)
+    result = task.trainer(task.prepare(rows), Stream(KEY)).train(base)
     assert all(not torch.equal(result.weights[n], base[n]) for n in base)
     assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(base, rows, False)["loss"]
     again = task.initial(Stream(bytes(32)))
@@ -227,7 +227,7 @@ def test_a_few_steps_teach_the_mapping():
     )
     start = task.initial(Stream(KEY))
     test = task.examples(DATA, "test")
-    trained = task.local(task.prepare(task.examples(DATA, "train")), Stream(KEY)).train(start)
+    trained = task.trainer(task.prepare(task.examples(DATA, "train")), Stream(KEY)).train(start)
     before, after = task.evaluate(start, test, True), task.evaluate(trained.weights, test, True)
     assert set(after) == {"loss", "bleu", "rouge_l", "nist", "meteor", "cider"}
     assert after["loss"] < before["loss"] - 0.15
@@ -248,7 +248,7 @@ def test_a_few_steps_teach_the_mapping():
 def test_weights_are_taken_strictly(task, rows, change, message):
     weights = dict(task.initial(Stream(KEY)))
     change(weights)
-    for use in (task.local(task.prepare(rows), Stream(KEY)).train, lambda w: task.evaluate(w, rows, False)):
+    for use in (task.trainer(task.prepare(rows), Stream(KEY)).train, lambda w: task.evaluate(w, rows, False)):
         with pytest.raises(TaskError, match=message):
             use(weights)
 
@@ -304,7 +304,7 @@ def test_a_llama_from_a_folder_goes_the_same_way(llama, rows):
     assert not any("lm_head" in n for n in task.spec)
     assert task._encode("x", "y").ids[0] == task.base.tokenizer.bos_token_id
     start = task.initial(Stream(KEY))
-    result = task.local(task.prepare(rows), Stream(KEY)).train(start)
+    result = task.trainer(task.prepare(rows), Stream(KEY)).train(start)
     assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(start, rows, False)["loss"]
     assert len(task.generate(start, ["name[X]", "name[The Mill], area[riverside]"])) == 2
 
@@ -316,7 +316,7 @@ def test_a_quantised_base_trains_its_factors(quantised, rows):
     assert "Linear4bit" in kinds or "Linear8bitLt" in kinds
     start = task.initial(Stream(KEY))
     assert list(task.spec) == list(make(Lora(rank=2)).spec)
-    result = task.local(task.prepare(rows), Stream(KEY)).train(start)
+    result = task.trainer(task.prepare(rows), Stream(KEY)).train(start)
     assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(start, rows, False)["loss"]
     with pytest.raises(ConfigError, match='train.quantized-base: expected "none"'):
         make(AllWeights(), train__quantized_base=quantised)
@@ -330,7 +330,7 @@ def test_bf16_computes_coarsely_and_keeps_fp32_weights(task, rows):
     rounded = coarse.evaluate(weights, rows, False)["loss"]
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=0.02)
-    assert coarse.local(task.prepare(rows), Stream(KEY)).train(weights).report["steps"] == 2
+    assert coarse.trainer(task.prepare(rows), Stream(KEY)).train(weights).report["steps"] == 2
 
 
 _SCRIPT = """
@@ -340,7 +340,7 @@ from fedveil import config, rng, tasks
 from fedveil.adapters.lora import Lora
 torch.set_num_threads(1)
 task = tasks.load(config.parse({"train.max-steps": 4}), Lora(), "cpu")
-local = task.local(task.prepare(task.examples(Path(sys.argv[1]), "train")[:40]), rng.Stream(bytes(range(32))))
+local = task.trainer(task.prepare(task.examples(Path(sys.argv[1]), "train")[:40]), rng.Stream(bytes(range(32))))
 trained = local.train(task.initial(rng.Stream(bytes(range(32)))))
 print(hashlib.sha256(b"".join(trained.weights[n].numpy().tobytes() for n in sorted(trained.weights))).hexdigest())
 """
@@ -354,7 +354,7 @@ def test_two_processes_train_bit_identically():
     torch.set_num_threads(1)
     try:
         task = make(Lora(), train__max_steps=4)
-        local = task.local(task.prepare(task.examples(DATA, "train")[:40]), Stream(KEY))
+        local = task.trainer(task.prepare(task.examples(DATA, "train")[:40]), Stream(KEY))
         weights = local.train(task.initial(Stream(KEY))).weights
     finally:
         torch.set_num_threads(threads)
@@ -413,9 +413,9 @@ def test_a_data_path_that_is_not_there_is_named(task, tmp_path):
     with pytest.raises(TaskError, match=f'found none at "{tmp_path}/nowhere"'):
         task.examples(tmp_path / "nowhere", "train")
     with pytest.raises(TaskError, match='text in column "ref" of every row, found None'):
-        task.local(task.prepare([{"mr": "a", "ref": None}]), Stream(KEY)).train(task.initial(Stream(KEY)))
+        task.trainer(task.prepare([{"mr": "a", "ref": None}]), Stream(KEY)).train(task.initial(Stream(KEY)))
     with pytest.raises(TaskError, match="at least one row to train on"):
-        task.local([], Stream(KEY))
+        task.trainer([], Stream(KEY))
 
 
 def test_a_base_that_is_not_there_or_not_whole_is_refused(tmp_path, llama):

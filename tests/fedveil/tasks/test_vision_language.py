@@ -119,7 +119,7 @@ def test_other_adapters_are_of_the_language_model_too(adapter):
     model = other.base.model
     assert not any(p.requires_grad for n, p in model.named_parameters() if "vision" in n or "projector" in n)
     assert (
-        other.local(other.prepare([{"image": picture(1), "caption": "A dog."}]), rng.initial(0, "b"))
+        other.trainer(other.prepare([{"image": picture(1), "caption": "A dog."}]), rng.initial(0, "b"))
         .train(other.initial(rng.initial(0, "weights")))
         .report["steps"]
         == 1
@@ -196,7 +196,7 @@ def test_training_learns_the_captions(data):
     task = make(train__epochs=30, train__learning_rate=5e-3, evaluate__max_new_tokens=8)
     examples = list(task.examples(data, "train"))[2:]
     start = task.initial(rng.initial(0, "weights"))
-    trained = task.local(task.prepare(examples), rng.initial(0, "batches")).train(start)
+    trained = task.trainer(task.prepare(examples), rng.initial(0, "batches")).train(start)
     before, after = task.evaluate(start, examples, True), task.evaluate(trained.weights, examples, True)
     assert set(after) == {"loss", "exact_match", "bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider"}
     assert after["loss"] < before["loss"] / 3

@@ -20,7 +20,7 @@ WEIGHTS = {"prompt": torch.randn(6, 5, generator=torch.Generator().manual_seed(9
 
 def test_each_rows_gradient_is_that_of_the_row_alone():
     local, task = local_of(7, scale=0.7), PromptTask()
-    found = local.per_sample_gradients(WEIGHTS, Batch((4, 0, 6)))
+    found = local.rows.per_sample(WEIGHTS, Batch((4, 0, 6)))
     assert found.gradients["prompt"].shape == (3, 6, 5)
     for place, row in enumerate((4, 0, 6)):
         prompt = WEIGHTS["prompt"].clone().requires_grad_()
@@ -33,14 +33,14 @@ def test_each_rows_gradient_is_that_of_the_row_alone():
 
 def test_weights_stay_and_nothing_tracks_gradients():
     before = WEIGHTS["prompt"].clone()
-    found = local_of().per_sample_gradients(WEIGHTS, Batch((1, 2)))
+    found = local_of().rows.per_sample(WEIGHTS, Batch((1, 2)))
     assert torch.equal(before, WEIGHTS["prompt"])
     assert not found.gradients["prompt"].requires_grad
     assert not found.losses.requires_grad
 
 
 def test_an_empty_batch_has_no_rows():
-    found = local_of().per_sample_gradients(WEIGHTS, Batch(()))
+    found = local_of().rows.per_sample(WEIGHTS, Batch(()))
     assert found.gradients["prompt"].shape == (0, 6, 5)
     assert found.losses.shape == (0,)
 
@@ -49,13 +49,13 @@ def test_a_task_without_a_loss_of_one_row_and_other_weights_are_refused():
     with pytest.raises(TaskError, match="loss of every single row"):
         per_sample.gradients(object(), PromptTask().spec, [1], WEIGHTS)
     with pytest.raises(TaskError, match="weights"):
-        local_of().per_sample_gradients({"prompt": torch.zeros(5, 6)}, Batch((0,)))
+        local_of().rows.per_sample({"prompt": torch.zeros(5, 6)}, Batch((0,)))
 
 
 def test_features_pull_back_to_each_rows_gradient():
     """The rank-one gradient in the features, through the chain rule, against torch.func on the row's own loss."""
     local, batch = local_of(7, scale=0.7, kind=TextTask), Batch((4, 0, 6))
-    found, rows = local.feature_gradients(WEIGHTS, batch), local.per_sample_gradients(WEIGHTS, batch)
+    found, rows = local.rows.feature(WEIGHTS, batch), local.rows.per_sample(WEIGHTS, batch)
     assert (found.left.shape, found.right.shape) == ((3, CLASSES), (3, SPACE))
     for i in range(3):
         pulled = found.pull(torch.outer(found.left[i], found.right[i]))["prompt"]
@@ -68,18 +68,18 @@ def test_features_pull_back_to_each_rows_gradient():
 
 
 def test_features_of_an_empty_batch_still_pull_noise():
-    found = local_of(kind=TextTask).feature_gradients(WEIGHTS, Batch(()))
+    found = local_of(kind=TextTask).rows.feature(WEIGHTS, Batch(()))
     assert (found.left.shape, found.right.shape) == ((0, CLASSES), (0, SPACE))
     noise = torch.randn(CLASSES, SPACE, generator=torch.Generator().manual_seed(3))
-    other = local_of(kind=TextTask).feature_gradients(WEIGHTS, Batch((1, 2)))
+    other = local_of(kind=TextTask).rows.feature(WEIGHTS, Batch((1, 2)))
     assert torch.equal(found.pull(noise)["prompt"], other.pull(noise)["prompt"]), "no row has a part in the way back"
 
 
 def test_a_task_without_features_is_refused():
     with pytest.raises(TaskError, match="features alone, found PromptTask"):
-        local_of().feature_gradients(WEIGHTS, Batch((0,)))
+        local_of().rows.feature(WEIGHTS, Batch((0,)))
     with pytest.raises(TaskError, match="weights"):
-        local_of(kind=TextTask).feature_gradients({"prompt": torch.zeros(5, 6)}, Batch((0,)))
+        local_of(kind=TextTask).rows.feature({"prompt": torch.zeros(5, 6)}, Batch((0,)))
 
 
 def test_poisson_takes_every_row_with_the_same_probability():
@@ -117,11 +117,11 @@ def test_the_same_stream_draws_the_same_and_a_batch_above_the_site_is_refused(sa
 
 
 def test_steps_are_whole_batches_up_to_the_configured_number():
-    assert local_of(11, epochs=3).steps == 6
-    assert local_of(11, epochs=3, max_steps=4).steps == 4
+    assert local_of(11, epochs=3).rows.steps == 6
+    assert local_of(11, epochs=3, max_steps=4).rows.steps == 4
     with pytest.raises(ConfigError, match="batch-size"):
-        _ = local_of(3).steps
-    assert PromptTask(parse({"train.batch-size": 3})).local([1, 2, 3], Stream(bytes(32))).batch_size == 3
+        _ = local_of(3).rows.steps
+    assert PromptTask(parse({"train.batch-size": 3})).trainer([1, 2, 3], Stream(bytes(32))).rows.batch_size == 3
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # opacus on inputs without gradients
@@ -150,7 +150,7 @@ def test_the_clipped_sum_over_p_u_and_v_is_that_of_opacus(bound):
     torch.nn.functional.cross_entropy(learner(x), y).backward()
     optimiser.step()
 
-    found = local_of(9, scale=2.0).per_sample_gradients({"prompt": WEIGHTS["prompt"] + u @ v}, Batch(tuple(range(9))))
+    found = local_of(9, scale=2.0).rows.per_sample({"prompt": WEIGHTS["prompt"] + u @ v}, Batch(tuple(range(9))))
     g = found.gradients["prompt"]
     sums = clipping.clipped_sum({"p": g, "u": g @ v.T, "v": u.T @ g}, bound)
     for name, parameter in learner._module.named_parameters():

@@ -16,13 +16,14 @@ from fedveil import config as run_config
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.lora import Lora
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import attach, memory
+from fedveil.models import memory
 from fedveil.rng import Stream
 from fedveil.rows import batches
 from fedveil.rows.batches import Row
 from fedveil.tasks import load
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import local_training, progress
+from fedveil.training.threads import threads
 
 DATA = Path(__file__).parents[3] / "data" / "e2e"
 KEY = bytes(range(32))
@@ -55,7 +56,7 @@ def configured(task, monkeypatch):
 @pytest.fixture
 def one_thread():
     """How a sum is split over threads shows in its last bits."""
-    with local_training._threads(1):
+    with threads(run_config.parse({"run.deterministic": True})):
         yield
 
 
@@ -86,9 +87,9 @@ def test_the_defaults_are_a_plain_loop_bit_for_bit(configured, rows, start):
     """The naive twin: batches in the drawn order, one AdamW step each, the loss picked out by a mask of labels."""
     task = configured(train__batch_size=8, train__epochs=2, train__learning_rate=1e-3)
     seen = []
-    result = task.local(rows, Stream(KEY), seen.append).train(start)
+    result = task.trainer(rows, Stream(KEY), seen.append).train(start)
 
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=1e-3, weight_decay=1e-6)
     generator = Stream(KEY).torch_generator()
     losses = []
@@ -119,9 +120,11 @@ def test_the_defaults_are_a_plain_loop_bit_for_bit(configured, rows, start):
 
 def test_accumulated_batches_step_as_one_batch_of_all_their_rows(configured, rows, start):
     """29 rows, 4 x 3 a step: the third step has 5 rows in batches of 3 and 2."""
-    joint = configured(train__batch_size=12, train__epochs=2, train__max_steps=4).local(rows, Stream(KEY)).train(start)
+    joint = (
+        configured(train__batch_size=12, train__epochs=2, train__max_steps=4).trainer(rows, Stream(KEY)).train(start)
+    )
     task = configured(train__batch_size=3, train__accumulate=4, train__epochs=2, train__max_steps=4)
-    parts = task.local(rows, Stream(KEY)).train(start)
+    parts = task.trainer(rows, Stream(KEY)).train(start)
     assert (parts.report["steps"], parts.report["tokens"]) == (4, joint.report["tokens"])
     assert parts.report["loss_trained"] == pytest.approx(joint.report["loss_trained"], rel=1e-6)
     # AdamW's first steps follow the sign of a gradient, so where one is rounding noise the weights differ by the rate.
@@ -131,12 +134,12 @@ def test_accumulated_batches_step_as_one_batch_of_all_their_rows(configured, row
 
 def test_the_accumulated_gradient_is_no_mean_of_means(configured, rows, start, monkeypatch):
     """By what reaches the optimiser: equal to the joint gradient, and far from the mean of the batches' own means."""
-    attach.put(start, configured().base.trained)
+    configured().base.put(start)
     given = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]]))  # fmt: skip
     task = configured(train__batch_size=2, train__accumulate=3, train__max_steps=1)
-    task.local(rows[:6], Stream(KEY)).train(start)
-    chosen = next(task.local(rows[:6], Stream(KEY))._batches())
+    task.trainer(rows[:6], Stream(KEY)).train(start)
+    chosen = next(task.trainer(rows[:6], Stream(KEY))._batches())
     joint = gradients(task, chosen)
     means = [gradients(task, chosen[i : i + 2]) for i in (0, 2, 4)]
     assert len(given) == 1
@@ -148,7 +151,7 @@ def test_the_accumulated_gradient_is_no_mean_of_means(configured, rows, start, m
 
 def test_what_an_error_left_of_a_gradient_is_dropped(configured, rows, start, monkeypatch):
     task = configured(train__batch_size=4, train__accumulate=2, train__max_steps=1)
-    expected = task.local(rows, Stream(KEY)).train(start)
+    expected = task.trainer(rows, Stream(KEY)).train(start)
     honest, seen = task.loss_sum, itertools.count(1)
 
     def loss_sum(batch):
@@ -158,9 +161,9 @@ def test_what_an_error_left_of_a_gradient_is_dropped(configured, rows, start, mo
 
     monkeypatch.setattr(task, "loss_sum", loss_sum)
     with pytest.raises(MemoryError):
-        task.local(rows, Stream(KEY)).train(start)
+        task.trainer(rows, Stream(KEY)).train(start)
     assert any(p.grad is not None for p in task.trained.values())
-    again = task.local(rows, Stream(KEY)).train(start)
+    again = task.trainer(rows, Stream(KEY)).train(start)
     assert all(torch.equal(again.weights[n], expected.weights[n]) for n in start)
 
 
@@ -178,7 +181,7 @@ def test_bucketing_pads_less_and_takes_every_row_once_an_epoch(configured):
     uneven = spread(531)  # 66 batches of 8 and one of 3; three windows, the last one short
 
     def epochs(key: bytes, **keys: object) -> list[list[list[Row]]]:
-        local = configured(train__batch_size=8, train__epochs=2, **keys).local(uneven, Stream(key))
+        local = configured(train__batch_size=8, train__epochs=2, **keys).trainer(uneven, Stream(key))
         drawn = [list(batch) for batch in local._batches()]
         assert len(drawn) == 134
         return [drawn[:67], drawn[67:]]
@@ -197,7 +200,7 @@ def test_bucketing_pads_less_and_takes_every_row_once_an_epoch(configured):
 
 def test_bucketing_and_accumulation_keep_batches_whole(configured):
     """A step's batches are those that were cut: rows of like length stay together."""
-    local = configured(train__batch_size=4, train__accumulate=3, train__bucketing=True).local(spread(62), Stream(KEY))
+    local = configured(train__batch_size=4, train__accumulate=3, train__bucketing=True).trainer(spread(62), Stream(KEY))
     steps = [local._collated(rows) for rows in local._batches()]
     assert [[len(batch.ids) for batch in step] for step in steps] == [[4, 4, 4]] * 5 + [[2]]
     apart = [int(batch.mask.sum(1).max() - batch.mask.sum(1).min()) for step in steps for batch in step]
@@ -206,7 +209,7 @@ def test_bucketing_and_accumulation_keep_batches_whole(configured):
 
 def test_recomputed_activations_give_the_same_gradients(configured, rows, start):
     task = configured()
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     block = task.base.model.transformer.h[1]
     passes, kept = [], []
     hook = block.mlp.c_fc.base_layer.register_forward_hook(lambda *_: passes.append(block.training))
@@ -232,13 +235,13 @@ def test_recomputed_activations_give_the_same_gradients(configured, rows, start)
 
 
 def test_checkpointing_trains_to_the_same_weights_and_leaves_generation_alone(configured, rows, start):
-    plain = configured(train__max_steps=3, train__batch_size=4).local(rows, Stream(KEY)).train(start)
+    plain = configured(train__max_steps=3, train__batch_size=4).trainer(rows, Stream(KEY)).train(start)
     task = configured(train__max_steps=3, train__batch_size=4, train__checkpointing=True, evaluate__max_new_tokens=6)
     passes = []
     hook = task.base.model.transformer.h[0].mlp.c_fc.register_forward_hook(
         lambda *_: passes.append(torch.is_grad_enabled())
     )
-    saved = task.local(rows, Stream(KEY)).train(start)
+    saved = task.trainer(rows, Stream(KEY)).train(start)
     hook.remove()
     assert passes.count(True) == 2 * 3  # twice a step
     assert all(torch.equal(saved.weights[n], plain.weights[n]) for n in start)
@@ -251,7 +254,7 @@ def test_checkpointing_trains_to_the_same_weights_and_leaves_generation_alone(co
 def test_a_layers_own_dropout_is_off_while_it_is_recomputed(configured, rows, start):
     """OPT's layers drop out by themselves, by their own `training` flag."""
     task = configured()
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     layer = task.base.model.transformer.h[2]
     layer.dropout = 0.25
     with memory.recomputing(task.base.model, "tiny"):
@@ -288,7 +291,7 @@ def test_the_first_loss_that_is_not_finite_is_named(configured, rows, start, mon
     seen = []
     expected = "train.learning-rate: expected a finite loss, found nan at step 3 with 0.05; lower it"
     with pytest.raises(TaskError, match=f"^{expected}$"):
-        task.local(rows, Stream(KEY), seen.append).train(start)
+        task.trainer(rows, Stream(KEY), seen.append).train(start)
     assert [step.step for step in seen] == ([1, 2] if every == 0 else [])
     assert all(p.grad is None for p in task.trained.values())
 
@@ -298,13 +301,13 @@ def test_the_watch_sees_the_last_step_once(configured, rows, start, monkeypatch,
     monkeypatch.setattr(progress, "_READ_SECONDS", every)
     seen = []
     task = configured(train__batch_size=3, train__accumulate=2)
-    result = task.local(rows, Stream(KEY), seen.append).train(start)
+    result = task.trainer(rows, Stream(KEY), seen.append).train(start)
     assert [step.step for step in seen] == steps
     assert {step.steps for step in seen} == {5}
     assert all(a.tokens < b.tokens and a.seconds < b.seconds for a, b in itertools.pairwise(seen))
     assert seen[-1].tokens == result.report["tokens"] == sum(len(row.ids) for row in rows)
     nothing = []
-    configured(train__epochs=0).local(rows, Stream(KEY), nothing.append).train(start)
+    configured(train__epochs=0).trainer(rows, Stream(KEY), nothing.append).train(start)
     assert nothing == []
 
 
@@ -319,7 +322,7 @@ def test_what_the_watch_raises_ends_the_training(configured, rows, start, monkey
             raise InterruptedError("enough")
 
     with pytest.raises(InterruptedError, match="enough"):
-        task.local(rows, Stream(KEY), stop).train(start)
+        task.trainer(rows, Stream(KEY), stop).train(start)
     assert seen == [1, 2]
     assert not any(m.training for m in task.base.model.modules())
     assert all(p.grad is None for p in task.trained.values())
@@ -397,14 +400,14 @@ def test_a_machine_that_cannot_compile_says_so_before_the_first_step(rows, start
     monkeypatch.setattr(torch, "compile", broken)
     task = make(train__compile=True)
     with pytest.raises(ConfigError, match=r"train.compile: expected a machine .* it fails \(no C\+\+ compiler\); inst"):
-        task.local(rows, Stream(KEY)).train(start)
+        task.trainer(rows, Stream(KEY)).train(start)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_model_trains_as_the_plain_one(configured, rows, start):
-    plain = configured(train__batch_size=4).local(rows, Stream(KEY)).train(start)
-    compiled = make(train__batch_size=4, train__compile=True).local(rows, Stream(KEY)).train(start)
+    plain = configured(train__batch_size=4).trainer(rows, Stream(KEY)).train(start)
+    compiled = make(train__batch_size=4, train__compile=True).trainer(rows, Stream(KEY)).train(start)
     assert compiled.report["loss_trained"] == pytest.approx(plain.report["loss_trained"], rel=1e-4)
     assert compiled.report["loss_received"] == plain.report["loss_received"]  # scoring stays as it is
 
@@ -414,8 +417,8 @@ def test_a_compiled_model_trains_as_the_plain_one(configured, rows, start):
     "keys", [{}, {"train__bucketing": True, "train__accumulate": 2}, {"train__checkpointing": True}]
 )
 def test_a_gpu_trains_as_the_cpu_does(rows, start, keys):
-    on_cpu = make(train__batch_size=4, **keys).local(rows, Stream(KEY)).train(start)
-    on_gpu = make("cuda", train__batch_size=4, **keys).local(rows, Stream(KEY)).train(start)
+    on_cpu = make(train__batch_size=4, **keys).trainer(rows, Stream(KEY)).train(start)
+    on_gpu = make("cuda", train__batch_size=4, **keys).trainer(rows, Stream(KEY)).train(start)
     assert {w.device.type for w in on_gpu.weights.values()} == {"cpu"}
     assert on_gpu.report["tokens"] == on_cpu.report["tokens"]
     assert on_gpu.report["loss_trained"] == pytest.approx(on_cpu.report["loss_trained"], rel=1e-3)
@@ -458,8 +461,8 @@ def test_all_weights_train_under_checkpointing_too(rows):
     assert isinstance(task, TextGeneration)
     base = task.initial(Stream(KEY))
     plain = load(run_config.parse({"train.max-steps": 1}), AllWeights(), "cpu")
-    expected = plain.local(rows, Stream(KEY)).train(base)
-    got = task.local(rows, Stream(KEY)).train(base)
+    expected = plain.trainer(rows, Stream(KEY)).train(base)
+    got = task.trainer(rows, Stream(KEY)).train(base)
     assert all(torch.equal(got.weights[n], expected.weights[n]) for n in base)
 
 
@@ -470,9 +473,9 @@ def test_all_weights_train_under_checkpointing_too(rows):
 def test_the_gradient_is_autograd_s_of_the_first_batch_of_the_stream(configured, rows, start):
     task = configured(train__batch_size=8, train__accumulate=2, train__epochs=0)
     kept, seen = {n: w.clone() for n, w in start.items()}, []
-    found = task.local(rows, Stream(KEY), seen.append).gradient(start)
+    found = task.trainer(rows, Stream(KEY), seen.append).gradient(start)
     drawn = torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()[:8]
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     expected = gradients(task, [rows[i] for i in drawn])
     assert {n: (g.shape, g.dtype) for n, g in found.weights.items()} == {n: (s.shape, s.dtype) for n, s in task.spec.items()}  # fmt: skip
     assert all(torch.equal(found.weights[n], g) for n, g in expected.items())
@@ -492,13 +495,13 @@ def test_the_gradient_is_the_first_step_of_train(configured, rows, start, monkey
     given = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]]))  # fmt: skip
     task = configured(train__batch_size=5, train__max_steps=1)
-    task.local(rows, Stream(KEY)).train(start)
+    task.trainer(rows, Stream(KEY)).train(start)
     for parameter in task.trained.values():
         parameter.grad = torch.ones_like(parameter)
-    found = task.local(rows, Stream(KEY)).gradient(start)
+    found = task.trainer(rows, Stream(KEY)).gradient(start)
     for got, expected in zip(found.weights.values(), given[0], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
-    other = task.local(rows, Stream(KEY[::-1])).gradient(start)
+    other = task.trainer(rows, Stream(KEY[::-1])).gradient(start)
     assert not any(torch.equal(found.weights[n], g) for n, g in other.weights.items())
 
 
@@ -507,7 +510,7 @@ def test_a_tensor_without_gradient_gives_zeros(configured, rows, start, monkeypa
     idle = torch.nn.Parameter(torch.ones(3))
     monkeypatch.setattr(type(task), "trained", {**task.trained, "idle": idle})
     monkeypatch.setattr(task, "put", lambda weights: None)
-    found = task.local(rows, Stream(KEY)).gradient({**start, "idle": torch.ones(3)})
+    found = task.trainer(rows, Stream(KEY)).gradient({**start, "idle": torch.ones(3)})
     assert found.weights["idle"].tolist() == [0.0, 0.0, 0.0]
     assert set(found.weights) == {*start, "idle"}
 
@@ -516,4 +519,4 @@ def test_a_gradient_of_a_loss_that_is_not_finite_is_refused(configured, rows, st
     task = configured(train__batch_size=4)
     broken = {n: w * float("nan") for n, w in start.items()}
     with pytest.raises(TaskError, match="expected a finite loss, found nan at step 1"):
-        task.local(rows, Stream(KEY)).gradient(broken)
+        task.trainer(rows, Stream(KEY)).gradient(broken)

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedveil.adapters.factors import aggregation_gap, factor, modules, of_factor, product
-from fedveil.adapters.lora import Lora
+from fedveil.algebra.factors import aggregation_gap, factor, modules, of_factor, product
 from fedveil.errors import ConfigError
 
 
@@ -38,17 +37,3 @@ def test_factors_by_name():
         factor("lora_A.weight")
     with pytest.raises(ConfigError, match="m: expected both LoRA factors"):
         modules(["m.lora_B"])
-
-
-@pytest.mark.parametrize(
-    "fields,match",
-    [({"rank": 0}, "adapter.rank"), ({"alpha": 0.0}, "adapter.alpha"), ({"alpha": float("nan")}, "adapter.alpha")],
-)
-def test_adapter_fields_are_checked(fields, match):
-    with pytest.raises(ConfigError, match=match):
-        Lora(**fields)
-
-
-def test_scale_is_alpha_over_rank():
-    assert Lora(rank=8).scale == 1.0
-    assert Lora(rank=8, alpha=2.0).scale == 0.25

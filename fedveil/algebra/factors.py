@@ -6,19 +6,14 @@ An adapter of kind "hadamard-lora" has a second pair a module, `<module>.private
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
-import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedveil.adapters.hadamard import HadamardLora
-from fedveil.adapters.lora import Lora
-from fedveil.algebra.mean import WeightedMean
+from fedveil.algebra.sums import RunningSums
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
 
 Factor = Literal["A", "B"]
 T = TypeVar("T")
@@ -53,23 +48,6 @@ def without_private(tensors: Mapping[str, T]) -> dict[str, T]:
     return {name: value for name, value in tensors.items() if not name.endswith(PRIVATE)}
 
 
-def draw(adapter: Lora | HadamardLora, shapes: Mapping[str, tuple[int, ...]], rng: Stream) -> dict[str, Tensor]:
-    """Initial factors under the names of `shapes`, in their order: A uniform within 1/sqrt(d_in), B zero.
-
-    Likewise the private pair, but for its B in the adapter's form "product", see `HadamardLora`. The draws go by sorted
-    name, so they do not depend on the order of the mapping.
-    """
-    generator = rng.torch_generator()
-    private_b_std = adapter.private_b_std if isinstance(adapter, HadamardLora) else 0.0
-    drawn = {name: torch.zeros(shapes[name]) for name in sorted(shapes)}
-    for name, tensor in drawn.items():
-        if name.endswith((".lora_A", ".private_A")):
-            nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
-        elif name.endswith(".private_B") and private_b_std:
-            tensor.normal_(std=private_b_std, generator=generator)
-    return {name: drawn[name] for name in shapes}
-
-
 def product(weights: Mapping[str, Tensor], module: str) -> Float[Tensor, "d_out d_in"]:
     """B A of one module, without the scale."""
     return weights[f"{module}.lora_B"] @ weights[f"{module}.lora_A"]
@@ -83,13 +61,14 @@ def aggregation_gap(clients: Sequence[Mapping[str, Tensor]], num_examples: Seque
     for nothing here: it is not averaged.
     """
     clients = [without_private(client) for client in clients]
-    factors, products = WeightedMean(), WeightedMean()
+    sums = RunningSums()
     for client, n in zip(clients, num_examples, strict=True):
-        factors.add(client, n)
-        products.add({m: product(client, m) for m in modules(client)}, n)
-    mean_factors = factors.result(clients[0])
+        for name, value in [*client.items(), *((m, product(client, m)) for m in modules(client))]:
+            sums.fold(name, value, n)
+    mean_factors = sums.means(clients[0])
     gap = norm = 0.0
-    for module, of_products in products.result({m: torch.empty(()) for m in modules(clients[0])}).items():
+    for module in modules(clients[0]):
+        of_products = sums.mean(module)
         gap += float((of_products - product(mean_factors, module)).square().sum())
         norm += float(of_products.square().sum())
     return (gap / norm) ** 0.5 if norm else 0.0

@@ -1,0 +1,104 @@
+"""The loss hook: a method of one file adds a term to the loss of every local step. Its proof is FedProx."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+import pytest
+import torch
+
+from fedveil import rng, tasks
+from fedveil.adapters.lora import Lora
+from fedveil.config import parse
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
+from fedveil.federation.exchange import Exchange
+from fedveil.models import attach
+from fedveil.rng import Stream
+from fedveil.wire.payloads import dense_fields, tensors_of
+from tests.conftest import ROOT
+
+KEY = bytes(range(32))
+MU = 0.7
+
+
+@final
+@dataclass(frozen=True)
+class FedProx(Method):
+    """Li et al. 2020: h(w) = F(w) + mu / 2 |w - w_t|^2 (Eq. 2 there)."""
+
+    mu: float = MU
+    adapter: Lora = field(default_factory=Lora)
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        return State(dict(weights))
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        return Payload(dict(server.tensors))
+
+    def client(self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext):
+        start = tensors_of(down)
+
+        def proximal(now: Weights) -> torch.Tensor:
+            return self.mu / 2 * sum((w - start[n]).square().sum() for n, w in now.items())
+
+        return None, Payload(trainer.train(start, penalty=proximal).weights)
+
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        return weighted(tensors_of(payload), num_examples)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+        return State(sums.means(server.tensors))
+
+    def deployed(self, server: State, private=None, down=None) -> Mapping[str, Weights]:
+        return {"server": server.tensors}
+
+    def layout(self, spec: Spec) -> Layout:
+        return Layout(dense_fields(spec, "down", "float32") + dense_fields(spec, "up", "float32"))
+
+
+def by_hand(task, rows, start: Weights, batches: list[list[list[int]]]) -> dict[str, torch.Tensor]:
+    """AdamW on the loss over all batches of a step, and the proximal term once a step."""
+    attach.put(start, task.trained)
+    optimiser = torch.optim.AdamW(list(task.trained.values()), lr=1e-2, weight_decay=1e-6)
+    for step in batches:
+        collated = [task.collate([rows[i] for i in batch]) for batch in step]
+        loss = sum(task.loss_sum(batch) for batch in collated) / sum(batch.terms for batch in collated)
+        loss = loss + MU / 2 * sum((p - start[n]).square().sum() for n, p in task.trained.items())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return {n: p.detach().clone() for n, p in task.trained.items()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_fedprox_in_one_file_is_its_formula(accumulate):
+    flat = {
+        "train.batch-size": 4,
+        "train.accumulate": accumulate,
+        "train.learning-rate": 1e-2,
+        "run.deterministic": True,
+    }
+    task = tasks.load(parse(flat), Lora(2), "cpu")
+    rows = task.prepare(task.examples(ROOT / "data" / "e2e", "train")[:12])
+    generator = torch.Generator().manual_seed(1)
+    start = {n: 0.05 * torch.randn(s.shape, generator=generator) for n, s in task.spec.items()}
+    exchange = Exchange(FedProx(), "fedprox", task.spec)
+    ctx = RoundContext(0, "a", True, KEY)
+    server = exchange.method.init(task.spec, start, rng.initial(0, "m"))
+    _, parts = exchange.participate(exchange.broadcast(server, ctx), None, task.trainer(rows, Stream(KEY)), ctx)
+    sent = exchange.receive(b"".join(parts), 0).payload.fields
+
+    order = torch.randperm(12, generator=Stream(KEY).torch_generator()).tolist()
+    batches = [order[i : i + 4] for i in range(0, 12, 4)]
+    steps = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
+    expected = by_hand(task, rows, start, steps)
+    plain = task.trainer(rows, Stream(KEY)).train(start).weights
+    for name in task.spec:
+        torch.testing.assert_close(sent[name], expected[name], rtol=1e-5, atol=1e-6)
+    assert max(float((sent[n] - plain[n]).abs().max()) for n in task.spec) > 1e-3  # the term was there
