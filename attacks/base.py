@@ -2,8 +2,8 @@
 
 An adversary has a view of the messages and declared knowledge. An attack reads nothing else.
 
-`fedveil audit` runs every attack that `installed` finds: each `ModelAttack` or `UploadAttack` that a file of the
-rooms here defines, and each that another package offers under the entry-point group "fedveil.attacks". So an attack is one
+`fedveil audit` runs every attack that `installed` finds: each `ModelAttack` or `UploadAttack` that a file of the rooms
+here defines, and each that another package offers under the entry-point group "fedveil.attacks". So an attack is one
 file and one test.
 
 | an attack on | reads | must win on | must lose on |

@@ -124,7 +124,8 @@ def told(found: Mapping[str, float], below: str = "lower", above: str = "higher"
 def ordering(figures: Mapping[str, Figure], order: Sequence[str], what: str) -> str:
     """A sentence on whether `figures` fall in the order that a paper has, from its first (highest) to its last.
 
-    A pair holds, or is reversed, where the interval of its paired difference leaves 0 out. Else it cannot be told apart.
+    A pair holds, or is reversed, where the interval of its paired difference leaves 0 out. Else it cannot be told
+    apart.
     """
     names = [name for name in order if name in figures]
     held: list[str] = []

@@ -1,6 +1,7 @@
 """Each seed of a preset in a process of its own, with one thread, as many at a time as there are cores.
 
-python -m fedveil.benchmarks.common.seeds MODULE     # one seed, by `of_seed(settings, seed, options)` of that module
+A process runs `python -m fedveil.benchmarks.common.seeds MODULE` and calls `of_seed(settings, seed, options)` of
+MODULE.
 """
 
 from __future__ import annotations

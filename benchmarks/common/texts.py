@@ -1,9 +1,9 @@
-"""Texts of the presets as rows of a source and one reference, their split, and scores with bootstrap replicates over sources.
+"""Texts of the presets as rows of a source and one reference, and scores with bootstrap replicates over sources.
 
 | data | source | reference | train, validation, test |
 |---|---|---|---|
 | e2e_nlg, viggo | mr | ref | its own splits |
-| dart | "subject | predicate | object" joined by "; " | each of refs | its test part; the two halves of its dev part, by source |
+| dart | triples "s | p | o" joined by "; " | each of refs | its test part; two halves of its dev part, cut by source |
 | dialogsum | dialogue | summary, or summary1 to 3 | its own splits |
 """
 
@@ -58,7 +58,7 @@ def _digest(text: str) -> int:
 
 
 def chosen(found: Sequence[Row], sources: int, references: int, seed: int) -> list[Row]:
-    """The rows of so many sources, drawn, and at most so many rows of each; all where there are fewer."""
+    """The rows of `sources` sources, drawn by the seed, and of each the first `references` rows."""
     grouped: dict[str, list[Row]] = {}
     for row in found:
         grouped.setdefault(row["mr"], []).append(row)
@@ -67,7 +67,11 @@ def chosen(found: Sequence[Row], sources: int, references: int, seed: int) -> li
 
 
 def scores(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: int) -> dict[str, Figure]:
-    """METRICS of the model on `test`: loss a token, the others of the text that it writes for each source, x 100 but for cider."""
+    """METRICS of the model on `test`, by name.
+
+    "loss" is in nats a token. The others are of the text that the model writes for each source, in per cent but for
+    cider.
+    """
     targets: dict[str, list[str]] = {}
     for row in test:
         targets.setdefault(row["mr"], []).append(row["ref"])
@@ -88,12 +92,12 @@ def scores(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: in
 
 
 def loss(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: int) -> Figure:
-    """The loss alone."""
+    """The "loss" of `scores` alone."""
     return resampling.mean(losses_of(task, weights, test), _TEST, seed)
 
 
 def losses_of(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> list[float]:
-    """Mean loss of each source over its references, in order of appearance."""
+    """Mean loss of each source over its references, in nats a token, in the order of the sources' appearance."""
     found: dict[str, list[float]] = {}
     for row, prediction in zip(test, task.predict(weights, task.prepare(test)), strict=True):
         found.setdefault(row["mr"], []).append(loss_of(prediction))

@@ -1,8 +1,8 @@
 """Tokens a second of local LoRA training, beside a bare PyTorch loop over the same rows.
 
-The bare loop is plain transformers and peft, written without a line of FedVeil's training: its batches lie on the device
-before the clock starts, and it waits for the device once, at its end. Both have the same model, adapter, precision and
-rows in each batch; their repeats alternate in one process. A first repeat of each is not counted.
+The bare loop is plain transformers and peft, written without a line of FedVeil's training: its batches lie on the
+device before the clock starts, and it waits for the device once, at its end. Both have the same model, adapter,
+precision and rows in each batch; their repeats alternate in one process. A first repeat of each is not counted.
 
 "tokens" are those of the rows, padding apart. "seconds_around" is what a training needs besides its steps: weights
 in and out, and the loss of the weights received. "working_mb" is the peak on the GPU beyond what lay there before.
@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from fedveil import config, places, rng, tasks
+from fedveil import config, places, rng
 from fedveil.adapters.lora import Lora
+from fedveil.benchmarks.common.federations import task_of
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.contract.task import Step
 from fedveil.models import library, loading
@@ -46,7 +47,7 @@ class _Measured:
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Rows: each variant, ours beside the bare loop's. `options.device` chooses the device and with it the size."""
+    """A row for each variant, ours beside the bare loop. `options.device` chooses the device, and with it the size."""
     device = loading.pick_device(options.device)
     is_cuda = device.type == "cuda"
     if not is_cuda:
@@ -77,7 +78,10 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
                 torch.cuda.empty_cache()
     found = [_row(name, pairs, is_cuda) for name, pairs in measured.items()]
     size = f"{settings['layers']} layers, {settings['width']} wide, a vocabulary of {settings['vocabulary']:,}"
-    about = f"Measured on {device.type} in {_precision(device)}: {size}; batches of {settings['batch']} rows of at most {settings['tokens']} tokens."
+    about = (
+        f"Measured on {device.type} in {_precision(device)}: {size}; batches of {settings['batch']} rows of at most "
+        f"{settings['tokens']} tokens."
+    )
     return Outcome(found, [about, *_verdicts(found, device)])
 
 
@@ -104,8 +108,8 @@ def _verdicts(rows: Sequence[Mapping[str, Any]], device: torch.device) -> list[s
     reached = "reached" if ratios["default"] >= _ASKED else "missed"
     asked = f"asked: at least {_ASKED}, {reached}" if device.type == "cuda" else f"at least {_ASKED} is asked on a GPU"
     lines = [
-        f"default: {default['tokens_per_second']:,.0f} tokens/s, the bare loop {default['bare_tokens_per_second']:,.0f}: "
-        f"a ratio of {ratios['default']:.3f} ({asked})."
+        f"default: {default['tokens_per_second']:,.0f} tokens/s, the bare loop "
+        f"{default['bare_tokens_per_second']:,.0f}: a ratio of {ratios['default']:.3f} ({asked})."
     ]
     for name, of in medians.items():
         if name != "default":
@@ -166,8 +170,8 @@ class _Ours:
             "train.learning-rate": _LEARNING_RATE,
             "train.weight-decay": _WEIGHT_DECAY,
         }
-        task = tasks.load(config.parse(fixed | dict(keys)), Lora(rank=settings["rank"]), str(device))
-        assert isinstance(task, TextGeneration)
+        lora = Lora(rank=settings["rank"])
+        task = task_of(TextGeneration, config.parse(fixed | dict(keys)), Options(device=str(device)), lora)
         self._task, self._rows = task, rows
         self._start = task.initial(rng.initial(_SEED, "benchmark"))
         self.parameters = sum(weight.numel() for weight in self._start.values())

@@ -1,7 +1,7 @@
-"""The tables of DP-FPL: accuracy on a site's own and on its neighbours' classes, every row with what it really costs.
+"""Accuracy on a site's own and on its neighbours' classes, every row with what it really costs (DP-FPL's tables).
 
-A seed cuts the training pictures over the sites; every row runs the same federation in process from the same shared prompt.
-Features of all pictures are computed once. Rows of a result:
+A seed cuts the training pictures over the sites; every row runs the same federation in process from the same shared
+prompt. Features of all pictures are computed once. Rows of a result:
 
 | row | which model |
 |---|---|
@@ -15,8 +15,8 @@ Features of all pictures are computed once. Rows of a result:
 | nominal epsilon | the one that sets the noise |
 | epsilon, <relation> | the accountant's, for the most charged record of any site; a row without it has none: infinite |
 
-Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`. Noise and
-private batches are the operating system's, so a second run differs.
+Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`. Noise
+and private batches are the operating system's, so a second run differs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIDES = ("local", "neighbour")
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Every row, a run a seed."""
+    """Every row of the preset, one run for each seed."""
     answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
     figures: dict[str, dict[str, Figure]] = {}
     rows = []
@@ -62,14 +62,14 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         rows.append(row)
     config = settings["config"]
     done = (
-        f"this run: {settings['clients']} sites, {config['run.rounds']} rounds of at most {config['train.max-steps'] or 'all'} "
-        f"steps of {config['train.batch-size']} rows; {len(answers)} seeds"
+        f"this run: {settings['clients']} sites, {config['run.rounds']} rounds of at most "
+        f"{config['train.max-steps'] or 'all'} steps of {config['train.batch-size']} rows; {len(answers)} seeds"
     )
     return Outcome(rows, verdicts(figures, settings), [done])
 
 
 def verdicts(figures: Mapping[str, Mapping[str, Figure]], settings: Mapping[str, Any]) -> list[str]:
-    """What every row learned beyond its controls, and whether the preset's claims hold."""
+    """Sentences on what every row learned beyond its controls, and on whether the preset's claims hold."""
     said = []
     for name in settings["rows"]:
         for control in (ZERO, federated_prompts.blind(name)):
@@ -84,11 +84,11 @@ def _compared(
     figures: Mapping[str, Mapping[str, Figure]], mine: str, other: str, side: str, asked: str, whose: str = ""
 ) -> str:
     d = resampling.difference(figures[mine][side], figures[other][side])
-    told = "lower" if d["high"] < 0 else "higher" if d["low"] > 0 else "not told apart"
+    told = resampling.told(d)
     held = told == asked or (asked == "not lower" and told != "lower")
     expected = f"{whose} {asked}: {'holds' if held else 'does not hold'} here" if whose else ""
     return (
-        f"{side.capitalize()} accuracy of {mine} less that of {other}: {d['mean']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}] points: "
+        f"{side.capitalize()} accuracy of {mine} less that of {other}: {resampling.shown(d, '+.1f')} points: "
         f"{told}{expected}."
     )
 
@@ -123,19 +123,19 @@ def _scored(right: Sequence[Numbers], sites: Sites, seed: int) -> dict[str, Any]
         side: accuracy(right, labels, [sites.classes[site] for site in sites.names], side == "local", seed)
         for side in SIDES
     }
-    return {side: [f.value, f.replicates.tolist(), f.count] for side, f in found.items()}
+    return {side: f.to_json() for side, f in found.items()}
 
 
 def accuracy(
     right: Sequence[Numbers], labels: Sequence[int], classes: Sequence[Collection[int]], local: bool, seed: int
 ) -> Figure:
-    """Mean over sites of the per cent of test rows that are right, of the site's own classes or of the others.
+    """Per cent of test rows that are right, of each site's own classes or of the others; the mean over sites.
 
     Args:
-        right: for each site, 1 or 0 a row.
-        labels: of the rows.
-        classes: of each site.
-        local: of the own ones.
+        right: for each site (rows,), 1 where its model names the row's class, else 0.
+        labels: (rows,) classes of the rows.
+        classes: each site's own.
+        local: whether rows of the own classes count, or of the others.
         seed: names the resamples of the rows, which all sites share.
     """
     drawn = resampling.counts(len(labels), _TEST, seed)

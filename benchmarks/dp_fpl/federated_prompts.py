@@ -1,7 +1,7 @@
 """Sites with pictures for the presets of DP-FPL: their rows, and a whole federation of one row of a table.
 
-Caltech-101 without the part that the tiny CLIP has seen, or a folder of the user with `train.parquet` and `test.parquet`
-whose columns are `image` and `label` (a ClassLabel). The names of the classes are public.
+Caltech-101 without the part that the tiny CLIP has seen, or a folder of the user with `train.parquet` and
+`test.parquet` whose columns are `image` and `label` (a ClassLabel). The names of the classes are public.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 
-from fedveil import rng, strategies, tasks
+from fedveil import rng, strategies
 from fedveil.benchmarks.common import data, pictures
+from fedveil.benchmarks.common.federations import federation, task_of
 from fedveil.benchmarks.common.forwarding import Dark
 from fedveil.benchmarks.common.resampling import Numbers
 from fedveil.benchmarks.run import Options
@@ -28,7 +30,6 @@ from fedveil.contract.task import Share
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
 from fedveil.models.clip_towers import Seen
 from fedveil.privacy import accounting
 from fedveil.rows import partition
@@ -46,10 +47,10 @@ class Sites:
 
     Attributes:
         settings: of the preset.
-        flat: the run config that all rows share.
-        rows: of each site.
-        classes: that each site has rows of.
-        test: of all classes.
+        flat: the run config that all rows of the table share.
+        rows: each site's.
+        classes: those that each site has rows of.
+        test: rows of all classes.
         task: with no prompt of its own, for the zero-shot model.
     """
 
@@ -64,11 +65,11 @@ class Sites:
 
     @property
     def names(self) -> list[str]:
-        """Of the sites."""
+        """Names of the sites."""
         return list(self.rows)
 
     def zero_shot(self) -> Numbers:
-        """1 for each test row that the untrained model names, else 0."""
+        """(test rows,) 1 where the untrained model names the row's class, else 0."""
         labels = torch.tensor([row.label for row in self.test])
         return (self.task.zero_shot_logits(self.test).argmax(-1) == labels).double().numpy()
 
@@ -79,9 +80,10 @@ class Federated:
 
     Attributes:
         task: with the row's prompt.
-        models: of each site, its own where the method has one.
+        models: each site's own where the method has one, else the server's.
         costs: "nominal epsilon" and the accountant's, by name; infinite where there is none.
         privacy: the same in words, with delta and relation.
+        upload_bytes: of all messages.
     """
 
     task: ClipPrompt
@@ -92,23 +94,20 @@ class Federated:
 
 
 def load(settings: Mapping[str, Any], seed: int, options: Options) -> Sites:
-    """The sites of a seed; every picture goes through the image tower here, once. Raises ConfigError without the data."""
-    from datasets import Dataset
-
+    """The sites of a seed. Every picture goes through the image tower here, once. Raises ConfigError without data."""
     folder = data.folder(settings["data"])
     flat = {
-        "task.name": "clip-prompt", "task.target-column": "label", "task.label-column": "label", **_CUT, **settings["config"],
-        "run.seed": seed,
+        "task.name": "clip-prompt", "task.target-column": "label", "task.label-column": "label", **_CUT,
+        **settings["config"], "run.seed": seed,
     }  # fmt: skip
-    if flat["task.model"] != "tiny":
-        flat["task.model"] = str(data.folder(flat["task.model"]))
+    flat = data.with_model(flat)
     # Patches where a row of the table needs them; all others look at the first point alone.
     transport = any(_form(row) == "transport" for row in settings.get("rows", {}).values())
     widest = f"adapter = {{form = '{'transport' if transport else 'sum'}'}}"
     names = list(files.read(files.split_file(folder, "train"), ("label",)).features["label"].names)
     kept = sorted(random.Random(seed).sample(names, settings.get("classes", len(names))))
     flat["task.class-names"] = ",".join(kept)
-    task = _task(parse({**flat, "method.name": "fedotp", "method.fields": widest}), options)
+    task = task_of(ClipPrompt, parse({**flat, "method.name": "fedotp", "method.fields": widest}), options)
 
     def examples(split: str) -> list[dict[str, Any]]:
         found = ({**row, "label": names[row["label"]]} for row in task.examples(folder, split))
@@ -136,42 +135,40 @@ def _is_federated(name: str, split: str, row: Mapping[str, Any]) -> bool:
     return name != "caltech101" or split != "train" or not pictures.is_public(row["source_path"])
 
 
-def _task(config: RunConfig, options: Options) -> ClipPrompt:
-    adapter = strategies.create(config.method.name, config.method.fields).adapter
-    task = tasks.load(config, adapter, options.device)
-    assert isinstance(task, ClipPrompt)
-    return task
-
-
-def task_of(sites: Sites, chosen: Mapping[str, Any]) -> ClipPrompt:
+def prompt_task(sites: Sites, chosen: Mapping[str, Any]) -> ClipPrompt:
     """The task of one row of a table."""
     flat = {**sites.flat, **chosen.get("config", {})}
     flat |= {"method.name": chosen["name"], "method.fields": chosen.get("fields", "")}
-    return _task(parse(flat), sites.options)
+    return task_of(ClipPrompt, parse(flat), sites.options)
 
 
 def federate(sites: Sites, chosen: Mapping[str, Any], rows: Mapping[str, Sequence[Seen]], dark: bool) -> Federated:
-    """Runs the row `chosen` on these rows. `dark`: every row's gradient is zero, and noise alone is left.
+    """Runs one row of a table on these rows of the sites.
 
-    The row's `epsilon` is turned into the noise that it takes at the site where it takes most.
+    The row's `epsilon` is turned into noise: as much as it takes at the site where it takes most.
+
+    Args:
+        chosen: the row, as the preset has it.
+        dark: every gradient is zero, so that noise alone is left.
+
+    Raises:
+        ConfigError: an epsilon for a method without a privacy budget.
     """
-    task = task_of(sites, chosen)
+    task = prompt_task(sites, chosen)
     config = task.config
     plans = _plans(config, rows, strategies.create(config.method.name, config.method.fields))
     method = _with_noise(strategies.create(config.method.name, config.method.fields), chosen.get("epsilon"), plans)
     exchange = Exchange(method, config.method.name, task.spec)
     initial = task.initial(rng.initial(sites.seed, "weights"))
 
-    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
-        local = task.trainer(rows[site], ctx.rng("batches"))
+    def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
         return Dark(local) if dark else local
 
-    state = method.init(exchange.spec, initial, rng.initial(sites.seed, "method init"))
-    federation = Federation(exchange, config, trainer_for, list(rows), state)
-    federation.run()
-    models = {site: (views := federation.deployed(site)).get("client", views["server"]) for site in rows}
+    done = federation(exchange, config, task, rows, initial, around=around)
+    done.run()
+    models = {site: (views := done.deployed(site)).get("client", views["server"]) for site in rows}
     costs, words = _costs(method, plans)
-    return Federated(task, models, costs, words, federation.upload_bytes)
+    return Federated(task, models, costs, words, done.upload_bytes)
 
 
 def _plans(config: RunConfig, rows: Mapping[str, Sequence[Seen]], method: Method) -> list[Plan]:
@@ -219,12 +216,13 @@ def _costs(method: Method, plans: Sequence[Plan]) -> tuple[dict[str, float], str
     exact = max(accounting.epsilon(method.privacy_spent(p), budget.delta, budget.neighbours) for p in plans)
     nominal = budget.nominal if budget.nominal is not None else budget.epsilon
     costs = {"nominal epsilon": nominal, f"epsilon, {budget.neighbours.value}": exact}
-    words = f"nominal epsilon {'none' if math.isinf(nominal) else f'{nominal:g}'}; {stated(exact, budget.delta, budget.neighbours)}"
+    said = "none" if math.isinf(nominal) else f"{nominal:g}"
+    words = f"nominal epsilon {said}; {stated(exact, budget.delta, budget.neighbours)}"
     return costs, words + ("; against the server infinite" if budget.server_trusted else "")
 
 
 def right(task: ClipPrompt, weights: Weights, rows: Sequence[Seen]) -> Numbers:
-    """1 for each row whose class the model names, else 0."""
+    """(rows,) 1 where the model names the row's class, else 0."""
     return np.array([float(int(p.logits["target"].argmax()) == int(p.wanted)) for p in task.predict(weights, rows)])
 
 

@@ -1,15 +1,17 @@
 """Membership in DP-FPL: shadow federations against each site's own model, the loss beside them, and controls.
 
-A seed parts every site's rows, class by class, into members (trained on), others (held out, same source) and the adversary's
-pool. A shadow is a whole federation of the same sites and settings on half of the pool. An attack sees, for a row, the
-softmax vector of the model of the site that has the row's class.
+A seed parts every site's rows, class by class, into members (trained on), others (held out, same source) and the
+adversary's pool. A shadow is a whole federation of the same sites and settings on half of the pool. An attack sees,
+for a row, the softmax vector of the model of the site that has the row's class.
 
 | row | what |
 |---|---|
 | zero-shot | the CLIP as it is: attacks must lose |
 | <row>, noise only | gradients of zero, noise alone: attacks must lose |
-| <row> with `control = "win"` | undefended, known by heart: attacks must win. With `together` all rows are one site's: three \
-classes, as a site has here, are told apart without learning a row by heart |
+| <row> with `control = "win"` | undefended, known by heart: attacks must win |
+
+With `together` all rows of such a control are one site's: three classes, as a site has here, are told apart without
+learning a row by heart.
 
 | metric | what |
 |---|---|
@@ -18,8 +20,8 @@ classes, as a site has here, are told apart without learning a row by heart |
 | TPR at 1 % FPR, global | pooled over rows |
 | AUROC, loss | minus the loss of the row, no shadows |
 
-Of the nets' figures a seed has its own 95 % interval; over seeds values and ends are averaged, which is no narrower than the
-truth. The loss has the paired intervals of `resampling`.
+Of the nets' figures a seed has its own 95 % interval; over seeds values and ends are averaged, which is no narrower
+than the truth. The loss has the paired intervals of `resampling`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ _PARTS = ("members", "others", "pool")
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Every target, a run a seed."""
+    """Every target, one run for each seed."""
     answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
     rows = []
     for name in answers[0]:
@@ -76,7 +78,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[str]:
-    """Whether the controls hold, and where each target stands."""
+    """Sentences on where each target stands, and on whether the controls hold."""
     blind = {federated_prompts.blind(name) for name in settings["rows"]} | {ZERO}
     won = {name for name, row in settings["rows"].items() if row.get("control") == "win"}
     said = []
@@ -84,7 +86,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
         for metric in ("AUROC, per class", "AUROC, global", LOSS):
             i = row["metrics"][metric]
             side = "above" if i["low"] > 0.5 else "below" if i["high"] < 0.5 else "not told from"
-            text = f"{row['name']}, {metric}: {i['mean']:.3f} [{i['low']:.3f}, {i['high']:.3f}], {side} 0.5"
+            text = f"{row['name']}, {metric}: {resampling.shown(i)}, {side} 0.5"
             if row["name"] in won:
                 text += f"; the control to win: {'held' if side == 'above' else 'NOT HELD'}"
             elif row["name"] in blind:
@@ -183,12 +185,12 @@ def _attacked(
         "TPR at 1 % FPR, global": whole.pooled_tpr_at_1,
     }
     options.say(
-        f"seed {sites.seed}: {'zero-shot' if chosen is None else chosen['name']}{', noise only' if dark else ''}: global AUROC "
-        f"{whole.pooled_auroc.value:.3f}, loss {loss.value:.3f}, {time.perf_counter() - started:.0f} s"
+        f"seed {sites.seed}: {'zero-shot' if chosen is None else chosen['name']}{', noise only' if dark else ''}: "
+        f"global AUROC {whole.pooled_auroc.value:.3f}, loss {loss.value:.3f}, {time.perf_counter() - started:.0f} s"
     )
     return {
         "nets": {metric: _triple(e) for metric, e in nets.items()},
-        "loss": [loss.value, loss.replicates.tolist(), loss.count],
+        "loss": loss.to_json(),
         "rows": whole.rows,
         "costs": federated[0].costs if federated else {},
         "privacy": federated[0].privacy if federated else "no row was seen",

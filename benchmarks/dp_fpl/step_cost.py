@@ -6,11 +6,12 @@
 | texts | DP-FPL's turn with clipped = "texts": one backward, noise included |
 | loop | a backward a row, one after the other |
 | prompt | DP-FPL's turn with clipped = "prompt": a backward a row, by torch.func all at once |
-| opacus | opacus on the same learner (p_G, u, v; r constant): its GradSampleModule and DPOptimizer, one joint clip, noise |
+| opacus | opacus on the same learner (p_G, u, v; r constant): GradSampleModule, DPOptimizer, one joint clip, noise |
 
-`times plain` compares processor time with the plain step of the same batch. `megabytes` is how far the process's peak has grown
-since a plain step of one row; ways and batches come in the order of what they need, so that the peak is their own. Opacus comes
-last: what it needs is not above the figure beside it.
+`times plain` compares processor time with the plain step of the same batch. `megabytes` is how far the process's peak
+has grown since a plain step of one row. Ways and batches come in the order of what they need, so that the peak is
+their own.
+Opacus comes last: it needs no more than the figure beside it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ WAYS = ("plain", "texts", "loop", "prompt", "opacus")
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every way at every batch size, in one process of one thread."""
-    (found,) = seeds.run(__name__, settings | {"seeds": 1}, options)
+    found = seeds.run(__name__, settings | {"seeds": 1}, options)[0]
     rows, batches = [], settings["batches"]
     for way in WAYS:
         for batch in batches:
@@ -149,7 +150,9 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
 
 def _step(sites: Sites, rows: Sequence[Seen], way: str, batch: int) -> Callable[[], object]:
     fields = f"clipped = '{'texts' if way == 'texts' else 'prompt'}'"
-    task = federated_prompts.task_of(sites, {"name": "dp_fpl", "fields": fields, "config": {"train.batch-size": batch}})
+    task = federated_prompts.prompt_task(
+        sites, {"name": "dp_fpl", "fields": fields, "config": {"train.batch-size": batch}}
+    )
     local = task.trainer(rows, rng.initial(sites.seed, "batches"))
     weights = task.initial(rng.initial(sites.seed, "weights"))
     if way == "plain":

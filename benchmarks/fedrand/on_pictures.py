@@ -82,8 +82,8 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         listed.append(shown)
     config = settings["config"]
     done = (
-        f"this run: {settings['clients']} clients, {config['run.rounds']} rounds of {config['train.epochs']} epochs, at "
-        f"most {config.get('train.max-steps') or 'all'} steps of {config['train.batch-size']} rows, at "
+        f"this run: {settings['clients']} clients, {config['run.rounds']} rounds of {config['train.epochs']} epochs, "
+        f"at most {config.get('train.max-steps') or 'all'} steps of {config['train.batch-size']} rows, at "
         f"{config['train.learning-rate']:g}; {len(answers)} seeds"
     )
     return Outcome(listed, verdicts(rows, settings), [done])
