@@ -27,22 +27,10 @@ from pathlib import Path
 
 from fedveil import rng, strategies, tasks
 from fedveil.attacks import controls
-from fedveil.attacks.base import Knowledge, ModelAttack, View, installed
+from fedveil.attacks.base import Attack, Knowledge, ModelAttack, UploadAttack, View, installed
 from fedveil.attacks.controls import Overfitted
-from fedveil.attacks.findings import (
-    ALIGNMENT,
-    OVERFITTED,
-    UNTRAINED,
-    WRONG_SITE,
-    Audit,
-    Finding,
-    Numbers,
-    Rebuilt,
-    finding,
-    notes,
-)
+from fedveil.attacks.findings import Audit, Finding, Numbers, Rebuilt, beside, finding, notes
 from fedveil.attacks.hidden_model import factor_pairing
-from fedveil.attacks.membership import alignment
 from fedveil.attacks.membership.scores import PublicBase, centred
 from fedveil.attacks.reconstruction import pictures
 from fedveil.attacks.samples import Sample, Source, samples
@@ -53,7 +41,7 @@ from fedveil.federation.exchange import Exchange
 from fedveil.records.state import load_state
 from fedveil.wire.tap import Tap
 
-ALIGNED = 60  # rows of a side whose gradients are taken
+ON_UPLOADS = 60  # rows of a side that attacks on uploads get: they may take a gradient of each
 _BY_HEART = 64  # members of the overfitted control
 _UNREAD: Mapping[str, Sequence[str]] = {
     "weights": (),
@@ -125,7 +113,7 @@ def audit(
     seed: int,
     say: Callable[[str], None] = lambda text: None,
 ) -> Audit:
-    """Attacks the server's model, each rebuilt client and the controls.
+    """Runs every installed attack on the server's model, each rebuilt client, what each site sent, and the controls.
 
     Args:
         view: the server's.
@@ -142,56 +130,73 @@ def audit(
         raise ValueError("knowledge.server: expected the server's final model, found None; give it to Knowledge")
     task, base = knowledge.task, PublicBase(knowledge.task, knowledge.initial)
     everyone = [row for sample in members.values() for row in sample.rows]
-    found = _Findings(base, non_members, seed, say)
-    found.attack(UNTRAINED, task, knowledge.initial, everyone)
-    found.attack(OVERFITTED, control.task, control.weights, control.members)
-    known = Sample(control.members[::2][:ALIGNED], [""] * len(control.members[::2][:ALIGNED]))
-    some = Sample(non_members.rows[:ALIGNED], [""] * len(non_members.rows[:ALIGNED]))
+    attacks = installed()
+    found = _Findings(attacks, base, non_members, seed, say)
+    found.of_model(ModelAttack.must_lose, task, knowledge.initial, everyone)
+    found.of_model(ModelAttack.must_win, control.task, control.weights, control.members)
+    known, some = (Sample(rows, [""] * len(rows)) for rows in (control.members[::2], non_members.rows))
     own = Knowledge(control.task, knowledge.initial)
-    found.align(OVERFITTED, ALIGNMENT, control.view, "a", own, known, some)
-    found.attack("server", task, knowledge.server, everyone)
+    found.of_uploads(UploadAttack.must_win, control.view, "a", own, known.first(ON_UPLOADS), some.first(ON_UPLOADS))
+    found.of_model("server", task, knowledge.server, everyone)
     rebuilt, sites = [], list(members)
     kind = view.exchange.method.sends
     for site, sample in members.items():
-        if kind == "changes":
-            continue
-        mine, theirs = sample.alike(sample.labels, ALIGNED), non_members.alike(sample.labels, ALIGNED)
-        found.align(site, ALIGNMENT, view, site, knowledge, mine, theirs)
+        mine, theirs = sample.alike(sample.labels, ON_UPLOADS), non_members.alike(sample.labels, ON_UPLOADS)
+        found.of_uploads(site, view, site, knowledge, mine, theirs)
         if len(sites) > 1:
-            found.align(site, WRONG_SITE, view, sites[sites.index(site) - 1], knowledge, mine, theirs)
-        if kind == "gradients":
+            found.of_uploads(site, view, sites[sites.index(site) - 1], knowledge, mine, theirs)
+        if kind != "weights":
             continue
         latest = factor_pairing.latest(view, site, knowledge.server)
         merged = factor_pairing.merged(view, site, knowledge.server)
         rebuilt.append(Rebuilt(site, latest.coverage, latest.staleness))
-        found.attack(site, task, latest.weights, sample.rows, sample.labels)
+        found.of_model(site, task, latest.weights, sample.rows, sample.labels)
         if latest.staleness or latest.coverage < 1:
-            found.attack(f"{site}, merged", task, merged.weights, sample.rows, sample.labels)
-    return Audit(found.done, rebuilt, [*notes(found.done, control), *_UNREAD[kind]])
+            found.of_model(f"{site}, merged", task, merged.weights, sample.rows, sample.labels)
+    return Audit(found.done, rebuilt, [*notes(found.done, control), *_unread(kind, attacks)])
+
+
+def _unread(kind: str, attacks: Sequence[Attack]) -> Sequence[str]:
+    """What is not attacked in a run that sends such uploads, in sentences."""
+    read = any(isinstance(attack, UploadAttack) and kind in attack.reads for attack in attacks)
+    return () if kind == "changes" and read else _UNREAD[kind]
 
 
 class _Findings:
     """Runs the attacks and keeps what they found."""
 
-    def __init__(self, base: PublicBase, non_members: Sample, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        attacks: Sequence[Attack],
+        base: PublicBase,
+        non_members: Sample,
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
         self.done: list[Finding] = []
+        self._on_models = [attack for attack in attacks if isinstance(attack, ModelAttack)]
+        self._on_uploads = [attack for attack in attacks if isinstance(attack, UploadAttack)]
         self._base, self._non_members, self._seed, self._say = base, non_members, seed, say
 
-    def attack(self, model: str, task: Task, weights: Weights, members: Rows, labels: Sequence[str] = ()) -> None:
+    def of_model(self, model: str, task: Task, weights: Weights, members: Rows, labels: Sequence[str] = ()) -> None:
         """Every attack on one model; with the members' labels, within a label."""
         others = self._non_members
         self._say(f"{model}: {len(members)} members, {len(others.rows)} non-members")
-        attacks = [attack for attack in installed() if isinstance(attack, ModelAttack)]
-        mine, theirs = (self._base.scores(attacks, task, weights, rows) for rows in (members, others.rows))
+        mine, theirs = (self._base.scores(self._on_models, task, weights, rows) for rows in (members, others.rows))
         for name in mine:
             self.add(model, name, mine[name], theirs[name], labels, others.labels)
 
-    def align(
-        self, model: str, name: str, view: View, site: str, knowledge: Knowledge, members: Sample, others: Sample
+    def of_uploads(
+        self, model: str, view: View, site: str, knowledge: Knowledge, members: Sample, others: Sample
     ) -> None:
-        """The gradients of some rows against the last upload of `site`."""
-        mine, theirs = (alignment.alignment_scores(view, site, knowledge, side.rows) for side in (members, others))
-        self.add(model, name, mine, theirs, members.labels, others.labels)
+        """Every attack that can read them on the uploads of `site`; of another site than `model` it is the control."""
+        is_control = model not in (site, UploadAttack.must_win)
+        for attack in self._on_uploads:
+            if view.exchange.method.sends in attack.reads:
+                mine, theirs = (attack.scores(view, site, knowledge, side.rows) for side in (members, others))
+                for name in mine:
+                    shown = beside(name) if is_control else name
+                    self.add(model, shown, mine[name], theirs[name], members.labels, others.labels)
 
     def add(
         self,

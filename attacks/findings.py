@@ -15,14 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.attacks import statistics
+from fedveil.attacks.base import OVERFITTED, ROUND_0, WRONG_SITE
 from fedveil.attacks.controls import Overfitted
 
 FILE = "audit.json"  # of a run folder: an Audit as JSON
 PICTURES = "reconstructed.png"  # beside it: attempts at the sites' pictures, where there were any
 RESAMPLES = 1000
-OVERFITTED, UNTRAINED = "overfitted FedAvg", "round 0"
-CONTROLS = (UNTRAINED, OVERFITTED)
-ALIGNMENT, WRONG_SITE = "alignment", "alignment, wrong site"
+CONTROLS = (ROUND_0, OVERFITTED)
 Numbers = NDArray[np.float64]
 
 
@@ -95,6 +94,16 @@ def _triple(estimate: statistics.Estimate) -> tuple[float, float, float]:
     return estimate.value, estimate.low, estimate.high
 
 
+def beside(attack: str) -> str:
+    """The name of an attack's control: the same rows against another site's upload."""
+    return f"{attack}, {WRONG_SITE}"
+
+
+def is_beside(attack: str) -> bool:
+    """Whether `beside` made that name."""
+    return attack.endswith(f", {WRONG_SITE}")
+
+
 def notes(found: Sequence[Finding], overfitted: Overfitted) -> list[str]:
     """What the controls say of each attack, and what follows for the run: a sentence an attack."""
     by = {(f.model, f.attack): f for f in found}
@@ -102,18 +111,14 @@ def notes(found: Sequence[Finding], overfitted: Overfitted) -> list[str]:
         f"The overfitted control has {100 * overfitted.loss_share:.0f} % of its members' loss left after "
         f"{overfitted.rounds} rounds of 8 epochs."
     ]
-    for attack in dict.fromkeys(f.attack for f in found if f.attack != WRONG_SITE):
+    for attack in dict.fromkeys(f.attack for f in found if not is_beside(f.attack)):
         won = by.get((OVERFITTED, attack))
-        lost = [
-            f
-            for f in found
-            if (f.model, f.attack) == (UNTRAINED, attack) or (attack, f.attack) == (ALIGNMENT, WRONG_SITE)
-        ]
+        lost = [f for f in found if (f.model, f.attack) == (ROUND_0, attack) or f.attack == beside(attack)]
         reasons = []
         if won is None or won.verdict != "above":
             reasons.append(f"it does not win where members are known by heart ({_shown(won) if won else 'not tried'})")
         # Another site's training may undo rows (below 0.5), and one of several intervals leaves 0.5 out by chance.
-        failed = [f for f in lost if f.verdict != "contains" and (f.attack != WRONG_SITE or f.verdict == "above")]
+        failed = [f for f in lost if f.verdict != "contains" and (not is_beside(f.attack) or f.verdict == "above")]
         if not lost or len(failed) > len(lost) // 4:
             told = ", ".join(map(_shown, failed)) or "not tried"
             reasons.append(f"it tells rows apart that nobody trained on there ({told}): the rows differ by themselves")

@@ -27,6 +27,10 @@ class Sample:
     rows: Rows
     labels: Sequence[str]
 
+    def first(self, most: int) -> Sample:
+        """At most that many of the rows, from the first on."""
+        return Sample(self.rows[:most], self.labels[:most])
+
     def alike(self, labels: Sequence[str], most: int) -> Sample:
         """At most `most` of the rows that have one of `labels`."""
         at = [i for i, label in enumerate(self.labels) if label in set(labels)][:most]

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fedveil.attacks import findings
+from fedveil.attacks import base, findings
 from fedveil.console.report.page import Html, bullets, join, table, tag
 from fedveil.errors import StateError
 
@@ -17,7 +17,7 @@ NOTE = (
     "the overfitted control, which it must win, and round 0, which it must lose. One interval in twenty leaves 0.5 "
     "out by chance."
 )
-_MUST: dict[str, tuple[str, ...]] = {findings.UNTRAINED: ("contains",), findings.OVERFITTED: ("above",)}
+_MUST: dict[str, tuple[str, ...]] = {base.ROUND_0: ("contains",), base.OVERFITTED: ("above",)}
 
 
 def html(run: Path) -> Html | None:
@@ -66,7 +66,7 @@ def pictures(run: Path) -> Html | None:
 def _row(finding: dict[str, Any]) -> list[object]:
     verdict = finding["verdict"]
     must = _MUST.get(finding["model"])
-    if finding["attack"] == findings.WRONG_SITE:
+    if findings.is_beside(finding["attack"]):
         must = ("contains", "below")
     kind = "" if must is None else "tag completed" if verdict in must else "tag failed"
     return [
