@@ -18,7 +18,6 @@ from fedveil.contract.trainer import Local
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy.metered import Accounted
-from fedveil.rows.reading import WHERE
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 
@@ -73,7 +72,7 @@ class Turns:
             return local
         ledger = ledger_of(assignment.site.state_dir, assignment.name)
         if self._records is None:
-            self._records = ledger.names(self._examples(assignment), ignored=WHERE)
+            self._records = ledger.names(example.values for example in self._examples(assignment))
         return Accounted(local, method, ledger, method.budget, self._records)
 
     def _task_and_exchange(self, assignment: Assignment) -> tuple[Task, Exchange]:
@@ -93,7 +92,7 @@ class Turns:
             )
         found = _fingerprint(Path(assignment.data))
         if self._rows is None or self._rows[0] != found:
-            self._rows, self._records = (found, task.prepare(self._examples(assignment))), None
+            self._rows, self._records = (found, task.encode(self._examples(assignment))), None
         return self._rows[1]
 
     def _examples(self, assignment: Assignment) -> Examples:

@@ -17,7 +17,6 @@ from fedveil.discovery import Room
 from fedveil.errors import ConfigError
 from fedveil.privacy.dp_sgd import DpSgd, Noisy
 
-
 _ROOM = Room("fedveil.strategies", "fedveil.methods", "method.name")
 
 

@@ -42,7 +42,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.budget import Plan
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Rows
+from fedveil.contract.task import Example, Rows
 from fedveil.contract.trainer import Local, Trained
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
@@ -202,7 +202,7 @@ def _part(
     rows = {"public base": {"figures": texts.scores(bare, base, found.test, seed)}}
     longer = {"train.max-steps": config.train.max_steps * config.run.rounds, "train.epochs": config.run.rounds}
     alone = task_of(parse({**config.flat(), **longer}), AllWeights(), options)
-    first = alone.prepare(next(iter(found.clients.values())))
+    first = alone.encode(Example.of(next(iter(found.clients.values()))))
     tuned = alone.local(first, rng.initial(seed, "alone")).train(base).weights
     rows["public base, fine-tuned"] = {"figures": texts.scores(alone, tuned, found.test, seed)}
     for label, chosen in settings["methods"].items():
@@ -231,8 +231,8 @@ def _method(
     task = task_of(config, method.adapter, options)
     own = method.server_adapter
     model = task if own == method.adapter else task_of(config, own, options)
-    clients = {site: task.prepare(rows) for site, rows in found.clients.items()}
-    best = Best(task, task.prepare(found.validation))
+    clients = {site: task.encode(Example.of(rows)) for site, rows in found.clients.items()}
+    best = Best(task, task.encode(Example.of(found.validation)))
     watched: dict[str, _Watched] = {}
 
     def local_for(site: str, ctx: RoundContext) -> Local:
@@ -244,7 +244,7 @@ def _method(
 
     weights = task.initial(rng.initial(seed, "weights"))
     if method.prepares:
-        distilling = Distillation(task, model, task.prepare(found.server), rng.initial(seed, "preparation"))
+        distilling = Distillation(task, model, task.encode(Example.of(found.server)), rng.initial(seed, "preparation"))
         weights = method.prepare(weights, distilling)
     exchange = Exchange(method.plain, config.method.name, task.spec)
     state = method.init(task.spec, weights, rng.initial(seed, "method init"))

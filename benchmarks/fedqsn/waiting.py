@@ -41,6 +41,7 @@ from fedveil.benchmarks.fedqsn import tables
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
+from fedveil.contract.task import Example
 from fedveil.contract.trainer import Local
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
@@ -110,7 +111,7 @@ def _method(
     method = strategies.create(config.method.name, config.method.fields)
     assert isinstance(method, FedQSN)
     task = tables.task_of(config, method.adapter, options)
-    clients = {site: task.prepare(of_site) for site, of_site in found.clients.items()}
+    clients = {site: task.encode(Example.of(of_site)) for site, of_site in found.clients.items()}
     base = task.initial(rng.initial(seed, "weights"))
     own = sorted(clients)[0]
     matrices = list(tables.merged(task, base))

@@ -41,7 +41,7 @@ from fedveil.benchmarks.run import Options, Outcome
 from fedveil.config import RunConfig, parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Rows, Share, Task
+from fedveil.contract.task import Example, Rows, Share, Task
 from fedveil.contract.trainer import Local, Trained
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
@@ -227,9 +227,9 @@ def _data(settings: Mapping[str, Any], part: Mapping[str, Any], task: VisionLang
     of_clients = {f"client-{i:02d}": of_site.to_list() for i, of_site in enumerate(parts)}
     others = pool[members : members + held_out]
     return _Data(
-        {client: task.prepare(rows) for client, rows in of_clients.items()},
-        task.prepare(others),
-        task.prepare(shifted),
+        {client: task.encode(Example.of(rows)) for client, rows in of_clients.items()},
+        task.encode(Example.of(others)),
+        task.encode(Example.of(shifted)),
         test[: part["test_rows"]],
         {client: [row["label"] for row in rows] for client, rows in {**of_clients, "": others}.items()},
     )

@@ -54,7 +54,7 @@ def load(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder:
 
 
 @dataclass(frozen=True)
-class Seen:
+class EncodedImage:
     """One image as the frozen tower sees it, and its class.
 
     Attributes:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
@@ -35,12 +35,12 @@ from typing_extensions import override
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Examples, Prediction, Share, Task, TaskInfo
+from fedveil.contract.task import Example, Examples, Prediction, Share, Task, TaskInfo
 from fedveil.errors import TaskError
 from fedveil.models import library, loading
 from fedveil.models.loaded_model import LoadedModel
-from fedveil.rows import decoding, reading
-from fedveil.rows.batches import Labelled
+from fedveil.rows import decoding
+from fedveil.rows.batches import LabelledBatch
 from fedveil.training.adapted import AdaptedTask, check
 
 INFO = TaskInfo(mounts=("layers",), columns=lambda task: (task.image_column, task.target_column), tiny=lambda: None)
@@ -50,7 +50,6 @@ TINY_VIT = {  # the tiny base, made in code
 }  # fmt: skip
 MEAN = STD = 0.5
 _KEPT_BYTES = decoding.KEPT_BYTES
-_NAMES = "fedveil classes"  # of an example whose class is a name: all names that there are, sorted
 _MODES = {1: "L", 3: "RGB"}  # PIL's name for images of that many channels
 
 Pixels = Float[Tensor, "channels height width"]
@@ -93,29 +92,18 @@ class ImageClassification(AdaptedTask):
 
         An image folder has the class both as task.target-column and as task.label-column.
         """
-        task, data = self.config.task, Path(data)
-        if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in reading.SUFFIXES):
-            folder = str(data / split)
-            columns = sorted({task.target_column, task.label_column} - {task.image_column})
-            table, origins, names = decoding.by_class(data / split, task.image_column, columns)
-        else:
-            folder, file = decoding.folder_of(data), reading.split_file(data, split)
-            table = reading.read(file, INFO.columns(task))
-            origins = reading.numbered(file, len(table))
-            names = sorted({value for value in table[task.target_column] if isinstance(value, str)})
-        more = {decoding.FOLDER: folder, _NAMES: tuple(names)}
-        return [{**example, **more} for example in reading.of_site(table, origins, split, share, self.config)]
+        return decoding.table(data, split, self.config.task).examples(split, share, self.config)
 
-    def prepare(self, examples: Examples) -> list[Picture]:
+    def encode(self, examples: Examples) -> list[Picture]:
         """A row for each image. Raises TaskError, by file and row, for one that does not decode or has no class."""
         room = decoding.Room(_KEPT_BYTES)
         return [self._picture(example, room) for example in examples]
 
-    def collate(self, rows: Sequence[Picture]) -> Labelled:
+    def collate(self, rows: Sequence[Picture]) -> LabelledBatch:
         """One batch, on the CPU."""
-        return Labelled(torch.stack([row.pixels() for row in rows]), torch.tensor([row.label for row in rows]))
+        return LabelledBatch(torch.stack([row.pixels() for row in rows]), torch.tensor([row.label for row in rows]))
 
-    def _logits(self, batch: Labelled) -> Float[Tensor, "rows classes"]:
+    def _logits(self, batch: LabelledBatch) -> Float[Tensor, "rows classes"]:
         return self._forward({"pixel_values": batch.inputs}).float()
 
     def samples(self, rows: Sequence[Picture]) -> tuple[Tensor, Tensor]:
@@ -129,7 +117,7 @@ class ImageClassification(AdaptedTask):
         logits = self._logits_at(weights, {"pixel_values": pixels[None]}).float()
         return torch.nn.functional.cross_entropy(logits, label[None])
 
-    def loss_sum(self, batch: Labelled) -> Tensor:
+    def loss_sum(self, batch: LabelledBatch) -> Tensor:
         """Summed loss of the images of `batch`, which lies on the device.
 
         Raises:
@@ -145,13 +133,13 @@ class ImageClassification(AdaptedTask):
         """ "loss" and "accuracy" over evaluate.max-examples examples, evenly spaced: an image folder is sorted by class.
 
         Raises:
-            TaskError: no examples, rows as in `prepare`, or weights that are not the spec's.
+            TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
         """
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
         self.put(weights)
         count = min(len(examples), self.config.evaluate.max_examples)
-        return self._scores(self.prepare([examples[i * len(examples) // count] for i in range(count)]))
+        return self._scores(self.encode([examples[i * len(examples) // count] for i in range(count)]))
 
     @torch.no_grad()
     def _scores(self, encoded: Sequence[Picture]) -> dict[str, float]:
@@ -173,28 +161,27 @@ class ImageClassification(AdaptedTask):
             for i, row in enumerate(chosen):
                 yield Prediction({"target": logits[i : i + 1]}, torch.tensor([row.label]))
 
-    def _picture(self, example: Mapping[str, Any], room: decoding.Room) -> Picture:
-        column, where = self.config.task.image_column, reading.where(example)
-        label = self._label(example, where)
-        image = decoding.encoded(example, column, where)
+    def _picture(self, example: Example, room: decoding.Room) -> Picture:
+        label = self._label(example)
+        image = decoding.encoded(example, self.config.task.image_column)
 
         def pixels() -> Tensor:
-            return self._pixels(image, where)
+            return self._pixels(image, example.where)
 
         decoded = pixels()
         return Picture((lambda: decoded) if room.holds(decoded.nbytes) else pixels, label)
 
-    def _label(self, example: Mapping[str, Any], where: str) -> int:
+    def _label(self, example: Example) -> int:
         """The class of an example."""
         column = self.config.task.target_column
-        value = example.get(column)
-        if isinstance(value, str) and (names := example.get(_NAMES)):
+        value = example.values.get(column)
+        if isinstance(value, str) and example.class_names:
             own = tuple(str(name) for _, name in sorted(self.base.model.config.id2label.items()))
-            value = _numbers(names, own, str(example.get(decoding.FOLDER, "the data"))).get(value, value)
+            value = _numbers(example.class_names, own, example.folder).get(value, value)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < self.classes:
             raise TaskError(
                 f'task.data: expected a class from 0 to {self.classes - 1} in column "{column}", found {value!r} in '
-                f"{where}; correct or drop the row, or set task.target-column"
+                f"{example.where}; correct or drop the row, or set task.target-column"
             )
         return value
 

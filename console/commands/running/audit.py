@@ -173,7 +173,6 @@ def _non_members(args: argparse.Namespace, config: RunConfig, members: Mapping[s
     from fedveil import strategies, tasks
     from fedveil.config import parse
     from fedveil.contract.task import Share
-    from fedveil.rows.reading import WHERE
 
     whole = parse(config.flat() | {"task.max-examples": 0})
     task = tasks.load(whole, strategies.create("fedavg").adapter, "cpu")  # reads rows only
@@ -183,9 +182,9 @@ def _non_members(args: argparse.Namespace, config: RunConfig, members: Mapping[s
     if data is None:
         raise ConfigError("--non-members: expected a folder or file with rows of no site, found none; give one")
     if config.task.max_examples and not args.site:
-        used = {row[WHERE] for rows in members.values() for row in rows}
+        used = {row.origin for rows in members.values() for row in rows}
         every = (row for i in range(sites) for row in task.examples(data, "train", Share(i, sites)))
-        if left := [row for row in every if row[WHERE] not in used]:
+        if left := [row for row in every if row.origin not in used]:
             return left
     return task.examples(data, "test")
 
@@ -221,14 +220,14 @@ def _prepared(task: Task, config: RunConfig, examples: Examples) -> Sample:
     from fedveil.rows import partition
 
     skewed = config.task.partition != "iid"  # else a site has no labels of its own
-    has_label = skewed and bool(examples) and config.task.label_column in examples[0]
+    has_label = skewed and bool(examples) and config.task.label_column in examples[0].values
     column = (
-        Dataset.from_list([{config.task.label_column: e[config.task.label_column]} for e in examples])
+        Dataset.from_list([{config.task.label_column: e.values[config.task.label_column]} for e in examples])
         if has_label
         else None
     )
     labels = partition.labels(column, config.task) if column is not None else [""] * len(examples)
-    prepared = [task.prepare([example]) for example in examples]
+    prepared = [task.encode([example]) for example in examples]
     return Sample(
         [row for rows in prepared for row in rows],
         [label for label, rows in zip(labels, prepared, strict=True) for _ in rows],

@@ -11,6 +11,7 @@ from torch import nn
 from fedveil import config as run_config
 from fedveil.adapters.hadamard import HadamardLinear, HadamardLora, change
 from fedveil.adapters.lora import Lora
+from fedveil.contract.task import Example
 from fedveil.errors import ConfigError
 from fedveil.models import library, tiny
 from fedveil.models.loaded_model import LoadedModel
@@ -182,7 +183,9 @@ def make(adapter: HadamardLora, **keys):
     return load(run_config.parse({"run.deterministic": True, "train.batch-size": 4, **flat}), adapter, "cpu")
 
 
-ROWS = [{"mr": f"name[The {n}]", "ref": f"The {n} is by the river."} for n in ("Mill", "Vaults", "Rose", "Star")]
+ROWS = Example.of(
+    {"mr": f"name[The {n}]", "ref": f"The {n} is by the river."} for n in ("Mill", "Vaults", "Rose", "Star")
+)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -194,7 +197,7 @@ def test_a_task_trains_it(form, quantised):
     )
     start = task.initial(Stream(KEY))
     assert list(start) == list(task.spec)
-    result = task.local(task.prepare(ROWS), Stream(KEY)).train(start)
+    result = task.local(task.encode(ROWS), Stream(KEY)).train(start)
     assert task.evaluate(result.weights, ROWS, False)["loss"] < task.evaluate(start, ROWS, False)["loss"]
     assert all(not torch.equal(result.weights[n], start[n]) for n in start)
 

@@ -19,7 +19,7 @@ from fedveil.errors import ConfigError, TaskError
 from fedveil.models import memory
 from fedveil.rng import Stream
 from fedveil.rows import batches
-from fedveil.rows.batches import Row
+from fedveil.rows.batches import TokenRow
 from fedveil.tasks import load
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import local_training, progress
@@ -60,8 +60,8 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def rows(task) -> list[Row]:
-    return task.prepare(task.examples(DATA, "train")[:29])
+def rows(task) -> list[TokenRow]:
+    return task.encode(task.examples(DATA, "train")[:29])
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def start(task) -> dict[str, torch.Tensor]:
     return {n: 0.05 * torch.randn(s.shape, generator=generator) for n, s in task.spec.items()}
 
 
-def gradients(task: TextGeneration, rows: list[Row]) -> dict[str, torch.Tensor]:
+def gradients(task: TextGeneration, rows: list[TokenRow]) -> dict[str, torch.Tensor]:
     """Of the mean loss of one batch; the parameters are left without."""
     batch = task.collate(rows)
     (task.loss_sum(batch) / batch.terms).backward()
@@ -164,20 +164,20 @@ def test_what_an_error_left_of_a_gradient_is_dropped(configured, rows, start, mo
     assert all(torch.equal(again.weights[n], expected.weights[n]) for n in start)
 
 
-def spread(count: int) -> list[Row]:
+def spread(count: int) -> list[TokenRow]:
     generator = torch.Generator().manual_seed(141421)
     lengths = torch.randint(8, 90, (count,), generator=generator).tolist()
-    return [Row([i] * length, 3) for i, length in enumerate(lengths)]
+    return [TokenRow([i] * length, 3) for i, length in enumerate(lengths)]
 
 
-def padding(chosen: list[list[Row]]) -> int:
+def padding(chosen: list[list[TokenRow]]) -> int:
     return sum(sum(max(len(r.ids) for r in batch) - len(row.ids) for row in batch) for batch in chosen)
 
 
 def test_bucketing_pads_less_and_takes_every_row_once_an_epoch(configured):
     uneven = spread(531)  # 66 batches of 8 and one of 3; three windows, the last one short
 
-    def epochs(key: bytes, **keys: object) -> list[list[list[Row]]]:
+    def epochs(key: bytes, **keys: object) -> list[list[list[TokenRow]]]:
         local = configured(train__batch_size=8, train__epochs=2, **keys).local(uneven, Stream(key))
         drawn = [list(batch) for batch in local._batches()]
         assert len(drawn) == 134
