@@ -1,11 +1,13 @@
 """Prompts as tensors: which contexts a form of `fedveil.adapters.prompt.Prompt` has, and what is made of their texts.
 
-b = length, d = width of the token embeddings, D = of the common space, M = patches, C = classes. All features have norm 1.
+b = length, d = width of the token embeddings, D = of the common space, M = patches, C = classes. All features
+have norm 1.
 
     logit_c = s <f, t_c>                                                 one text a class, f the image
     logit_c = s sum_mp T_mp <f_m, t_cp>                                  two texts a class, f_m its patches      (1)
     T = argmin <T, 1 - F> - eps H(T),  T 1 <= 1 / M,  T^T 1 = gamma / 2   no gradient flows through T            (2)
-        by scaling: T = diag(u) K diag(v),  K = exp((F - 1) / eps),  u <- min(1, (1 / M) / K v),  v <- (gamma / 2) / K^T u
+        by scaling: T = diag(u) K diag(v),  K = exp((F - 1) / eps)
+                    u <- min(1, (1 / M) / K v),  v <- (gamma / 2) / K^T u
     R = mean_c ln(1 + exp((<t_G, t_own> - <t_G, t_0>) / tau))             the contrastive term                   (3)
 
 t_0: the text with the placeholder "X X ... X" as context, t_G: with the shared prompt, t_own: with the site's own.
@@ -45,7 +47,7 @@ def own(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def alone(adapter: Prompt, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors, such that the model is that of the shared prompt: own parts of zeros, or equal to it for "transport".
+    """All tensors, such that the model is that of the shared prompt: own parts zero, for "transport" equal to it.
 
     `tensors` gives the shared prompt and the shapes of the own parts.
     """
@@ -58,7 +60,7 @@ def alone(adapter: Prompt, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def start(
     adapter: Prompt, private: State | None, received: Mapping[str, Tensor], spec: Spec, stream: Stream
 ) -> dict[str, Tensor]:
-    """Where a site starts: the shared prompt as received, its own parts as kept, or drawn by the site at its first time."""
+    """Where a site starts: the shared prompt as received, its own parts as kept, at its first time as it draws them."""
     shapes = {name: tensor.shape for name, tensor in spec.items()}
     kept = private.tensors if private is not None else own(adapter.draw(shapes, stream, {}))
     return as_spec({**kept, **shared(received)}, spec)

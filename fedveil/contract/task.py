@@ -80,9 +80,9 @@ class Prediction:
     """What a model says about one row, on the CPU, fp32.
 
     Attributes:
-        logits: (positions, classes) by slice: "target" (each position predicts one token of the row's own target, its end
-            among them; a classifier has one position), and where the task has them "image" (the positions of the image's
-            own tokens) and "generated" (each position predicts one token that the model wrote by itself).
+        logits: (positions, classes) by slice: "target" (each position predicts one token of the row's own target, its
+            end among them; a classifier has one position), and where the task has them "image" (the positions of the
+            image's own tokens) and "generated" (each position predicts one token that the model wrote by itself).
         wanted: (positions,) the target's tokens or class, for the slice "target".
     """
 

@@ -145,8 +145,8 @@ def collate(rows: Sequence[TokenRow], padding: int) -> TokenBatch:
 def order(rows: Sequence[AnyRow], batch_size: int, generator: torch.Generator, bucketing: bool) -> list[int]:
     """Indices of one epoch, every row once: shuffled, or shuffled batches of rows of like length.
 
-    With `bucketing` the rows are shuffled, sorted by length inside windows of WINDOW batches and cut into batches, which
-    are then shuffled. Only the last batch is short.
+    With `bucketing` the rows are shuffled, sorted by length inside windows of WINDOW batches and cut into batches,
+    which are then shuffled. Only the last batch is short.
     """
     shuffled: list[int] = torch.randperm(len(rows), generator=generator).tolist()
     if not bucketing:

@@ -1,4 +1,4 @@
-"""Images of a data set: their table with the names of their classes, their bytes, decoding, a bound on what is kept decoded."""
+"""Images of a data set: their table with the names of classes, their bytes, decoding, a bound on what is kept."""
 
 from __future__ import annotations
 
@@ -46,10 +46,12 @@ def encoded(example: Example, column: str) -> bytes:
             return (Path(example.folder) / value).read_bytes()
         except OSError as error:
             raise TaskError(
-                f'task.data: expected an image at the path in "{column}", found {error} ({example.where}); correct the path'
+                f'task.data: expected an image at the path in "{column}", found {error} ({example.where}); correct '
+                "the path"
             ) from None
     raise TaskError(
-        f'task.data: expected an image in column "{column}": bytes or a path, found {value!r} in {example.where}; correct '
+        f'task.data: expected an image in column "{column}": bytes or a path, found {value!r} in {example.where}; '
+        "correct "
         "or drop the row"
     )
 
@@ -69,8 +71,8 @@ def decoded(image: bytes, where: str, mode: str = "RGB") -> Any:
 def table(data: Path, split: str, task: TaskConfig) -> Table:
     """Images with their classes: the file of a split, or an image folder `<split>/<class>/<image>`.
 
-    Names of the classes are those that the target column keeps (ClassLabel), else its sorted texts, else none; of an image
-    folder the class folders.
+    Names of the classes are those that the target column keeps (ClassLabel), else its sorted texts, else none; of an
+    image folder the class folders.
 
     Raises:
         TaskError: as `reading.table`, or an image folder without an image.

@@ -2,8 +2,8 @@
 
     logits = exp(scale) cos(image, [SOS][context][class name].[EOS])          the scale is the model's
 
-Adapter: `Prompt`. Model: any CLIP of transformers, a local folder or a hub id, or "tiny", which saw no picture of the data
-that presets use. The loss is the mean cross entropy over images, and for a prompt with a contrast its term beside it.
+Adapter: `Prompt`. Model: any CLIP of transformers, a local folder or a hub id, or "tiny", which saw no picture of the
+data that presets use. The loss is the mean cross entropy over images; a prompt with a contrast adds its term.
 
 An image goes through the frozen tower once, without augmentation; its features are kept on the site, in memory, by the
 digest of its file. They are what a row is.
@@ -89,10 +89,11 @@ class ClipPrompt(AdaptedTask):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all classes, by number. Raises TaskError before any data was prepared, unless task.class-names says them."""
+        """Of all classes, by number. Raises TaskError before rows are encoded, unless task.class-names is set."""
         if not self._names:
             raise TaskError(
-                "task.class-names: expected the names of all classes, split by commas, found none there and none in the "
+                "task.class-names: expected the names of all classes, split by commas, found none there and none in "
+                "the "
                 "data; set it, or name a column of names as task.target-column"
             )
         return self._names
@@ -114,6 +115,7 @@ class ClipPrompt(AdaptedTask):
         """exp of the model's logit scale."""
         return float(self.base.model.logit_scale.exp())
 
+    @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
         """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order.
 
@@ -123,6 +125,7 @@ class ClipPrompt(AdaptedTask):
         named = replace(table, class_names=self._given or table.class_names)
         return named.examples(split, share, self.config)
 
+    @override
     def encode(self, examples: Examples) -> list[EncodedImage]:
         """A row for each image; those that the tower has not seen yet go through it.
 
@@ -159,7 +162,8 @@ class ClipPrompt(AdaptedTask):
             self._names = names
         if names != self.names:
             raise TaskError(
-                f"task.data: expected the classes {', '.join(self.names[:8])} (in all {len(self.names)}) of the rows before, "
+                f"task.data: expected the classes {', '.join(self.names[:8])} (in all {len(self.names)}) of the rows "
+                "before, "
                 f"found {', '.join(names[:8])} (in all {len(names)}) in {where}; set task.class-names to all of them"
             )
         value = example.values.get(task.target_column)
@@ -167,11 +171,13 @@ class ClipPrompt(AdaptedTask):
             return names.index(value)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(names):
             raise TaskError(
-                f'task.data: expected a class from 0 to {len(names) - 1}, or its name, in column "{task.target_column}", '
+                f"task.data: expected a class from 0 to {len(names) - 1}, or its name, in column "
+                f'"{task.target_column}", '
                 f"found {value!r} in {where}; correct or drop the row, or set task.target-column or task.class-names"
             )
         return value
 
+    @override
     def collate(self, rows: Sequence[EncodedImage]) -> LabelledBatch:
         """One batch, on the CPU."""
         return LabelledBatch(torch.stack([row.points for row in rows]), torch.tensor([row.label for row in rows]))
@@ -188,7 +194,7 @@ class ClipPrompt(AdaptedTask):
     def loss_at(self, weights: Weights, batch: LabelledBatch) -> Tensor:
         """Summed loss of a batch on the device, as a pure function of the weights: what torch.func differentiates.
 
-        One row's loss under vmap over rows is a batch of one row; the texts do not depend on the rows and are computed once.
+        Under vmap a row is a batch of one; the texts do not depend on the rows and are computed once.
         """
         texts = self.texts(weights)
         loss = torch.nn.functional.cross_entropy(self.logits(texts, batch.inputs), batch.labels, reduction="sum")
@@ -198,22 +204,23 @@ class ClipPrompt(AdaptedTask):
         return loss
 
     def samples(self, rows: Sequence[EncodedImage]) -> tuple[Tensor, Tensor]:
-        """See per_sample.SampleLoss. Raises TaskError for a prompt whose loss branches on values."""
+        """Points and classes. Raises TaskError for a prompt whose loss branches on values."""
         if self.adapter.form == "transport":
             raise TaskError(
-                'adapter.form: expected "one", "sum" or "factored" for the gradients of single rows, found "transport", whose '
+                'adapter.form: expected "one", "sum" or "factored" for the gradients of single rows, found '
+                '"transport", whose '
                 "plan is iterated until it converges"
             )
         batch = self.collate(rows).to(self.device)
         return batch.inputs, batch.labels
 
     def sample_loss(self, weights: Weights, *sample: Tensor) -> Tensor:
-        """See per_sample.SampleLoss: of one image."""
+        """The loss of one image."""
         points, label = sample
         return self.loss_at(weights, LabelledBatch(points[None], label[None]))
 
     def features(self, weights: Weights) -> Float[Tensor, "classes D"]:
-        """See per_sample.FeatureLoss: the texts, of norm 1. Raises TaskError for a loss that is not of them alone."""
+        """The texts, of norm 1, which rows meet alone. Raises TaskError for a loss that is not of them alone."""
         if self.adapter.form == "transport" or self.adapter.contrast:
             raise TaskError(
                 "adapter: expected one text a class and no contrast for gradients in the texts, found "
@@ -222,20 +229,23 @@ class ClipPrompt(AdaptedTask):
         return self.texts({name: w.to(self.device) for name, w in weights.items()})[0]
 
     def factors(self, features: Tensor, *samples: Tensor) -> tuple[Tensor, Tensor]:
-        """See per_sample.FeatureLoss: scale (softmax_i - onehot_i), and the image's feature."""
+        """scale (softmax_i - onehot_i), and the image's feature: their product is row i's gradient in the texts."""
         points, labels = samples
         said = self.logits(features[None], points).softmax(-1)
         return self._scale * (said - torch.nn.functional.one_hot(labels, said.shape[-1])), points[:, 0]
 
+    @override
     def loss_sum(self, batch: LabelledBatch) -> Tensor:
         """Summed loss of the images of `batch`, which lies on the device."""
         return self.loss_at(self.trained, batch)
 
+    @override
     @torch.no_grad()
     def mean_loss(self, encoded: Sequence[EncodedImage]) -> float:
         """Mean loss an image with the weights put in last, the contrast's term among it."""
         return float(self.loss_at(self.trained, self.collate(encoded).to(self.device))) / len(encoded)
 
+    @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" (cross entropy alone) and "accuracy" over evaluate.max-examples examples, evenly spaced.
 
@@ -251,9 +261,9 @@ class ClipPrompt(AdaptedTask):
         return {"loss": loss, "accuracy": float((logits.argmax(-1) == labels).float().mean())}
 
     def accuracies(self, weights: Weights, rows: Sequence[EncodedImage], local: Collection[int]) -> dict[str, float]:
-        """ "accuracy_local" over the rows of a site's own classes, "accuracy_neighbour" over all others; all classes compete.
+        """ "accuracy_local" over the rows of a site's own classes, "accuracy_neighbour" over all others.
 
-        A part without rows is left out.
+        All classes compete. A part without rows is left out.
         """
         return _by_side(*self._all(weights, rows), local)
 
@@ -280,8 +290,9 @@ class ClipPrompt(AdaptedTask):
         logits = [self.logits(texts, batch.inputs.to(self.device)).cpu() for batch in parts]
         return torch.cat(logits), torch.tensor([row.label for row in rows])
 
+    @override
     def predict(self, weights: Weights, rows: Sequence[EncodedImage], generate: bool = False) -> Iterator[Prediction]:
-        """See Task.predict. The slice "target" alone, of one position: nothing is generated."""
+        """The slice "target" alone, of one position: nothing is generated."""
         if rows:
             logits, labels = self._all(weights, rows)
             for i in range(len(rows)):

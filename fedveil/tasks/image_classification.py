@@ -2,7 +2,8 @@
 
 | `task.model` | starts from | classes | images |
 |---|---|---|---|
-| a folder or hub id with weights | those | the model's own | by its preprocessor_config.json; a folder without: as below |
+| a folder or hub id with weights | those | the model's own | by its preprocessor_config.json; a folder without: as
+  below |
 | a folder with config.json, without weights | a draw | task.classes | as the one above |
 | "tiny" | a draw | task.classes | 32 x 32, in values from -1 to 1 |
 
@@ -87,6 +88,7 @@ class ImageClassification(AdaptedTask):
         """How many the model tells apart."""
         return int(self.base.model.config.num_labels)
 
+    @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
         """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order.
 
@@ -94,11 +96,13 @@ class ImageClassification(AdaptedTask):
         """
         return decoding.table(data, split, self.config.task).examples(split, share, self.config)
 
+    @override
     def encode(self, examples: Examples) -> list[Picture]:
         """A row for each image. Raises TaskError, by file and row, for one that does not decode or has no class."""
         room = decoding.Room(_KEPT_BYTES)
         return [self._picture(example, room) for example in examples]
 
+    @override
     def collate(self, rows: Sequence[Picture]) -> LabelledBatch:
         """One batch, on the CPU."""
         return LabelledBatch(torch.stack([row.pixels() for row in rows]), torch.tensor([row.label for row in rows]))
@@ -112,11 +116,12 @@ class ImageClassification(AdaptedTask):
         return batch.inputs, batch.labels
 
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
-        """See per_sample.SampleLoss: of one image."""
+        """The loss of one image."""
         pixels, label = sample
         logits = self._logits_at(weights, {"pixel_values": pixels[None]}).float()
         return torch.nn.functional.cross_entropy(logits, label[None])
 
+    @override
     def loss_sum(self, batch: LabelledBatch) -> Tensor:
         """Summed loss of the images of `batch`, which lies on the device.
 
@@ -125,12 +130,14 @@ class ImageClassification(AdaptedTask):
         """
         return torch.nn.functional.cross_entropy(self._logits(batch), batch.labels, reduction="sum")
 
+    @override
     def mean_loss(self, encoded: Sequence[Picture]) -> float:
         """Mean loss an image with the weights put in last."""
         return self._scores(encoded)["loss"]
 
+    @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """ "loss" and "accuracy" over evaluate.max-examples examples, evenly spaced: an image folder is sorted by class.
+        """ "loss" and "accuracy" over evaluate.max-examples examples, evenly spaced, as a folder is sorted by class.
 
         Raises:
             TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
@@ -151,9 +158,10 @@ class ImageClassification(AdaptedTask):
             right += float((logits.argmax(-1) == batch.labels).sum())
         return {"loss": loss / len(encoded), "accuracy": right / len(encoded)}
 
+    @override
     @torch.no_grad()
     def predict(self, weights: Weights, rows: Sequence[Picture], generate: bool = False) -> Iterator[Prediction]:
-        """See Task.predict. The slice "target" alone, of one position: a classifier generates nothing."""
+        """The slice "target" alone, of one position: a classifier generates nothing."""
         self.put(weights)
         for part in self._parts(len(rows)):
             chosen = [rows[i] for i in part]
@@ -208,7 +216,8 @@ class ImageClassification(AdaptedTask):
         channels = getattr(self.base.model.config, "num_channels", 3)
         if self.base.model.main_input_name != "pixel_values" or channels not in _MODES:
             raise TaskError(
-                f"task.model: expected a model of pixels in 1 or 3 channels, found {type(self.base.model).__name__} with "
+                f"task.model: expected a model of pixels in 1 or 3 channels, found {type(self.base.model).__name__} "
+                "with "
                 f'{channels} in "{self.config.task.model}"; {loading.NEXT}'
             )
         return _MODES[channels]

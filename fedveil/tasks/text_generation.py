@@ -55,14 +55,16 @@ class TextGeneration(causal.CausalTask):
     def _load(self) -> LoadedModel:
         return loading.load_causal(self.config, self.adapter, self.device, INFO.tiny())
 
+    @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
         return reading.table(data, split, INFO.columns(self.config.task)).examples(split, share, self.config)
 
+    @override
     def encode(self, examples: Examples) -> list[TokenRow]:
         """Every row tokenised. Raises TaskError for a row without text in one of the two columns."""
         return [self._row(*self._texts(example)) for example in examples]
 
+    @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" over the rows of the first evaluate.max-examples distinct sources; with `generate` also
         bleu, rouge_l, nist, meteor and cider (see text_metrics) of one text for each of those sources.

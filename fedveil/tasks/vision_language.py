@@ -3,7 +3,8 @@
 | form | when | prompt (behind the image) | target |
 |---|---|---|---|
 | caption | task.choices-column is empty | `CAPTION_PROMPT` | task.target-column: a text, or a list of them |
-| choice | task.choices-column is set | task.source-column, the choices as letters, `CHOICE_PROMPT` | task.target-column: index of the right choice |
+| choice | task.choices-column is set | task.source-column, the choices as letters, `CHOICE_PROMPT` |
+  task.target-column: index of the right choice |
 
 The prompts go through the processor's own chat template, image first. They are those with which LLaVA-style models are
 commonly tuned and scored. Trained is an adapter of the language model; vision tower and connector are frozen. Several
@@ -89,10 +90,11 @@ class VisionLanguage(causal.CausalTask):
     def _load(self) -> LoadedModel:
         return loading.load_seeing(self.config, self.adapter, self.device, INFO.tiny())
 
+    @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
         return reading.table(data, split, INFO.columns(self.config.task)).examples(split, share, self.config)
 
+    @override
     def encode(self, examples: Examples) -> list[ImageRow]:
         """A row for each target of each image, tokenised, the image as the model takes it.
 
@@ -103,6 +105,7 @@ class VisionLanguage(causal.CausalTask):
         room = decoding.Room(_KEPT_BYTES)
         return [row for example in examples for row in self._rows(self._asked(example), room)]
 
+    @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" over all targets of the first evaluate.max-examples images; with `generate` also exact_match, and for
         captions bleu_1 to bleu_4, rouge_l and cider of one text an image (see text_metrics).
@@ -131,6 +134,7 @@ class VisionLanguage(causal.CausalTask):
         room = decoding.Room(_KEPT_BYTES)
         return self._texts_of([self._rows(self._asked(example), room)[0] for example in examples])
 
+    @override
     def collate(self, rows: Sequence[TokenRow]) -> TokenBatch:
         """One batch, on the CPU, with what the model takes of its images."""
         batch = super().collate(rows)
@@ -151,7 +155,8 @@ class VisionLanguage(causal.CausalTask):
             )
         if not isinstance(answer, int) or not 0 <= answer < len(choices):
             raise TaskError(
-                f'task.data: expected an index from 0 to {len(choices) - 1} in "{task.target_column}", found {answer!r} '
+                f'task.data: expected an index from 0 to {len(choices) - 1} in "{task.target_column}", found '
+                f"{answer!r} "
                 f"in {where}; correct or drop the row"
             )
         return _Asked(image, prompt_of_choices(question, [str(c) for c in choices]), [LETTERS[answer]], where)
@@ -201,7 +206,8 @@ def _captions(example: Example, column: str) -> list[str]:
     found = [text for text in texts if isinstance(text, str) and text.strip()]
     if not found or len(found) < len(texts):
         raise TaskError(
-            f'task.data: expected a caption, or a list of them, in column "{column}", found {value!r} in {example.where}; '
+            f'task.data: expected a caption, or a list of them, in column "{column}", found {value!r} in '
+            f"{example.where}; "
             f"correct or drop the row"
         )
     return found

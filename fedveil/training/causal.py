@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Prediction
@@ -20,6 +21,7 @@ from fedveil.training.adapted import AdaptedTask
 class CausalTask(AdaptedTask):
     """A causal language model with its adapter. The loss is the mean over target tokens (the end among them)."""
 
+    @override
     def collate(self, rows: Sequence[TokenRow]) -> TokenBatch:
         """One batch, on the CPU."""
         return batches.collate(rows, self.base.tokenizer.eos_token_id)
@@ -27,6 +29,7 @@ class CausalTask(AdaptedTask):
     def _logits(self, batch: TokenBatch) -> Tensor:
         return self._forward({"input_ids": batch.ids, "attention_mask": batch.mask, "use_cache": False, **batch.inputs})
 
+    @override
     def loss_sum(self, batch: TokenBatch) -> Tensor:
         """Summed loss of the target tokens of `batch`, which lies on the device.
 
@@ -36,6 +39,7 @@ class CausalTask(AdaptedTask):
         counted = self._logits(batch).flatten(0, 1)[batch.positions].float()
         return torch.nn.functional.cross_entropy(counted, batch.wanted, reduction="sum")
 
+    @override
     @torch.no_grad()
     def mean_loss(self, encoded: Sequence[TokenRow]) -> float:
         """Mean loss a target token with the weights put in last."""
@@ -47,9 +51,10 @@ class CausalTask(AdaptedTask):
             terms += batch.terms
         return total / terms
 
+    @override
     @torch.no_grad()
     def predict(self, weights: Weights, rows: Sequence[TokenRow], generate: bool = False) -> Iterator[Prediction]:
-        """See Task.predict. The slice "image" is there where the model has image tokens."""
+        """The slice "image" is there where the model has image tokens."""
         self.put(weights)
         image = self.base.image_token
         for part in self._parts(len(rows)):
@@ -88,7 +93,7 @@ class CausalTask(AdaptedTask):
         return limit
 
     def _written(self, rows: Sequence[TokenRow]) -> list[tuple[Tensor, Tensor]]:
-        """What the model writes behind the prompt of each row, as one batch: tokens, and the logits behind each of them."""
+        """What the model writes behind each row's prompt, in one batch: tokens, and the logits behind each of them."""
         from transformers import GenerationConfig
 
         end = self.base.tokenizer.eos_token_id

@@ -191,7 +191,7 @@ ROWS = Example.of(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("quantised", ["none", "4bit"])
 def test_a_task_trains_it(form, quantised):
-    """Three steps lower the loss; a second pass moves all four factors. A quantised base is frozen, so it is allowed."""
+    """Three steps lower the loss; a second pass moves all four factors. A quantised base is allowed: it is frozen."""
     task = make(
         HadamardLora(rank=4, form=form), train__epochs=3, train__learning_rate=2e-2, train__quantized_base=quantised
     )

@@ -13,7 +13,8 @@ from fedveil.rows import decoding, reading
 
 # Names that FedVeil or its partitioners have, or had, for columns of their own.
 NAMES = (
-    "fedveil row", "fedveil folder", "fedveil classes", "__fedveil_label__", "index", "label", "origin", "where", "values",
+    "fedveil row", "fedveil folder", "fedveil classes", "__fedveil_label__", "index", "label", "origin", "where",
+    "values",
 )  # fmt: skip
 ROWS = [{"image": f"{i}.png", "mr": "abc"[i % 3], **{name: f"{name} {i}" for name in NAMES}} for i in range(12)]
 BY_LABEL = ("dirichlet", "pathological", "natural")

@@ -127,7 +127,9 @@ def test_steps_are_whole_batches_up_to_the_configured_number():
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # opacus on inputs without gradients
 @pytest.mark.parametrize("bound", [0.5, 3.0, 100.0])
 def test_the_clipped_sum_over_p_u_and_v_is_that_of_opacus(bound):
-    """P = p + u v + r: gradients of single rows, the chain rule to u and v, one joint clip; opacus has hooks and no chain rule."""
+    """P = p + u v + r: gradients of single rows, the chain rule to u and v, one joint clip; opacus has hooks and no
+    chain rule.
+    """
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
 

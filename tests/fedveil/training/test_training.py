@@ -1,4 +1,6 @@
-"""Local training beyond its plain loop: accumulation, bucketing, recomputed activations, the watch, what waits for a GPU."""
+"""Local training beyond its plain loop: accumulation, bucketing, recomputed activations, the watch, what waits for a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,9 @@ def test_the_accumulated_gradient_is_no_mean_of_means(configured, rows, start, m
     """By what reaches the optimiser: equal to the joint gradient, and far from the mean of the batches' own means."""
     configured().base.put(start)
     given = []
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]]))  # fmt: skip
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]])
+    )
     task = configured(train__batch_size=2, train__accumulate=3, train__max_steps=1)
     task.local(rows[:6], Stream(KEY)).train(start)
     chosen = next(task.local(rows[:6], Stream(KEY))._batches())
@@ -474,7 +478,9 @@ def test_the_gradient_is_autograd_s_of_the_first_batch_of_the_stream(configured,
     drawn = torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()[:8]
     task.base.put(start)
     expected = gradients(task, [rows[i] for i in drawn])
-    assert {n: (g.shape, g.dtype) for n, g in found.weights.items()} == {n: (s.shape, s.dtype) for n, s in task.spec.items()}  # fmt: skip
+    assert {n: (g.shape, g.dtype) for n, g in found.weights.items()} == {
+        n: (s.shape, s.dtype) for n, s in task.spec.items()
+    }
     assert all(torch.equal(found.weights[n], g) for n, g in expected.items())
     assert all(g.any() for g in expected.values())
     assert all(torch.equal(start[n], w) for n, w in kept.items())
@@ -490,7 +496,9 @@ def test_the_gradient_is_autograd_s_of_the_first_batch_of_the_stream(configured,
 def test_the_gradient_is_the_first_step_of_train(configured, rows, start, monkeypatch):
     """What reaches the optimiser in `train` of one batch is what `gradient` gives, whatever was left over before."""
     given = []
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]]))  # fmt: skip
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]])
+    )
     task = configured(train__batch_size=5, train__max_steps=1)
     task.local(rows, Stream(KEY)).train(start)
     for parameter in task.trained.values():
