@@ -57,8 +57,7 @@ class Room:
         if not found:
             raise ConfigError(
                 f'{self.key}: expected one of {self.names()}, found "{name}"; correct the name, or install on this '
-                "machine "
-                "the package that brings it: Flower's bundle carries FedVeil's own parts alone"
+                "machine the package that brings it: Flower's bundle carries FedVeil's own parts alone"
             )
         if len(found) > 1:
             raise ConfigError(
@@ -78,8 +77,7 @@ class Room:
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f'{self.key}: expected that "{point.name}" of the package {_package(point)} loads, found {error}; '
-                "mend or "
-                "reinstall that package"
+                "mend or reinstall that package"
             ) from error
         if not isinstance(module, ModuleType) or any(not hasattr(module, name) for name in self.needs):
             raise ConfigError(

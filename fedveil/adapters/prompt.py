@@ -57,8 +57,7 @@ class Prompt(Adapter):
         if self.form == "factored" and not 1 <= self.rank <= self.length:
             raise ConfigError(
                 f"adapter.rank: expected 1 to {self.length}, the prompt's length, found {self.rank}; lower it, or "
-                "raise "
-                "adapter.length"
+                "raise adapter.length"
             )
         if not 0.0 < self.mass <= 1.0:
             raise ConfigError(f"adapter.mass: expected a part above 0 and at most 1, found {self.mass}")
@@ -104,15 +103,13 @@ class Prompt(Adapter):
         if not hasattr(model, "text_model"):
             raise ConfigError(
                 f'adapter.kind: expected "lora", "hadamard-lora" or "all" for {type(model).__name__}, found "prompt"; '
-                "a prompt "
-                "goes with a CLIP"
+                "a prompt goes with a CLIP"
             )
         tower = model.config.text_config
         if self.length > tower.max_position_embeddings - 3:
             raise ConfigError(
                 f"adapter.length: expected at most {tower.max_position_embeddings - 3}, which leaves room for a name "
-                "in a text "
-                f"of {tower.max_position_embeddings} tokens, found {self.length}; lower it"
+                f"in a text of {tower.max_position_embeddings} tokens, found {self.length}; lower it"
             )
         model.requires_grad_(False)
         shapes = self.shapes(tower.hidden_size)

@@ -77,8 +77,7 @@ def check_batch(batch: int, examples: int) -> None:
     """Raises ConfigError for a batch that is larger than the site."""
     if batch > examples:
         raise ConfigError(
-            f"train.batch-size: expected at most the site's {examples} rows, found {batch}; lower it, or leave the "
-            "site out"
+            f"train.batch-size: expected at most the site's {examples} rows, found {batch}; lower it, or leave the site out"
         )
 
 
@@ -104,8 +103,7 @@ def check_sampling(sampling: Sampling, neighbours: Neighbours) -> None:
     """Raises ConfigError for batches whose cut depends on the number of rows, under a relation that changes it."""
     if sampling != "poisson" and neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         raise ConfigError(
-            f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change '
-            'with the '
+            f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change with the '
             f"number of rows; use neighbours = {Neighbours.REPLACE_ONE.value}"
         )
 
@@ -122,8 +120,7 @@ def check_seeded(budget: Budget | None, deterministic: bool) -> None:
     """Raises ConfigError where a deterministic run asks for an epsilon."""
     if deterministic and budget is not None and budget.asked:
         raise ConfigError(
-            "run.deterministic: expected false with method.fields epsilon, found true: seeded noise protects nobody; "
-            "leave "
+            "run.deterministic: expected false with method.fields epsilon, found true: seeded noise protects nobody; leave "
             "one of the two out"
         )
 

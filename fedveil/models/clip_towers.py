@@ -92,8 +92,7 @@ class Texts:
             if base.context is not None and 1 + length + len(ids) > base.context:
                 raise TaskError(
                     f"task.class-names: expected at most {base.context} tokens in [SOS], {length} vectors, name and "
-                    "[EOS], "
-                    f'found {1 + length + len(ids)} with "{name}"; shorten the name, or lower adapter.length'
+                    f'[EOS], found {1 + length + len(ids)} with "{name}"; shorten the name, or lower adapter.length'
                 )
         by_length = sorted(range(len(names)), key=lambda i: len(tokens[i]))
         self._groups: list[Int[Tensor, "classes tokens"]] = [

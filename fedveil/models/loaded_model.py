@@ -56,8 +56,7 @@ class LoadedModel:
             if weight.shape != self.trained[name].shape:
                 raise TaskError(
                     f"weights: expected {name} of shape {tuple(self.trained[name].shape)}, found "
-                    f"{tuple(weight.shape)}; "
-                    f"use one base and one adapter on both sides"
+                    f"{tuple(weight.shape)}; use one base and one adapter on both sides"
                 )
         with torch.no_grad():
             for name, parameter in self.trained.items():

@@ -102,15 +102,13 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
         if not getattr(processor, "chat_template", None):
             raise TaskError(
                 f'task.model: expected a processor with a chat template, found none in "{name}"; add '
-                "chat_template.jinja "
-                f"to its folder, or take an instruction-tuned model"
+                f"chat_template.jinja to its folder, or take an instruction-tuned model"
             )
         language = getattr(model.base_model, "language_model", None)
         if language is None:
             raise TaskError(
                 f"task.model: expected a model made of vision tower and language model, found {type(model).__name__} "
-                "in "
-                f'"{name}"; {NEXT}'
+                f'in "{name}"; {NEXT}'
             )
         model.requires_grad_(False)
         trained = adapter.attach(language.requires_grad_(True))

@@ -67,8 +67,7 @@ class DpSgd:
         check_claim(self.epsilon, self.delta, "poisson", self.neighbours)
         if self.epsilon is not None and self.noise == 0:
             raise ConfigError(
-                "dp_sgd.noise: expected more than 0 with an epsilon, found 0; `fedveil privacy plan` says how much it "
-                "takes"
+                "dp_sgd.noise: expected more than 0 with an epsilon, found 0; `fedveil privacy plan` says how much it takes"
             )
 
 

@@ -79,10 +79,8 @@ class Ledger:
         before = {step: count - charges.get(step, 0) for step, count in history.items()}
         so_far = accounting.epsilon(before, budget.delta, budget.neighbours) if min(before.values()) >= 0 else after
         raise BudgetError(
-            f"epsilon: expected at most {stated(budget.epsilon, budget.delta, budget.neighbours)} for every record, "
-            "found "
-            f"{so_far:.4g} spent and {after:.4g} after this turn; the run ends here for this site: agree on a larger "
-            "epsilon, "
+            f"epsilon: expected at most {stated(budget.epsilon, budget.delta, budget.neighbours)} for every record, found "
+            f"{so_far:.4g} spent and {after:.4g} after this turn; the run ends here for this site: agree on a larger epsilon, "
             "or on more noise from the start"
         )
 
@@ -117,8 +115,7 @@ class Ledger:
             groups = [(Counter({_step(s): int(n) for s, n in spent}), names) for spent, names in content["spent"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
-                f"{self._path}: expected a privacy ledger of version {_VERSION}, found none that can be read "
-                f"({error}); restore "
+                f"{self._path}: expected a privacy ledger of version {_VERSION}, found none that can be read ({error}); restore "
                 "it from a backup: without it nobody knows what was spent"
             ) from None
         return {name: spent for spent, names in groups for name in names}

@@ -51,8 +51,7 @@ def encoded(example: Example, column: str) -> bytes:
             ) from None
     raise TaskError(
         f'task.data: expected an image in column "{column}": bytes or a path, found {value!r} in {example.where}; '
-        "correct "
-        "or drop the row"
+        "correct or drop the row"
     )
 
 

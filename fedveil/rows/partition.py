@@ -122,8 +122,7 @@ def _apart(found: list[str], share: Share, seed: int) -> list[str]:
     if run == 0 or run * (share.count - 1) >= len(distinct):
         raise TaskError(
             f"task.partition pathological: expected {max(1, run)} labels for every site and one for the last of "
-            f"{share.count} at "
-            f"least, found {len(distinct)} in all; use fewer sites, or set task.classes-per-site"
+            f"{share.count} at least, found {len(distinct)} in all; use fewer sites, or set task.classes-per-site"
         )
     group = {label: f"{min(position // run, share.count - 1):09d}" for position, label in enumerate(distinct)}
     return [group[label] for label in found]

@@ -92,8 +92,7 @@ class ClipPrompt(AdaptedTask):
         """Of all classes, by number. Raises TaskError before rows are encoded, unless task.class-names is set."""
         if not self._names:
             raise TaskError(
-                "task.class-names: expected the names of all classes, split by commas, found none there and none in "
-                "the "
+                "task.class-names: expected the names of all classes, split by commas, found none there or in the "
                 "data; set it, or name a column of names as task.target-column"
             )
         return self._names
@@ -106,9 +105,8 @@ class ClipPrompt(AdaptedTask):
     def _placeholder(self) -> Float[Tensor, "classes D"]:
         """The texts with the placeholder as context."""
         with torch.no_grad():
-            return self._texts.features(
-                self._texts.written(" ".join([clip_towers.PLACEHOLDER] * self.adapter.length))[None]
-            )[0]
+            words = " ".join([clip_towers.PLACEHOLDER] * self.adapter.length)
+            return self._texts.features(self._texts.written(words)[None])[0]
 
     @cached_property
     def _scale(self) -> float:
@@ -117,13 +115,9 @@ class ClipPrompt(AdaptedTask):
 
     @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order.
-
-        An image folder has the class both as task.target-column and as task.label-column.
-        """
+        """As `Table.examples`. An image folder has the class both as task.target-column and as task.label-column."""
         table = decoding.table(data, split, self.config.task)
-        named = replace(table, class_names=self._given or table.class_names)
-        return named.examples(split, share, self.config)
+        return replace(table, class_names=self._given or table.class_names).examples(split, share, self.config)
 
     @override
     def encode(self, examples: Examples) -> list[EncodedImage]:
@@ -208,8 +202,7 @@ class ClipPrompt(AdaptedTask):
         if self.adapter.form == "transport":
             raise TaskError(
                 'adapter.form: expected "one", "sum" or "factored" for the gradients of single rows, found '
-                '"transport", whose '
-                "plan is iterated until it converges"
+                '"transport", whose plan is iterated until it converges'
             )
         batch = self.collate(rows).to(self.device)
         return batch.inputs, batch.labels

@@ -90,10 +90,7 @@ class ImageClassification(AdaptedTask):
 
     @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order.
-
-        An image folder has the class both as task.target-column and as task.label-column.
-        """
+        """As `Table.examples`. An image folder has the class both as task.target-column and as task.label-column."""
         return decoding.table(data, split, self.config.task).examples(split, share, self.config)
 
     @override
@@ -217,8 +214,7 @@ class ImageClassification(AdaptedTask):
         if self.base.model.main_input_name != "pixel_values" or channels not in _MODES:
             raise TaskError(
                 f"task.model: expected a model of pixels in 1 or 3 channels, found {type(self.base.model).__name__} "
-                "with "
-                f'{channels} in "{self.config.task.model}"; {loading.NEXT}'
+                f'with {channels} in "{self.config.task.model}"; {loading.NEXT}'
             )
         return _MODES[channels]
 

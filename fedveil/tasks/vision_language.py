@@ -156,8 +156,7 @@ class VisionLanguage(causal.CausalTask):
         if not isinstance(answer, int) or not 0 <= answer < len(choices):
             raise TaskError(
                 f'task.data: expected an index from 0 to {len(choices) - 1} in "{task.target_column}", found '
-                f"{answer!r} "
-                f"in {where}; correct or drop the row"
+                f"{answer!r} in {where}; correct or drop the row"
             )
         return _Asked(image, prompt_of_choices(question, [str(c) for c in choices]), [LETTERS[answer]], where)
 
@@ -207,7 +206,6 @@ def _captions(example: Example, column: str) -> list[str]:
     if not found or len(found) < len(texts):
         raise TaskError(
             f'task.data: expected a caption, or a list of them, in column "{column}", found {value!r} in '
-            f"{example.where}; "
-            f"correct or drop the row"
+            f"{example.where}; correct or drop the row"
         )
     return found

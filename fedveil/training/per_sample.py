@@ -89,8 +89,7 @@ def gradients(task: object, spec: Spec, rows: Rows, weights: Weights) -> PerSamp
     """
     if not isinstance(task, SampleLoss):
         raise TaskError(
-            f"task.name: expected a task with a loss of every single row, found {type(task).__name__}; this method "
-            "needs "
+            f"task.name: expected a task with a loss of every single row, found {type(task).__name__}; this method needs "
             "one that trains a prompt"
         )
     _check(weights, spec)
@@ -116,8 +115,7 @@ def feature_gradients(task: object, spec: Spec, rows: Rows, weights: Weights) ->
     """
     if not isinstance(task, FeatureLoss):
         raise TaskError(
-            f"task.name: expected a task whose rows meet the weights in features alone, found {type(task).__name__}; "
-            "use "
+            f"task.name: expected a task whose rows meet the weights in features alone, found {type(task).__name__}; use "
             "clip-prompt, or clip every row's whole gradient"
         )
     _check(weights, spec)

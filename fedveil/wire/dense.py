@@ -66,8 +66,7 @@ class Dense:
             raise WireError(f"expected a {_word(self.dtype)} tensor, found {type(value).__name__}")
         if value.dtype != self.dtype:
             raise WireError(
-                f"expected dtype {_word(self.dtype)}, found {_word(value.dtype)}; cast it, or declare Dense of that "
-                "dtype"
+                f"expected dtype {_word(self.dtype)}, found {_word(value.dtype)}; cast it, or declare Dense of that dtype"
             )
         return value
 

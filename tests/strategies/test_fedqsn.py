@@ -305,7 +305,9 @@ def test_tiny_gpt2_trains_a_proxy_and_its_masked_columns_stay_zero(tmp_path):
             missing = ~veil.seen(name, visible).expand(old.shape)
             assert torch.equal(new[name][missing], old[missing])
     scored = method.deployed(state, down=unpack(down, exchange.layout, Stamp.of(method, "fedqsn", 0, "down")).payload)
-    rows = Example.of([{"mr": "name[Blue Spice], food[Thai]", "ref": "Blue Spice is a restaurant that serves Thai food."}])
+    rows = Example.of(
+        [{"mr": "name[Blue Spice], food[Thai]", "ref": "Blue Spice is a restaurant that serves Thai food."}]
+    )
     assert task.evaluate(scored["proxy"], rows, False)["loss"] > task.evaluate(scored["server"], rows, False)["loss"]
 
 
