@@ -15,7 +15,6 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.task import Examples, Rows, Share, Task
 from fedveil.errors import ConfigError
 from fedveil.rows import partition
-from fedveil.rows.reading import WHERE
 
 LEAST = 20  # rows of a side below which no interval means anything
 
@@ -115,9 +114,9 @@ def non_members_of(source: Source, config: RunConfig, members: Mapping[str, Exam
     if data is None:
         raise ConfigError("--non-members: expected a folder or file with rows of no site, found none; give one")
     if config.task.max_examples and not source.sites:
-        used = {row[WHERE] for rows in members.values() for row in rows}
+        used = {row.origin for rows in members.values() for row in rows}
         every = (row for i in range(sites) for row in task.examples(data, "train", Share(i, sites)))
-        if left := [row for row in every if row[WHERE] not in used]:
+        if left := [row for row in every if row.origin not in used]:
             return left
     return task.examples(data, "test")
 
@@ -136,9 +135,11 @@ def _prepared(task: Task, config: RunConfig, examples: Examples) -> Sample:
     skewed = config.task.partition != "iid"  # else a site has no labels of its own
     name = config.task.label_column
     labels = [""] * len(examples)
-    if skewed and examples and name in examples[0]:
-        labels = partition.labels(Dataset.from_list([{name: example[name]} for example in examples]), config.task)
-    prepared = [task.prepare([example]) for example in examples]
+    if skewed and examples and name in examples[0].values:
+        labels = partition.labels(
+            Dataset.from_list([{name: example.values[name]} for example in examples]), config.task
+        )
+    prepared = [task.encode([example]) for example in examples]
     return Sample(
         [row for rows in prepared for row in rows],
         [label for label, rows in zip(labels, prepared, strict=True) for _ in rows],

@@ -6,7 +6,8 @@
 | of an entry point of one package | the module that the entry point names; it looks as a file of the room does |
 | of entry points of two packages | refused: nothing says which of them is meant |
 
-Flower's bundle carries FedVeil's own rooms alone. A package that brings a part must be installed on every machine of the run.
+Flower's bundle carries FedVeil's own rooms alone. A package that brings a part must be installed on every machine of a
+run.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Room:
         found = list(entry_points(group=self.group, name=name))
         if not found:
             raise ConfigError(
-                f'{self.key}: expected one of {self.names()}, found "{name}"; correct the name, or install on this machine '
-                "the package that brings it: Flower's bundle carries FedVeil's own parts alone"
+                f'{self.key}: expected one of {self.names()}, found "{name}"; correct the name, or install on this '
+                "machine the package that brings it: Flower's bundle carries FedVeil's own parts alone"
             )
         if len(found) > 1:
             raise ConfigError(
@@ -75,8 +76,8 @@ class Room:
             module = point.load()
         except (ImportError, AttributeError) as error:
             raise ConfigError(
-                f'{self.key}: expected that "{point.name}" of the package {_package(point)} loads, found {error}; mend or '
-                "reinstall that package"
+                f'{self.key}: expected that "{point.name}" of the package {_package(point)} loads, found {error}; '
+                "mend or reinstall that package"
             ) from error
         if not isinstance(module, ModuleType) or any(not hasattr(module, name) for name in self.needs):
             raise ConfigError(

@@ -1,11 +1,12 @@
 """The bundled base of the task vision-language: a small LLaVA, and the script that made it.
 
-    python -m tools.tiny_vision_language --caltech101 <folder> --cifar10 <folder> --out fedveil/assets/tiny-vision-language
+    python -m tools.tiny_vision_language --caltech101 <folder> --cifar10 <folder> --out
+    fedveil/assets/tiny-vision-language
 
-A CLIP vision tower (4 layers, 96 wide, 16 patches of an image of 48 x 48) before a Llama (8 layers, 96 wide, a byte-level
-BPE of 512 tokens); 1.5 M parameters, kept as fp16. It is pre-trained on CIFAR-10 and on the part of Caltech-101 whose
-SHA-256 of the path ends in a digit that `is_public` names: captions of one sentence, and questions with four choices.
-Federated data has no public row.
+A CLIP vision tower (4 layers, 96 wide, 16 patches of an image of 48 x 48) before a Llama (8 layers, 96 wide, a
+byte-level BPE of 512 tokens); 1.5 M parameters, kept as fp16. It is pre-trained on CIFAR-10 and on the part of
+Caltech-101 whose SHA-256 of the path ends in a digit that `is_public` names: captions of one sentence, and questions
+with four choices. Federated data has no public row.
 """
 
 from __future__ import annotations

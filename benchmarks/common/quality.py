@@ -13,6 +13,7 @@ from fedveil.attacks.membership.scores import loss_of
 from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.common.resampling import Figure, Numbers
 from fedveil.contract.spec import Weights
+from fedveil.contract.task import Example
 from fedveil.tasks.vision_language import LETTERS, VisionLanguage
 from fedveil.training import text_metrics
 
@@ -30,7 +31,7 @@ def scores(
     Raises:
         ValueError: another metric.
     """
-    written = task.generate(weights, examples)
+    written = task.generate(weights, Example.of(examples))
     targets = [_targets(task, example) for example in examples]
     found: dict[str, Figure] = {}
     for metric in metrics:
@@ -58,7 +59,7 @@ def scores(
 
 def _losses(task: VisionLanguage, weights: Weights, examples: Sequence[Mapping[str, Any]]) -> list[float]:
     """Mean loss of each example over its targets."""
-    rows = [task.prepare([example]) for example in examples]
+    rows = [task.encode(Example.of([example])) for example in examples]
     found = (loss_of(p) for p in task.predict(weights, [row for of_example in rows for row in of_example]))
     return [fmean(next(found) for _ in of_example) for of_example in rows]
 

@@ -19,6 +19,7 @@ from fedveil.attacks.membership.scores import loss_of
 from fedveil.benchmarks.common import data, quality, resampling
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.contract.spec import Weights
+from fedveil.contract.task import Example
 from fedveil.errors import ConfigError
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import text_metrics
@@ -99,6 +100,6 @@ def loss(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: int)
 def losses_of(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> list[float]:
     """Mean loss of each source over its references, in nats a token, in the order of the sources' appearance."""
     found: dict[str, list[float]] = {}
-    for row, prediction in zip(test, task.predict(weights, task.prepare(test)), strict=True):
+    for row, prediction in zip(test, task.predict(weights, task.encode(Example.of(test))), strict=True):
         found.setdefault(row["mr"], []).append(loss_of(prediction))
     return [sum(each) / len(each) for each in found.values()]

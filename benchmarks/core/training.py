@@ -29,7 +29,7 @@ from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.contract.task import Step
 from fedveil.models import library, loading
 from fedveil.rows import batches
-from fedveil.rows.batches import Row
+from fedveil.rows.batches import TokenRow
 from fedveil.tasks.text_generation import TextGeneration
 
 _ASKED = 0.97  # of the bare loop's tokens a second, on a GPU
@@ -125,13 +125,13 @@ def _precision(device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
-def _rows(settings: Mapping[str, Any]) -> list[Row]:
+def _rows(settings: Mapping[str, Any]) -> list[TokenRow]:
     """Random tokens; lengths spread as sentences' are, two fifths of the longest in the middle; targets two thirds."""
     draw = random.Random(_SEED)
     rows = []
     for _ in range(settings["batch"] * settings["batches"]):
         length = min(settings["tokens"], max(8, round(draw.lognormvariate(0.0, 0.5) * 0.4 * settings["tokens"])))
-        rows.append(Row(draw.choices(range(1, settings["vocabulary"]), k=length), length // 3))
+        rows.append(TokenRow(draw.choices(range(1, settings["vocabulary"]), k=length), length // 3))
     return rows
 
 
@@ -160,7 +160,12 @@ class _Ours:
     """FedVeil's own training, as a client runs it."""
 
     def __init__(
-        self, folder: str, rows: list[Row], settings: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device
+        self,
+        folder: str,
+        rows: list[TokenRow],
+        settings: Mapping[str, Any],
+        keys: Mapping[str, Any],
+        device: torch.device,
     ) -> None:
         fixed = {
             "task.model": folder,
@@ -188,7 +193,12 @@ class _Bare:
     """The loop that somebody would write who needs nothing else."""
 
     def __init__(
-        self, folder: str, rows: list[Row], settings: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device
+        self,
+        folder: str,
+        rows: list[TokenRow],
+        settings: Mapping[str, Any],
+        keys: Mapping[str, Any],
+        device: torch.device,
     ) -> None:
         self._rows, self._device, self._batch = rows, device, settings["batch"]
         self._accumulate, self._by_length = keys.get("train.accumulate", 1), keys.get("train.bucketing", False)
@@ -245,7 +255,7 @@ class _Bare:
             steps.append(([self._tensors(batch) for batch in group], torch.tensor(terms, device=self._device)))
         return steps
 
-    def _tensors(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def _tensors(self, rows: Sequence[TokenRow]) -> dict[str, torch.Tensor]:
         shape = len(rows), max(len(row.ids) for row in rows)
         batch = {
             "input_ids": torch.zeros(shape),

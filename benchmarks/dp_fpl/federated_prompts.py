@@ -26,11 +26,11 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.budget import Plan, stated
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Share
+from fedveil.contract.task import Example, Share
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
-from fedveil.models.clip_towers import Seen
+from fedveil.models.clip_towers import EncodedImage
 from fedveil.privacy import accounting
 from fedveil.rows import partition
 from fedveil.rows import reading as files
@@ -58,9 +58,9 @@ class Sites:
     flat: Mapping[str, Any]
     seed: int
     options: Options
-    rows: Mapping[str, Sequence[Seen]]
+    rows: Mapping[str, Sequence[EncodedImage]]
     classes: Mapping[str, frozenset[int]]
-    test: Sequence[Seen]
+    test: Sequence[EncodedImage]
     task: ClipPrompt
 
     @property
@@ -109,19 +109,20 @@ def load(settings: Mapping[str, Any], seed: int, options: Options) -> Sites:
     flat["task.class-names"] = ",".join(kept)
     task = task_of(ClipPrompt, parse({**flat, "method.name": "fedotp", "method.fields": widest}), options)
 
-    def examples(split: str) -> list[dict[str, Any]]:
-        found = ({**row, "label": names[row["label"]]} for row in task.examples(folder, split))
-        federated = [row for row in found if row["label"] in kept and _is_federated(settings["data"], split, row)]
+    def examples(split: str) -> list[Example]:
+        found = (
+            replace(e, values={**e.values, "label": names[e.values["label"]]}) for e in task.examples(folder, split)
+        )
+        federated = [e for e in found if e.values["label"] in kept and _is_federated(settings["data"], split, e.values)]
         return federated[: settings.get("rows_read", len(federated))]
 
-    table = Dataset.from_list(examples("train"))
-    parts = [
-        partition.cut(table, Share(i, settings["clients"]), task.config.task, seed).to_list()
-        for i in range(settings["clients"])
-    ]
+    train = examples("train")
+    table = Dataset.from_list([{"label": example.values["label"]} for example in train])
+    shares = [Share(i, settings["clients"]) for i in range(settings["clients"])]
+    parts = [[train[j] for j in partition.indices(table, share, task.config.task, seed)] for share in shares]
     parts = parts[: settings.get("take", len(parts))]
-    rows = {f"site-{i:02d}": task.prepare(part) for i, part in enumerate(parts)}
-    test = task.prepare(examples("test"))
+    rows = {f"site-{i:02d}": task.encode(part) for i, part in enumerate(parts)}
+    test = task.encode(examples("test"))
     classes = {site: frozenset(row.label for row in of_site) for site, of_site in rows.items()}
     options.say(f"seed {seed}: {sum(map(len, rows.values()))} rows at {len(rows)} sites, {len(test)} test rows")
     return Sites(settings, flat, seed, options, rows, classes, test, task)
@@ -142,7 +143,9 @@ def prompt_task(sites: Sites, chosen: Mapping[str, Any]) -> ClipPrompt:
     return task_of(ClipPrompt, parse(flat), sites.options)
 
 
-def federate(sites: Sites, chosen: Mapping[str, Any], rows: Mapping[str, Sequence[Seen]], dark: bool) -> Federated:
+def federate(
+    sites: Sites, chosen: Mapping[str, Any], rows: Mapping[str, Sequence[EncodedImage]], dark: bool
+) -> Federated:
     """Runs one row of a table on these rows of the sites.
 
     The row's `epsilon` is turned into noise: as much as it takes at the site where it takes most.
@@ -171,7 +174,7 @@ def federate(sites: Sites, chosen: Mapping[str, Any], rows: Mapping[str, Sequenc
     return Federated(task, models, costs, words, done.upload_bytes)
 
 
-def _plans(config: RunConfig, rows: Mapping[str, Sequence[Seen]], method: Method) -> list[Plan]:
+def _plans(config: RunConfig, rows: Mapping[str, Sequence[EncodedImage]], method: Method) -> list[Plan]:
     """What the most asked sites' records are asked for; none where the method makes no claim.
 
     A site costs no more than one with at least as many steps and no more rows.
@@ -221,7 +224,7 @@ def _costs(method: Method, plans: Sequence[Plan]) -> tuple[dict[str, float], str
     return costs, words + ("; against the server infinite" if budget.server_trusted else "")
 
 
-def right(task: ClipPrompt, weights: Weights, rows: Sequence[Seen]) -> Numbers:
+def right(task: ClipPrompt, weights: Weights, rows: Sequence[EncodedImage]) -> Numbers:
     """(rows,) 1 where the model names the row's class, else 0."""
     return np.array([float(int(p.logits["target"].argmax()) == int(p.wanted)) for p in task.predict(weights, rows)])
 

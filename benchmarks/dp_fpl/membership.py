@@ -46,7 +46,7 @@ from fedveil.benchmarks.dp_fpl.federated_prompts import Federated, Sites
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows
-from fedveil.models.clip_towers import Seen
+from fedveil.models.clip_towers import EncodedImage
 
 LOSS = "AUROC, loss"
 _MEMBERS, _OTHERS = 20, 21  # names of draws
@@ -119,11 +119,13 @@ def _together(sites: Sites) -> Sites:
     return replace(sites, rows=rows, classes={_ALL: frozenset[int]().union(*sites.classes.values())})
 
 
-def parted(rows: Mapping[str, Sequence[Seen]], generator: np.random.Generator) -> dict[str, dict[str, list[Seen]]]:
+def parted(
+    rows: Mapping[str, Sequence[EncodedImage]], generator: np.random.Generator
+) -> dict[str, dict[str, list[EncodedImage]]]:
     """Members, others and pool of each site: of every class a third each, what is left over to the pool."""
-    found: dict[str, dict[str, list[Seen]]] = {part: {} for part in _PARTS}
+    found: dict[str, dict[str, list[EncodedImage]]] = {part: {} for part in _PARTS}
     for site, of_site in rows.items():
-        sides: tuple[list[Seen], ...] = ([], [], [])
+        sides: tuple[list[EncodedImage], ...] = ([], [], [])
         for label in sorted({row.label for row in of_site}):
             alike = [row for row in of_site if row.label == label]
             order = [alike[i] for i in generator.permutation(len(alike))]
@@ -138,7 +140,7 @@ def parted(rows: Mapping[str, Sequence[Seen]], generator: np.random.Generator) -
 def _attacked(
     settings: Mapping[str, Any],
     sites: Sites,
-    parts: Mapping[str, Mapping[str, list[Seen]]],
+    parts: Mapping[str, Mapping[str, list[EncodedImage]]],
     chosen: Mapping[str, Any] | None,
     dark: bool,
     options: Options,
@@ -149,7 +151,7 @@ def _attacked(
     site_of = {label: site for site, labels in sites.classes.items() for label in labels}
     federated: list[Federated] = []
 
-    def trained(rows: Mapping[str, Sequence[Seen]]) -> Weights:
+    def trained(rows: Mapping[str, Sequence[EncodedImage]]) -> Weights:
         if chosen is None:
             return {}
         federated.append(federated_prompts.federate(sites, chosen, rows, dark))

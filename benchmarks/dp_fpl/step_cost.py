@@ -37,7 +37,7 @@ from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.trainer import Batch
 from fedveil.errors import ConfigError
-from fedveil.models.clip_towers import Seen
+from fedveil.models.clip_towers import EncodedImage
 from fedveil.strategies.dp_fpl import PROMPT
 from fedveil.tasks.clip_prompt import ClipPrompt
 from fedveil.training.local_training import LocalTraining
@@ -88,7 +88,7 @@ class _Learner(torch.nn.Module):
         return self.task.logits(self.task.features(seen)[None], points)
 
 
-def _opacus(task: ClipPrompt, rows: Sequence[Seen], weights: Weights, batch: int) -> Callable[[], object]:
+def _opacus(task: ClipPrompt, rows: Sequence[EncodedImage], weights: Weights, batch: int) -> Callable[[], object]:
     """One step of opacus. Raises ConfigError where it is not installed."""
     try:
         from opacus import GradSampleModule
@@ -148,7 +148,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     return found
 
 
-def _step(sites: Sites, rows: Sequence[Seen], way: str, batch: int) -> Callable[[], object]:
+def _step(sites: Sites, rows: Sequence[EncodedImage], way: str, batch: int) -> Callable[[], object]:
     fields = f"clipped = '{'texts' if way == 'texts' else 'prompt'}'"
     task = federated_prompts.prompt_task(
         sites, {"name": "dp_fpl", "fields": fields, "config": {"train.batch-size": batch}}

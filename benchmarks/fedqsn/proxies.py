@@ -41,7 +41,7 @@ from fedveil.config import DpConfig, RunConfig, parse
 from fedveil.contract.budget import Plan
 from fedveil.contract.method import RoundContext, ServerTrained
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Rows
+from fedveil.contract.task import Example, Rows
 from fedveil.contract.trainer import Penalty, Trained, Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy import accounting
@@ -165,7 +165,7 @@ def _part(name: str, found: Cut, settings: Mapping[str, Any], seed: int, options
     rows = {"public base": {"figures": texts.scores(bare, base, found.test, seed)}}
     longer = {"train.max-steps": config.train.max_steps * config.run.rounds, "train.epochs": config.run.rounds}
     alone = task_of(TextGeneration, parse({**config.flat(), **longer}), options, AllWeights())
-    first = alone.prepare(next(iter(found.clients.values())))
+    first = alone.encode(Example.of(next(iter(found.clients.values()))))
     tuned = alone.trainer(first, rng.initial(seed, "alone")).train(base).weights
     rows["public base, fine-tuned"] = {"figures": texts.scores(alone, tuned, found.test, seed)}
     for label, chosen in settings["methods"].items():
@@ -195,7 +195,7 @@ def _method(
     own = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
     dp, undefended = DpSgd.of(config.dp), config.model_copy(update={"dp": DpConfig()})
     model = task if own == method.adapter else task_of(TextGeneration, config, options, own)
-    clients = {site: task.prepare(rows) for site, rows in found.clients.items()}
+    clients = {site: task.encode(Example.of(rows)) for site, rows in found.clients.items()}
     watched: dict[str, _Watched] = {}
 
     def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
@@ -207,11 +207,11 @@ def _method(
 
     weights = task.initial(rng.initial(seed, "weights"))
     if isinstance(method, ServerTrained) and method.needs_server_rows:
-        distilling = Distillation(task, model, task.prepare(found.server), rng.initial(seed, "preparation"))
+        distilling = Distillation(task, model, task.encode(Example.of(found.server)), rng.initial(seed, "preparation"))
         weights = method.before_round_0(weights, distilling)
     exchange = Exchange(method, config.method.name, task.spec)
     running = federation(exchange, undefended, task, clients, weights, around=around)
-    best, scored = Best(task, task.prepare(found.validation)), settings["clients_scored"]
+    best, scored = Best(task, task.encode(Example.of(found.validation))), settings["clients_scored"]
     for round_ in range(config.run.rounds):
         watched.clear()
         server = running.deployed()["server"]

@@ -42,6 +42,7 @@ from fedveil.benchmarks.fedqsn.cut import Cut, configured, cut
 from fedveil.benchmarks.fedqsn.similarity import merged
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.contract.spec import Weights
+from fedveil.contract.task import Example
 from fedveil.federation.exchange import Exchange
 from fedveil.strategies.fedqsn import FedQSN
 from fedveil.tasks.text_generation import TextGeneration
@@ -110,7 +111,7 @@ def _method(
     config = configured(settings, chosen, seed)
     method = method_of(FedQSN, config)
     task = task_of(TextGeneration, config, options)
-    clients = {site: task.prepare(of_site) for site, of_site in found.clients.items()}
+    clients = {site: task.encode(Example.of(of_site)) for site, of_site in found.clients.items()}
     base = task.initial(rng.initial(seed, "weights"))
     own, matrices = min(clients), list(merged(task, base))
 

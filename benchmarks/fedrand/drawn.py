@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from fedveil.benchmarks.common import pictures
-from fedveil.contract.task import Rows, Share
+from fedveil.contract.task import Example, Rows, Share
 from fedveil.rows import partition
 from fedveil.tasks.vision_language import VisionLanguage
 
@@ -53,9 +53,9 @@ def drawn(settings: Mapping[str, Any], part: Mapping[str, Any], task: VisionLang
     of_clients = {f"client-{i:02d}": of_site.to_list() for i, of_site in enumerate(parts)}
     others = pool[members : members + held_out]
     return Drawn(
-        {client: task.prepare(rows) for client, rows in of_clients.items()},
-        task.prepare(others),
-        task.prepare(shifted),
+        {client: task.encode(Example.of(rows)) for client, rows in of_clients.items()},
+        task.encode(Example.of(others)),
+        task.encode(Example.of(shifted)),
         test[: part["test_rows"]],
         {client: [row["label"] for row in rows] for client, rows in {**of_clients, "": others}.items()},
     )

@@ -68,7 +68,7 @@ def _seed(settings: dict[str, Any], seed: int, options: Options) -> list[tuple[s
         task = tasks.load(config, method.adapter, options.device)
         folder = data.folder(settings["data"])
         rows = {
-            f"client-{i:02d}": task.prepare(task.examples(folder, "train", Share(i, settings["clients"])))
+            f"client-{i:02d}": task.encode(task.examples(folder, "train", Share(i, settings["clients"])))
             for i in range(settings["clients"])
         }
         test = task.examples(folder, "test")

@@ -156,13 +156,16 @@ def _parts(settings: Mapping[str, Any], task: ImageClassification, seed: int) ->
         raise ConfigError(
             f"{settings['data']}: expected {members + public} rows, found {len(examples)}; lower members or public"
         )
-    table = Dataset.from_list([dict(row) for row in examples[public : public + members]])
+    trained_on = examples[public : public + members]
+    table = Dataset.from_list([dict(example.values) for example in trained_on])
     clients: dict[str, Rows] = {}
     for i in range(settings["clients"]):
         share = Share(i, settings["clients"])
-        clients[f"client-{i}"] = task.prepare(partition.cut(table, share, task.config.task, seed).to_list())
+        clients[f"client-{i}"] = task.encode(
+            [trained_on[j] for j in partition.indices(table, share, task.config.task, seed)]
+        )
     test = task.examples(data.folder(settings["data"]), "test")[: settings["test_rows"]]
-    return task.prepare(examples[:public]), clients, task.prepare(test)
+    return task.encode(examples[:public]), clients, task.encode(test)
 
 
 def _right(task: ImageClassification, weights: Weights, rows: Rows) -> list[float]:

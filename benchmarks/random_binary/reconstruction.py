@@ -167,10 +167,10 @@ class _Target:
         self._most = settings["images"]
         start = seed * settings["images"]
         self._batch = self.config.train.batch_size
-        self._pictures = [self._at_size(p) for p in task.prepare(examples[start : start + count])]
+        self._pictures = [self._at_size(p) for p in task.encode(examples[start : start + count])]
         last = settings["seeds"] * settings["images"]  # none of any seed is in the mean
         self.others = self._stacked(
-            [self._at_size(p) for p in task.prepare(examples[last : last + settings["mean_of"]])]
+            [self._at_size(p) for p in task.encode(examples[last : last + settings["mean_of"]])]
         )
         self.images = list(self._stacked(self._pictures))
 

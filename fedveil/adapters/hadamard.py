@@ -2,9 +2,9 @@
 
     y = W_0 x + b + scale * ((B A) o M) x,   M = B_p A_p + 1 ("plus-one") or B_p A_p ("product")
 
-PEFT's own adapter of this kind (LoHa) has no "+ 1" and keeps both pairs under one name. The product has rank up to r^2, so
-unlike LoRA's it cannot be applied factor by factor: each forward pass forms a d_out x d_in matrix, and backpropagation
-keeps three of them a layer (train.checkpointing drops them between layers).
+PEFT's own adapter of this kind (LoHa) has no "+ 1" and keeps both pairs under one name. The product has rank up to r^2,
+so unlike LoRA's it cannot be applied factor by factor: each forward pass forms a d_out x d_in matrix, and
+backpropagation keeps three of them a layer (train.checkpointing drops them between layers).
 
 | layer | what is done |
 |---|---|
@@ -66,7 +66,7 @@ class HadamardLora(Pairs):
 
     @override
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
-        """A and A_p uniform within 1/sqrt(d_in), B zero, B_p by the form; the private pair alone where `shapes` is that."""
+        """A and A_p uniform within 1/sqrt(d_in), B zero, B_p by the form. `shapes` may be the private pair alone."""
         return pairs.drawn(shapes, rng, self.private_b_std)
 
     @override

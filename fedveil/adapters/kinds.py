@@ -6,7 +6,8 @@
 | `HadamardLora` | the same two, and `<module>.private_A`, `<module>.private_B` of the same shapes |
 | `AllWeights` | every parameter of the base, under its own name; tied parameters once |
 | `Prompt` | `prompt` (length x width), context vectors of a frozen CLIP; a second part by its form |
-| `Prefix` | `prefix` (layers x 2 x heads x length x width), keys and values before every layer; with `cells` the shared layers too |
+| `Prefix` | `prefix` (layers x 2 x heads x length x width), keys and values before every layer; with `cells` the shared
+  layers too |
 """
 
 from fedveil.adapters.all_weights import AllWeights

@@ -1,10 +1,11 @@
-"""A deep prefix before every layer of a causal language model, and the layer-sharing proxy that carries the same prefix.
+"""A prefix before every layer of a causal language model, and the layer-sharing proxy that carries the same prefix.
 
     prefix[l, 0], prefix[l, 1] = keys and values, heads x length x head width, that layer l finds in its cache
     proxy: layer l is cell l mod c, so c layers stand for all of them and the prefix fits both models
 
-The prefix lies in the cache of transformers (past_key_values): tokens come after it, their positions too. Keys are as the
-cache keeps them, after the rotation of a model that rotates. Layers that share a cell share its parameters, not its index.
+The prefix lies in the cache of transformers (past_key_values): tokens come after it, their positions too. Keys are as
+the cache keeps them, after the rotation of a model that rotates. Layers that share a cell share its parameters, and
+each keeps its own index.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Prefix(Adapter):
 
     Attributes:
         length: tokens' worth of keys and values.
-        cells: 0: the model's own layers, frozen; above: so many of its first layers, repeated to the model's depth. Then all
-            that the proxy consists of is trained and exchanged beside the prefix: cells, embeddings, norms, head.
+        cells: 0: the model's own layers, frozen; above: so many of its first layers, repeated to the model's depth.
+            Then all that the proxy consists of is trained and exchanged beside the prefix: cells, embeddings, norms,
+            head.
     """
 
     mount: ClassVar[Mount] = "cache"
@@ -65,7 +67,8 @@ class Prefix(Adapter):
     def check(self, train: TrainConfig) -> None:
         if train.checkpointing or train.compile:  # recomputed layers ignore the cache that a prefix lies in
             raise ConfigError(
-                'train.checkpointing, train.compile: expected false with an adapter of kind "prefix", found true; set false'
+                'train.checkpointing, train.compile: expected false with an adapter of kind "prefix", found true; set '
+                "false"
             )
 
     @override

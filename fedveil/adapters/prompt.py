@@ -56,8 +56,8 @@ class Prompt(Adapter):
             raise ConfigError(f"adapter.length: expected an integer of at least 1, found {self.length}")
         if self.form == "factored" and not 1 <= self.rank <= self.length:
             raise ConfigError(
-                f"adapter.rank: expected 1 to {self.length}, the prompt's length, found {self.rank}; lower it, or raise "
-                "adapter.length"
+                f"adapter.rank: expected 1 to {self.length}, the prompt's length, found {self.rank}; lower it, or "
+                "raise adapter.length"
             )
         if not 0.0 < self.mass <= 1.0:
             raise ConfigError(f"adapter.mass: expected a part above 0 and at most 1, found {self.mass}")
@@ -102,14 +102,14 @@ class Prompt(Adapter):
         """
         if not hasattr(model, "text_model"):
             raise ConfigError(
-                f'adapter.kind: expected "lora", "hadamard-lora" or "all" for {type(model).__name__}, found "prompt"; a prompt '
-                "goes with a CLIP"
+                f'adapter.kind: expected "lora", "hadamard-lora" or "all" for {type(model).__name__}, found "prompt"; '
+                "a prompt goes with a CLIP"
             )
         tower = model.config.text_config
         if self.length > tower.max_position_embeddings - 3:
             raise ConfigError(
-                f"adapter.length: expected at most {tower.max_position_embeddings - 3}, which leaves room for a name in a text "
-                f"of {tower.max_position_embeddings} tokens, found {self.length}; lower it"
+                f"adapter.length: expected at most {tower.max_position_embeddings - 3}, which leaves room for a name "
+                f"in a text of {tower.max_position_embeddings} tokens, found {self.length}; lower it"
             )
         model.requires_grad_(False)
         shapes = self.shapes(tower.hidden_size)

@@ -1,11 +1,13 @@
 """Prompts as tensors: which contexts a form of `fedveil.adapters.prompt.Prompt` has, and what is made of their texts.
 
-b = length, d = width of the token embeddings, D = of the common space, M = patches, C = classes. All features have norm 1.
+b = length, d = width of the token embeddings, D = of the common space, M = patches, C = classes. All features
+have norm 1.
 
     logit_c = s <f, t_c>                                                 one text a class, f the image
     logit_c = s sum_mp T_mp <f_m, t_cp>                                  two texts a class, f_m its patches      (1)
     T = argmin <T, 1 - F> - eps H(T),  T 1 <= 1 / M,  T^T 1 = gamma / 2   no gradient flows through T            (2)
-        by scaling: T = diag(u) K diag(v),  K = exp((F - 1) / eps),  u <- min(1, (1 / M) / K v),  v <- (gamma / 2) / K^T u
+        by scaling: T = diag(u) K diag(v),  K = exp((F - 1) / eps)
+                    u <- min(1, (1 / M) / K v),  v <- (gamma / 2) / K^T u
     R = mean_c ln(1 + exp((<t_G, t_own> - <t_G, t_0>) / tau))             the contrastive term                   (3)
 
 t_0: the text with the placeholder "X X ... X" as context, t_G: with the shared prompt, t_own: with the site's own.

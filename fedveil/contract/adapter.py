@@ -1,7 +1,7 @@
 """What is trained on a base model: the interface of adapters. Each is one file of `fedveil/adapters/`.
 
-An adapter is a final frozen dataclass. Its fields are hyper-parameters, validated on creation. It holds no tensors: it says
-which ones there are, draws them, and attaches them to a model. A task has the model; a method sees the tensors by name.
+An adapter is a final frozen dataclass. Its fields are hyper-parameters, validated on creation. It holds no tensors: it
+says which ones there are, draws them, and attaches them to a model. The model is the task's; a method sees tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fedveil.config import TrainConfig
 from fedveil.contract.spec import Spec, Weights
 from fedveil.rng import Stream
 
-# What an adapter needs of a model, and a task offers: layers, which every model has; the cache of a causal language model,
-# where keys and values stand before the tokens; the texts of a CLIP, where a context stands before the names of classes.
+# What an adapter needs of a model, and a task offers: layers, which every model has; the cache of a causal language
+# model, where keys and values stand before the tokens; the texts of a CLIP, where a context stands before class names.
 Mount = Literal["layers", "cache", "texts"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,37 @@ from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.rng import Stream
 
-Examples = Sequence[Mapping[str, Any]]
 Rows = Sequence[Any]  # examples as the task's model takes them
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of a data set, as it was read. What is known of it beside its columns has fields of its own.
+
+    Attributes:
+        values: its columns by name, all of them.
+        origin: the row and its file, for messages; "" where it was not read from a file.
+        folder: where relative paths in its columns begin.
+        class_names: of all classes of its data set, by number; empty where the data set names none.
+    """
+
+    values: Mapping[str, Any]
+    origin: str = ""
+    folder: str = "."
+    class_names: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """How a message names it: by its origin, else by its columns."""
+        return self.origin or f"a row with {', '.join(self.values)}"
+
+    @staticmethod
+    def of(rows: Iterable[Mapping[str, Any]]) -> list[Example]:
+        """Examples of rows that were not read from a file."""
+        return [Example(row) for row in rows]
+
+
+Examples = Sequence[Example]
 
 
 @dataclass(frozen=True)
@@ -51,9 +80,9 @@ class Prediction:
     """What a model says about one row, on the CPU, fp32.
 
     Attributes:
-        logits: (positions, classes) by slice: "target" (each position predicts one token of the row's own target, its end
-            among them; a classifier has one position), and where the task has them "image" (the positions of the image's
-            own tokens) and "generated" (each position predicts one token that the model wrote by itself).
+        logits: (positions, classes) by slice: "target" (each position predicts one token of the row's own target, its
+            end among them; a classifier has one position), and where the task has them "image" (the positions of the
+            image's own tokens) and "generated" (each position predicts one token that the model wrote by itself).
         wanted: (positions,) the target's tokens or class, for the slice "target".
     """
 
@@ -109,7 +138,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def prepare(self, examples: Examples) -> Rows:
+    def encode(self, examples: Examples) -> Rows:
         """The examples as the model takes them, tokenised or decoded. Costs time: once for all rounds.
 
         Raises:

@@ -1,8 +1,8 @@
 """A frozen CLIP: its texts under given contexts, and its images as features.
 
 A text is [SOS][context][class name].[EOS], the context given in the space of the token embeddings. The text tower is
-causal, so [SOS] and context are the same in the texts of all classes: they are computed once, and the names, in groups of
-equal length, see them.
+causal, so [SOS] and context are the same in the texts of all classes: they are computed once, and the names, in groups
+of equal length, see them.
 
     hidden(name) = layer(name; keys and values of [SOS], context and name)      each group: classes x tokens, no padding
 """
@@ -54,7 +54,7 @@ def load(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder:
 
 
 @dataclass(frozen=True)
-class Seen:
+class EncodedImage:
     """One image as the frozen tower sees it, and its class.
 
     Attributes:
@@ -91,8 +91,8 @@ class Texts:
         for name, ids in zip(names, tokens, strict=True):
             if base.context is not None and 1 + length + len(ids) > base.context:
                 raise TaskError(
-                    f"task.class-names: expected at most {base.context} tokens in [SOS], {length} vectors, name and [EOS], "
-                    f'found {1 + length + len(ids)} with "{name}"; shorten the name, or lower adapter.length'
+                    f"task.class-names: expected at most {base.context} tokens in [SOS], {length} vectors, name and "
+                    f'[EOS], found {1 + length + len(ids)} with "{name}"; shorten the name, or lower adapter.length'
                 )
         by_length = sorted(range(len(names)), key=lambda i: len(tokens[i]))
         self._groups: list[Int[Tensor, "classes tokens"]] = [
@@ -131,7 +131,10 @@ class Texts:
 def _through(
     layer: Any, first: Float[Tensor, "prompts m d"], names: list[Tensor]
 ) -> tuple[Float[Tensor, "prompts m d"], list[Tensor]]:
-    """One layer of the text tower: [SOS] and context, which see themselves, and groups (prompts, classes, n, d) of names."""
+    """One layer of the text tower, on [SOS] and context, which see themselves, and on groups of names.
+
+    A group is (prompts, classes, n, d).
+    """
     attention = layer.self_attn
 
     def seen(hidden: Tensor, context: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +161,7 @@ def _through(
 
 @torch.no_grad()
 def images(base: LoadedModel, pictures: Sequence[Any], patches: bool) -> Float[Tensor, "rows points D"]:
-    """Features of norm 1 on the CPU, fp32: of the image as a whole, and with `patches` of each of its patches after it."""
+    """Features of norm 1, fp32, on the CPU: of each image as a whole, and with `patches` of its patches after it."""
     model = base.model
     with quiet():
         pixels = base.processor.image_processor(images=list(pictures), return_tensors="pt")["pixel_values"]

@@ -18,7 +18,7 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.js
 
 
 def config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Mapping[str, int]) -> Any:
-    """The config of a model that has no weights: "tiny", of the sizes `tiny_vit`, or a folder's; None for one that has some.
+    """The config of a model without weights: "tiny", of the sizes `tiny_vit`, or a folder's. None for one with weights.
 
     Raises:
         TaskError: a folder without weights that should have some.

@@ -19,7 +19,8 @@ class LoadedModel:
     """A base model with its adapter.
 
     Attributes:
-        model: in eval mode (4-bit layers apart, which drop nothing), so nothing is dropped out; only `trained` asks for gradients.
+        model: in eval mode (4-bit layers apart, which drop nothing), so nothing is dropped out; only `trained` asks
+            for gradients.
         tokenizer: has an end token. None for a classifier of images.
         trained: the adapter's parameters by their canonical names, fp32, in the model's order.
         context: longest sequence of tokens; None where the model sets no limit.
@@ -54,8 +55,8 @@ class LoadedModel:
                 )
             if weight.shape != self.trained[name].shape:
                 raise TaskError(
-                    f"weights: expected {name} of shape {tuple(self.trained[name].shape)}, found {tuple(weight.shape)}; "
-                    f"use one base and one adapter on both sides"
+                    f"weights: expected {name} of shape {tuple(self.trained[name].shape)}, found "
+                    f"{tuple(weight.shape)}; use one base and one adapter on both sides"
                 )
         with torch.no_grad():
             for name, parameter in self.trained.items():

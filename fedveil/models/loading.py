@@ -101,14 +101,14 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
             raise TaskError(f'task.model: expected a processor of images and text, found none in "{name}"; {NEXT}')
         if not getattr(processor, "chat_template", None):
             raise TaskError(
-                f'task.model: expected a processor with a chat template, found none in "{name}"; add chat_template.jinja '
-                f"to its folder, or take an instruction-tuned model"
+                f'task.model: expected a processor with a chat template, found none in "{name}"; add '
+                f"chat_template.jinja to its folder, or take an instruction-tuned model"
             )
         language = getattr(model.base_model, "language_model", None)
         if language is None:
             raise TaskError(
-                f"task.model: expected a model made of vision tower and language model, found {type(model).__name__} in "
-                f'"{name}"; {NEXT}'
+                f"task.model: expected a model made of vision tower and language model, found {type(model).__name__} "
+                f'in "{name}"; {NEXT}'
             )
         model.requires_grad_(False)
         trained = adapter.attach(language.requires_grad_(True))
@@ -123,8 +123,9 @@ def load_classifier(
 ) -> LoadedModel:
     """The image classification model of `config.task.model` with `adapter` attached, on `device`.
 
-    "tiny", a ViT of the sizes `tiny_vit`, and under task.from-scratch a folder with config.json but no weights, start from scratch with task.classes
-    classes: under an adapter the frozen weights are drawn from a public stream of run.seed, so that every site has the same.
+    "tiny", a ViT of the sizes `tiny_vit`, and under task.from-scratch a folder with config.json but no weights, start
+    from scratch with task.classes classes: under an adapter the frozen weights are drawn from a public stream of
+    run.seed, so that every site has the same.
 
     Raises:
         TaskError: a model of another kind or not whole, or one that cannot start from scratch.
@@ -180,7 +181,7 @@ def loaded(
     processor_of: Any,
     kind: str,
 ) -> tuple[Any, Any]:
-    """Model and processor (or tokenizer) from where `find` found them, by transformers' own classes, all weights in place.
+    """Model and processor (or tokenizer) from where `find` found them, by transformers' own classes.
 
     Raises:
         TaskError: they cannot be loaded whole; `kind` says in the message what was expected.
@@ -188,7 +189,8 @@ def loaded(
     name, (where, is_local) = config.task.model, found
     if where == "tiny":
         raise TaskError(
-            f'task.model: expected the folder of the tiny base of "{config.task.name}", found none; {tiny.HOW_TO_GET_IT}'
+            f'task.model: expected the folder of the tiny base of "{config.task.name}", found none; '
+            f"{tiny.HOW_TO_GET_IT}"
         )
     try:
         processor = processor_of.from_pretrained(where, local_files_only=is_local)
@@ -208,7 +210,7 @@ def loaded(
 
 
 def _context(model: Any, config: RunConfig, adapter: Adapter) -> int | None:
-    """The tokens that the model's context has for rows. Raises ConfigError where they are fewer than task.max-tokens."""
+    """The tokens that the model has for a row. Raises ConfigError where they are fewer than task.max-tokens."""
     context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is None:
         return None
@@ -229,7 +231,7 @@ def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
     model = (model.to(device) if config.train.quantized_base == "none" else model).eval()
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
-            # In eval mode bitsandbytes repacks the base on some CPUs: lossy, and only for widths that are multiples of 64.
+            # In eval mode bitsandbytes repacks the base on some CPUs: lossy, and only for widths of multiples of 64.
             module.training = True
     return model
 

@@ -43,7 +43,7 @@ def run_folder(tmp_path_factory) -> Path:
     config = parse(settings)
     method = strategies.create("fedrand", config.method.fields)
     task = tasks.load(config, method.adapter, "cpu")
-    rows = {site: task.prepare(task.examples(DATA, "train", Share(i, 2))) for i, site in enumerate(SITES)}
+    rows = {site: task.encode(task.examples(DATA, "train", Share(i, 2))) for i, site in enumerate(SITES)}
     exchange = Exchange(method, "fedrand", task.spec)
     state = method.init(task.spec, task.initial(rng.initial(0, "weights")), rng.initial(0, "method init"))
     federation = Federation(
@@ -93,10 +93,10 @@ def test_members_are_the_rows_of_the_site(run_folder):
     members = members_of(source, config, task, asked, SITES)
     assert members == {site: task.examples(DATA, "train", Share(i, 2)) for i, site in enumerate(SITES)}
     others = non_members_of(source, config, members, len(asked))
-    used = {row["fedveil row"] for rows in members.values() for row in rows}
+    used = {row.origin for rows in members.values() for row in rows}
     assert len(used) == 24
-    assert not used & {row["fedveil row"] for row in others}
-    assert {row["fedveil row"].partition(" of ")[2] for row in others} == {str(DATA / "train.jsonl")}
+    assert not used & {row.origin for row in others}
+    assert {row.origin.partition(" of ")[2] for row in others} == {str(DATA / "train.jsonl")}
 
 
 def test_the_report_has_a_section_of_it(run_folder, audited):

@@ -11,6 +11,7 @@ from torch import nn
 from fedveil import config as run_config
 from fedveil.adapters.hadamard import HadamardLinear, HadamardLora, change
 from fedveil.adapters.lora import Lora
+from fedveil.contract.task import Example
 from fedveil.errors import ConfigError
 from fedveil.models import library, tiny
 from fedveil.models.loaded_model import LoadedModel
@@ -182,19 +183,21 @@ def make(adapter: HadamardLora, **keys):
     return load(run_config.parse({"run.deterministic": True, "train.batch-size": 4, **flat}), adapter, "cpu")
 
 
-ROWS = [{"mr": f"name[The {n}]", "ref": f"The {n} is by the river."} for n in ("Mill", "Vaults", "Rose", "Star")]
+ROWS = Example.of(
+    {"mr": f"name[The {n}]", "ref": f"The {n} is by the river."} for n in ("Mill", "Vaults", "Rose", "Star")
+)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("quantised", ["none", "4bit"])
 def test_a_task_trains_it(form, quantised):
-    """Three steps lower the loss; a second pass moves all four factors. A quantised base is frozen, so it is allowed."""
+    """Three steps lower the loss; a second pass moves all four factors. A quantised base is allowed: it is frozen."""
     task = make(
         HadamardLora(rank=4, form=form), train__epochs=3, train__learning_rate=2e-2, train__quantized_base=quantised
     )
     start = task.initial(Stream(KEY))
     assert list(start) == list(task.spec)
-    result = task.trainer(task.prepare(ROWS), Stream(KEY)).train(start)
+    result = task.trainer(task.encode(ROWS), Stream(KEY)).train(start)
     assert task.evaluate(result.weights, ROWS, False)["loss"] < task.evaluate(start, ROWS, False)["loss"]
     assert all(not torch.equal(result.weights[n], start[n]) for n in start)
 

@@ -40,7 +40,9 @@ def prefixed(kind: str, length: int = 6, cells: int = 0):
 
 
 def test_layout_is_that_of_past_key_values(kind):
-    """Keys and values that the bare model keeps of 6 tokens are a prefix: the same logits as reading these tokens first."""
+    """Keys and values that the bare model keeps of 6 tokens are a prefix: the same logits as reading these tokens
+    first.
+    """
     bare, read = build(kind), torch.tensor([[4, 4, 2, 17, 13, 10]])
     model, trained = prefixed(kind)
     with torch.no_grad():
@@ -84,7 +86,9 @@ def test_only_the_prefix_trains_without_cells(kind):
 
 
 def test_layers_share_their_cell(kind):
-    """Layers 0, 2 and 1, 3 are one each: the same parameters, an index of their own; as a bare model with copied layers."""
+    """Layers 0, 2 and 1, 3 are one each: the same parameters, an index of their own; as a bare model with copied
+    layers.
+    """
     model, trained = prefixed(kind, cells=2)
     layers = next(m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList))
     for one, other in ((0, 2), (1, 3)):

@@ -28,7 +28,8 @@ def unit(shape, seed=0):
 
 
 WEIGHTS = {
-    "prompt": drawn((5, 7), 1), "prompt.local": drawn((5, 7), 2), "prompt.u": drawn((5, 2), 3), "prompt.v": drawn((2, 7), 4)
+    "prompt": drawn((5, 7), 1), "prompt.local": drawn((5, 7), 2),
+    "prompt.u": drawn((5, 2), 3), "prompt.v": drawn((2, 7), 4),
 }  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def test_fedprox_in_one_file_is_its_formula(accumulate):
         "run.deterministic": True,
     }
     task = tasks.load(parse(flat), Lora(2), "cpu")
-    rows = task.prepare(task.examples(ROOT / "data" / "e2e", "train")[:12])
+    rows = task.encode(task.examples(ROOT / "data" / "e2e", "train")[:12])
     generator = torch.Generator().manual_seed(1)
     start = {n: 0.05 * torch.randn(s.shape, generator=generator) for n, s in task.spec.items()}
     exchange = Exchange(FedProx(), "fedprox", task.spec)
