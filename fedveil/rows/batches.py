@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -15,8 +15,10 @@ WINDOW = 32  # batches inside which bucketing sorts: wide enough for rows of lik
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+_Same = TypeVar("_Same")  # not Self, which the check of shapes in tests does not know
 
 
+@runtime_checkable
 class AnyBatch(Protocol):
     """What local training needs of a batch, whatever its task puts into it."""
 
@@ -30,11 +32,11 @@ class AnyBatch(Protocol):
         """Tokens of all rows, padding apart; 0 where a task has none."""
         ...
 
-    def pinned(self) -> Self:
+    def pinned(self: _Same) -> _Same:
         """The batch in page-locked memory."""
         ...
 
-    def to(self, device: torch.device) -> Self:
+    def to(self: _Same, device: torch.device) -> _Same:
         """The batch on `device`."""
         ...
 
@@ -65,6 +67,7 @@ class LabelledBatch:
         return LabelledBatch(self.inputs.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
 
 
+@runtime_checkable
 class AnyRow(Protocol):
     """What the order of an epoch needs of a row."""
 
