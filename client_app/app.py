@@ -1,9 +1,9 @@
-"""The ClientApp: checks the site's policy, hands the message's bytes to the site's worker, and returns what it gets.
+"""The ClientApp: it checks the site's policy, passes the message to the site's worker, and returns the worker's upload.
 
-It imports neither torch nor transformers: Flower starts a process of it for every message.
+It imports neither torch nor transformers, because Flower starts a new process of it for every message.
 
-What goes wrong is logged here, in full. The server learns the kind of the error and nothing of its text, which may
-quote data or paths. A configuration that the server itself sent, and a site's policy, are answered with their reason.
+The site's log has every error in full. The server learns the kind of an error but not its text, which may quote data or
+paths. Only refusals by the site's policy or ledger, and malformed messages, are answered with their reason.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def _trained(record: ArrayRecord, assignment: Assignment) -> list[bytes]:
 
 
 def _in_this_process(message: Iterator[bytes], assignment: Assignment) -> list[bytes]:
-    """Without a worker: as asked for, or under the simulation engine, whose processes stay anyway."""
+    """The turn without a worker: if the run asks for it, or in the simulation engine, whose processes stay anyway."""
+    # Imported here because a process that hands the message to a worker must not pay for torch.
     from fedveil.client_app.site.private import PrivateStore
     from fedveil.client_app.turn import Turns
 
@@ -77,13 +78,13 @@ def _in_this_process(message: Iterator[bytes], assignment: Assignment) -> list[b
 
 
 def _drained(record: ArrayRecord) -> Iterator[bytes]:
-    """The message's slices; the record forgets each as it is handed out."""
+    """The message's slices, each removed from the record before it is handed out."""
     for name in slices.in_order(list(record)):
         yield record.pop(name).data
 
 
 def public_reason(error: Exception) -> str:
-    """What the server may know of an error at this site."""
+    """What the server may learn about an error at this site."""
     kind = error.kind if isinstance(error, link.TurnError) else type(error).__name__
     if isinstance(error, PolicyError | WireError) or kind in (WireError.__name__, BudgetError.__name__):
         return f"{kind}: {error}"

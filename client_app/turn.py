@@ -1,4 +1,4 @@
-"""One participation of this site: decode, train, keep what is private, encode. No Flower in it."""
+"""One participation of this site: decode, train, keep what is private, encode. It does not use Flower."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedveil import tasks
+from fedveil import strategies, tasks
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore, ledger_of
 from fedveil.contract.codec import Buffer
@@ -25,11 +25,11 @@ Fingerprint = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True)
 class Turn:
-    """What a turn gave.
+    """The result of a turn.
 
     Attributes:
-        parts: the upload, to be joined; dense parts are views of what was trained.
-        load_seconds: spent on the base model and the rows before the training; next to nothing once they are held.
+        parts: the upload, to be joined; dense parts are views of the trained tensors.
+        load_seconds: time to load the base model and the rows before the training; almost 0 once they are in memory.
     """
 
     parts: list[Buffer]
@@ -37,10 +37,10 @@ class Turn:
 
 
 class Turns:
-    """The turns of one site in one run. Base model and prepared rows stay between them.
+    """The turns of one site in one run. Base model and prepared rows stay in memory between them.
 
-    Two turns must agree in everything that the task is made from; whoever keeps an instance sees to that. Rows are
-    read anew where their files have changed.
+    All turns must agree in everything that the task is made from; the owner of an instance ensures that. Rows are read
+    again if their files have changed.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class Turns:
         self._records: list[str] | None = None  # the ledger's names of the rows
 
     def take(self, receive: Callable[[], Buffer], assignment: Assignment, watch: Watch = unwatched) -> Turn:
-        """One turn. `receive` gives the message; nobody else holds it then.
+        """One turn. `receive` gives the message, and the caller keeps no copy of it.
 
-        The next private state is prepared on disk before the upload is returned, and is not yet committed.
+        Before it returns the upload, it prepares the next private state on disk. The caller commits that state.
         """
         started = time.perf_counter()
         order, config = assignment.order, assignment.config
@@ -67,9 +67,9 @@ class Turns:
         return Turn(parts, load_seconds)
 
     def _bounded(self, trainer: Trainer, method: Method, assignment: Assignment, ctx: RoundContext) -> Trainer:
-        """What the method may use of the trainer: where the run makes a claim, looks that the site's ledger is charged for.
+        """The trainer for the method. If the run makes a claim, every look at the rows is charged to the site's ledger.
 
-        A deterministic run makes none.
+        A deterministic run is not charged, because its seeded noise protects nobody.
         """
         config = assignment.config
         claim = checked_claim(method, config, isinstance(self._task, SampleLoss))
@@ -91,8 +91,6 @@ class Turns:
 
     def _task_and_exchange(self, assignment: Assignment) -> tuple[Task, Exchange]:
         if self._loaded is None:
-            from fedveil import strategies
-
             order = assignment.order
             method = strategies.create_from_json(order.method, order.fields)
             task = tasks.load(assignment.config, method.adapter, assignment.site.device)
@@ -117,7 +115,7 @@ class Turns:
 
 
 def _fingerprint(folder: Path) -> Fingerprint:
-    """Names, sizes and times of the files in a data folder, or of the one file."""
+    """Names, sizes and modification times of the files in a data folder, or of a single file."""
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     stats = [(file.name, file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

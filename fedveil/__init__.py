@@ -1,8 +1,8 @@
 """FedVeil: federated fine-tuning in which every exchange withholds something on purpose.
 
-One import name. The rooms `strategies`, `server_app`, `client_app`, `attacks`, `guard`, `benchmarks` and `console` are
-`fedveil.strategies` and so on. A wheel has them inside this package. In a checkout, and in the bundle that Flower
-installs, they lie beside it, so their folder becomes a part of this package's path.
+There is one import name. The folders `strategies`, `server_app`, `client_app`, `attacks`, `guard`, `benchmarks` and
+`console` are imported as `fedveil.strategies` and so on. A wheel has them inside this package. In a checkout, and in
+the bundle that Flower installs, they lie beside it, so their parent folder is added to this package's path.
 """
 
 from pathlib import Path as _Path

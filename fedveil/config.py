@@ -1,8 +1,8 @@
 """The run config: `[tool.flwr.app.config]` of pyproject.toml, overridden by `flwr run . -c "..."`.
 
-It arrives flat ("train.batch-size" = 16) and is parsed once, here. Unknown keys are refused. The defaults stand in these
-classes; pyproject.toml repeats them because Flower refuses an override of a key without a default, and a test keeps
-the two equal.
+Flower hands it over flat ("train.batch-size" = 16), and this module parses it once. Unknown keys are refused. The
+defaults stand in these classes. pyproject.toml repeats them because Flower refuses an override of a key without a
+default; a test keeps the two equal.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class MethodConfig(_Section):
 class TaskConfig(_Section):
     """What is learned, and on which data.
 
-    `data` is where rows lie unless a site's node config names its own folder; `evaluation` is the server's own
-    test data ("" = the server scores nothing). `label_pattern` is a regular expression with one group, which cuts
-    the label for partitioning out of `label_column` ("" = the column itself).
+    `data` is the folder of the rows, unless a site's node config names its own; `evaluation` is the server's own test
+    data ("" = the server scores nothing). `label_pattern` is a regular expression with one group, which extracts the
+    label for partitioning from `label_column` ("" = the column itself).
     """
 
     name: str = "text-generation"
@@ -65,28 +65,28 @@ class TaskConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """Local training. The optimiser is AdamW, fresh at every participation."""
+    """Local training. The optimiser is AdamW and starts anew at every participation."""
 
     epochs: int = Field(1, ge=0)
     batch_size: int = Field(16, ge=1)
-    accumulate: int = Field(1, ge=1, description="batches a step of the optimiser; their gradient is that of one batch")
-    max_steps: int = Field(0, ge=0, description="steps of the optimiser a participation; 0 = the epochs decide")
+    accumulate: int = Field(1, ge=1, description="batches in an optimiser step, which count as one large batch")
+    max_steps: int = Field(0, ge=0, description="most optimiser steps in a participation; 0 = the epochs decide")
     learning_rate: float = Field(3e-4, gt=0)
     weight_decay: float = Field(1e-6, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
     quantized_base: Literal["none", "4bit", "8bit"] = "none"
-    bucketing: bool = Field(False, description="batches of rows of like length, which need less padding")
+    bucketing: bool = Field(False, description="batches of rows of similar length, which need less padding")
     checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     compile: bool = Field(False, description="torch.compile of the model: a long first step, meant for a GPU")
 
 
 class DpConfig(_Section):
-    """Local training by noisy steps (DP-SGD) in place of `train`'s AdamW. All left alone: plain training."""
+    """Local training by noisy steps (DP-SGD) instead of `train`'s AdamW. With all defaults, training is plain."""
 
     clip: float = Field(0.0, ge=0, description="C: bound on the norm of one row's gradient; 0 = no noisy steps")
-    noise: float = Field(0.0, ge=0, description="z: noise of z C on a step's sum; `fedveil privacy plan` says how much")
+    noise: float = Field(0.0, ge=0, description="z: noise of z C on a step's sum; see `fedveil privacy plan`")
     learning_rate: float = Field(0.1, gt=0, description="of the noisy steps, which are plain SGD")
-    epsilon: float = Field(0.0, ge=0, description="no record of a site is charged more; 0 = charges are only counted")
+    epsilon: float = Field(0.0, ge=0, description="most that a record may be charged; 0 = charges are only counted")
     delta: float = Field(1e-5, gt=0, lt=1)
     neighbours: Literal["replace-one", "add-or-remove-one"] = "replace-one"
 
@@ -94,7 +94,7 @@ class DpConfig(_Section):
 class EvaluateConfig(_Section):
     """Scoring on the server's own test data."""
 
-    every: int = Field(1, ge=0, description="rounds between two losses; 0 = the last round only")
+    every: int = Field(1, ge=0, description="rounds from one evaluation to the next; 0 = the last round only")
     generate: Literal["never", "last", "always"] = "last"
     max_examples: int = Field(200, ge=1)
     max_new_tokens: int = Field(48, ge=1)
@@ -102,24 +102,27 @@ class EvaluateConfig(_Section):
 
 
 class CohortConfig(_Section):
-    """Who takes part in a round. The cohort is ceil(fraction x sites), drawn without replacement."""
+    """Who takes part in a round. ceil(fraction x sites) sites are drawn without replacement."""
 
     fraction: float = Field(1.0, gt=0, le=1)
-    min_sites: int = Field(2, ge=1, description="quorum: accepted uploads a round needs")
+    min_sites: int = Field(2, ge=1, description="quorum: accepted uploads that a round needs")
     sites: int = Field(0, ge=0, description="sites to wait for before round 0; 0 = min-sites")
     wait_seconds: float = Field(120.0, gt=0)
     deadline_seconds: float = Field(900.0, gt=0)
-    repeats: int = Field(2, ge=0, description="times a round below the quorum is repeated")
+    repeats: int = Field(2, ge=0, description="how often a round below the quorum is repeated")
 
 
 class ClientConfig(_Section):
-    """How a site takes part. `worker`: in a process that stays between rounds; else anew in every client process."""
+    """How a site trains. `worker`: in a process that outlives the round; otherwise in each round's client process."""
 
     worker: bool = True
 
 
 class RunSection(_Section):
-    """The run itself. `dir` is absolute, or relative to the SuperLink's folder; `signature` is from `fedveil app sign`."""
+    """The run itself.
+
+    `dir` is absolute, or relative to the folder in which the SuperLink runs. `fedveil app sign` makes the `signature`.
+    """
 
     rounds: int = Field(5, ge=1)
     seed: int = Field(0, ge=0)
@@ -153,7 +156,7 @@ class RunConfig(_Section):
 
 
 def parse(flat: Mapping[str, Any]) -> RunConfig:
-    """The run config from Flower's flat mapping. Raises ConfigError, one line for every bad key."""
+    """The run config from Flower's flat mapping. Raises ConfigError, which names every bad key."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         section, _, name = key.partition(".")

@@ -4,12 +4,12 @@
     ├── ConfigError      a run config, a method's fields or a site's config: refused before any node is contacted
     ├── TaskError        a base model or a data file that is missing or does not fit
     ├── WireError        bytes that are not the message they should be
-    ├── UploadRefused    a well-formed upload that the intake gate does not let into the aggregate
+    ├── UploadRefused    a well-formed upload that the intake gate keeps out of the sums
     ├── QuorumError      too few uploads, more often than the run allows
-    ├── WorkerError      the site's worker process that cannot be started, or that ended in a turn
+    ├── WorkerError      the site's worker process cannot be started, or it ended in a turn
     ├── StateError       a checkpoint, private state or run folder that cannot be read or written
     └── PolicyError      this site does not permit what was asked
-        └── BudgetError  a record would be charged more privacy than the run, or the site, allows
+        └── BudgetError  a record would be charged more privacy than its budget allows
 
 A message names the field, what was expected, what was found, and the next step.
 """
@@ -32,7 +32,7 @@ class WireError(FedVeilError):
 
 
 class UploadRefused(FedVeilError):
-    """An upload that the intake gate does not let into the aggregate."""
+    """A well-formed upload that the intake gate keeps out of the sums."""
 
 
 class QuorumError(FedVeilError):
@@ -48,7 +48,7 @@ class PolicyError(FedVeilError):
 
 
 class BudgetError(PolicyError):
-    """A record would be charged more privacy than was agreed on."""
+    """A record would be charged more privacy than its budget allows."""
 
 
 class WorkerError(FedVeilError):

@@ -1,11 +1,11 @@
-"""Where the files of this installation lie: of a wheel, of a checkout, or of the bundle that Flower installed.
+"""Where the files of this installation lie: in a wheel, in a checkout, or in the bundle that Flower installed.
 
 | file | in a wheel | in a checkout |
 |---|---|---|
-| the rooms `strategies`, `server_app`, ... and `data` | inside the package `fedveil` | beside it |
+| the folders `strategies`, `server_app`, ... and `data` | inside the package `fedveil` | beside it |
 | pyproject.toml, constraints.txt, LICENSE | `fedveil/checkout` | beside it |
 
-Nothing else in FedVeil guesses a folder from `__file__`. Imports neither torch nor Flower.
+No other module guesses a folder from `__file__`. This one imports neither torch nor Flower.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ _BESIDE = "checkout"  # in a wheel, the folder inside the package with the files
 
 
 def package() -> Path:
-    """The folder of the package `fedveil` that runs."""
+    """The folder of the running package `fedveil`."""
     return Path(fedveil.__path__[0]).absolute()
 
 
 def root() -> Path:
-    """The folder that must be on Python's path to import what runs now."""
+    """The folder that must be on Python's path to import the code that is running."""
     return package().parent
 
 
 def checkout() -> Path | None:
-    """The checkout, or the bundle, that this is; None for a wheel."""
+    """The folder of the checkout or bundle that is running; None in a wheel."""
     return root() if (root() / "pyproject.toml").is_file() and (root() / "strategies").is_dir() else None
 
 
 def folder(name: str) -> Path:
-    """A room or a data folder of this installation: "data/e2e", "benchmarks/presets". Raises ConfigError where it is not."""
+    """A folder of this installation: "data/e2e", "benchmarks/presets". Raises ConfigError if it is missing."""
     for place in map(Path, fedveil.__path__):
         if (place / name).is_dir():
             return (place / name).absolute()
     raise ConfigError(
-        f"installation: expected the folder {name}, found none below {list(fedveil.__path__)}; install anew"
+        f"installation: expected the folder {name}, found none below {list(fedveil.__path__)}; install fedveil again"
     )
 
 
 def file(name: str) -> Path:
-    """pyproject.toml, constraints.txt or LICENSE of this installation. Raises ConfigError where it is not."""
+    """pyproject.toml, constraints.txt or LICENSE of this installation. Raises ConfigError if it is missing."""
     for place in (checkout(), package() / _BESIDE):
         if place and (place / name).is_file():
             return place / name
@@ -58,7 +58,7 @@ def file(name: str) -> Path:
 
 
 def lay_out(target: Path, source: Path | None = None) -> Path:
-    """Writes a checkout, or this installation as a checkout has it, to the new folder `target`: to build a wheel from."""
+    """Copies `source`, or this installation in the layout of a checkout, to the new folder `target`, to build from."""
     compiled = shutil.ignore_patterns("__pycache__")
     if at := source or checkout():
         top = shutil.ignore_patterns(*_NO_SOURCE)
@@ -76,7 +76,7 @@ def lay_out(target: Path, source: Path | None = None) -> Path:
 
 
 def app_sources(at: Path | None = None) -> dict[str, Path]:
-    """The Python files of the app, by their names in its bundle, sorted. `at`: a folder to import from; default: `root()`."""
+    """The app's Python files by their names in the bundle, sorted. `at`: where to look, by default `root()`."""
     at = at or root()
     beside = (at / "strategies").is_dir()
     found: dict[str, Path] = {}

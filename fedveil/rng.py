@@ -1,11 +1,12 @@
 """Randomness as named streams.
 
-A stream is a keyed generator: BLAKE2b of (secret, round, client, purpose) gives the key, AES-256 in counter mode the
-bytes. Without the secret its output is not predictable; with it, the same call gives the same draws on every machine.
-Masks, lots and seeds come from the stream itself; `torch_generator` is for initial weights and batch order, where
-nothing needs hiding.
+A stream is a keyed generator: BLAKE2b of (secret, round, client, purpose) gives the key, and AES-256 in counter mode
+gives the bytes. Nobody can predict them without the secret; with it, the same call gives the same draws on every
+machine. Masks, cohorts and seeds are drawn from the stream itself. `torch_generator` is for initial weights and batch
+order, which need not be secret.
 
-Noise that protects people never comes from here: it comes from the operating system (`fedveil.privacy`).
+Noise that protects people comes from the operating system (`fedveil.privacy`), never from a stream, except in a
+deterministic run, which makes no promise.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from torch import Tensor
 
 SECRET_BYTES = 32
-_BLOCK = 1 << 20  # entries of a mask at a time: they stay in the cache
+_BLOCK = 1 << 20  # entries of a mask at a time, so that they stay in the cache
 
 
 def fresh_secret() -> bytes:
@@ -30,12 +31,12 @@ def fresh_secret() -> bytes:
 
 
 def secret(side: str, seed: int, deterministic: bool) -> bytes:
-    """The secret of one side: "server", or "client:" and the site's name. It repeats only where `deterministic`."""
+    """A secret for `side`, which is "server" or "client:" and the site's name. With `deterministic` it repeats."""
     return _digest(f"fedveil deterministic {seed} {side}".encode()) if deterministic else fresh_secret()
 
 
 def initial(seed: int, purpose: str) -> Stream:
-    """A stream for what is drawn before round 0 and public anyway: runs of one seed start from equal weights."""
+    """A stream for public draws before round 0, so that all runs with one seed start from equal weights."""
     return Stream.derive(_digest(f"fedveil initial {seed}".encode()), 0, "", purpose)
 
 
@@ -72,10 +73,10 @@ class Stream:
         return self._keystream.update(bytes(n))
 
     def bernoulli(self, probability: float, shape: tuple[int, ...]) -> Tensor:
-        """Independent booleans, True with `probability` (to within 2**-32; exactly so at 0 and 1).
+        """Independent booleans, each True with `probability` (to within 2**-32; exactly so at 0 and 1).
 
-        A byte decides all but one entry in 256; where it equals the threshold's first byte, 24 bits of a stream beside this
-        one (keyed by the digest of the key and "ties") decide against the rest.
+        One byte decides an entry, unless it equals the threshold's first byte. Such an entry, one in 256, is decided by
+        24 bits of a second stream (its key is the digest of this key and "ties") and the rest of the threshold.
         """
         if not 0.0 <= probability <= 1.0:
             raise ValueError(f"probability: expected 0 to 1, found {probability}")
@@ -97,7 +98,7 @@ class Stream:
         return _keystream(_digest(self.key, b"ties"))
 
     def choice(self, n: int, k: int) -> list[int]:
-        """k distinct integers below n, uniform, in the order drawn."""
+        """k distinct integers from 0 to n - 1, uniform, in the order drawn."""
         if not 0 <= k <= n:
             raise ValueError(f"k: expected 0 to {n}, found {k}")
         pool = list(range(n))

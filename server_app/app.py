@@ -1,7 +1,9 @@
 """The ServerApp: run config -> task and method -> rounds.
 
-Everything that can be wrong with a run is found before any node is contacted: an unknown key, a field out of range, a
-missing base model or data file. The reason is one line in the run's log and in the run folder's status.json.
+It checks the run before it contacts any node: unknown keys, fields out of range, a missing base model or data file. The
+reason of a refusal is one line in the run's log and in the run folder's status.json.
+
+Imports inside functions are heavy: Flower imports this module also where no run starts.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStrategy, ArrayRecord]:
-    """The strategy and the initial weights of a run; contacts nobody.
+    """The strategy and the initial weights of a run. Contacts no node.
 
     Raises:
-        ConfigError, TaskError: one line that names the key, what was expected and what was found.
+        ConfigError, TaskError: the config or its files do not fit; one line names the key, the expected and the found.
     """
     from flwr.app import ArrayRecord
 
@@ -83,10 +85,10 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStra
 
 
 def initial(method: Method, task: Task, config: RunConfig) -> Weights:
-    """The weights before round 0, after the server's own work where the method has some.
+    """The weights before round 0; for a `ServerTrained` method, after the server's own training.
 
     Raises:
-        ConfigError: such a method without task.server-data, or for another task than text generation.
+        ConfigError: such a method has no task.server-data, or another task than text generation.
     """
     from fedveil import rng
     from fedveil.contract.method import ServerTrained
@@ -103,8 +105,8 @@ def initial(method: Method, task: Task, config: RunConfig) -> Weights:
     model = tasks.load(config, method.server_adapter)
     if not (config.task.server_data and isinstance(task, TextGeneration) and isinstance(model, TextGeneration)):
         raise ConfigError(
-            f"task.server-data: expected a folder of the server's own rows, which {config.method.name} trains on before "
-            f'round 0, found "{config.task.server_data}"; name one, or set distil_steps = 0'
+            f"task.server-data: expected a folder of the server's own rows, on which {config.method.name} trains "
+            f'before round 0, found "{config.task.server_data}"; name one, or set distil_steps = 0'
         )
     rows = task.encode(task.examples(Path(config.task.server_data), "train"))
     return method.before_round_0(weights, Distillation(task, model, rows, rng.initial(config.run.seed, "preparation")))

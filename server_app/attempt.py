@@ -1,11 +1,11 @@
-"""One attempt at a round: messages out, replies in, every one of them noted.
+"""One attempt at a round: it sends messages, takes replies, and records each of them.
 
 | a site ... | its entry in `record.failed` |
 |---|---|
 | does not answer by the deadline | "no reply within 900 s" |
-| is killed | what Flower says of the node |
+| is killed | Flower's reason for the node |
 | raises | the kind of its error; the text stays in the site's log |
-| sends what the envelope or the gate refuses | "refused: " field, expected, found |
+| sends what the envelope or the intake gate refuses | "refused: " field, expected, found |
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ _REASON_CHARACTERS = 300
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """What stays the same while one attempt runs.
+    """One attempt, with what it needs.
 
     Attributes:
+        exchange: the method on its spec.
         server: the state that is broadcast.
-        record: filled in as the attempt goes.
+        record: filled in while the attempt runs.
+        limits: of the intake gate.
         run: name under which sites keep their private state.
-        folder, tap: where to note messages; None notes nothing.
+        folder, tap: where messages are recorded; None records nothing.
     """
 
     exchange: Exchange
@@ -59,7 +61,7 @@ class Attempt:
     def messages(
         self, contexts: list[RoundContext], nodes: dict[str, int], ttl: float, config: ConfigRecord
     ) -> list[Message]:
-        """One message a context. Equal ones share one array object, which Flower uploads once."""
+        """One message for each context. Equal messages share one array object, which Flower uploads once."""
         messages, last, record = [], b"", ArrayRecord()
         for ctx in contexts:
             message = self.exchange.packed(self.server, ctx)
@@ -83,10 +85,11 @@ class Attempt:
     def streamed(
         self, grid: Grid, pending: dict[str, RoundContext], deadline: float, in_order: bool
     ) -> Iterator[Upload]:
-        """Accepted uploads as they come, one in memory at a time, until all have answered or the deadline is over.
+        """Accepted uploads as they arrive, one in memory at a time, until all sites have answered or the deadline is
+        over.
 
-        `in_order` asks for the next in the order of `pending` only; the others wait on the SuperLink. The sum then does
-        not depend on who was faster.
+        With `in_order` they are fetched in the order of `pending`, while the others wait on the SuperLink. The sums
+        then do not depend on which site was faster.
         """
         end = time.monotonic() + deadline
         while pending:
@@ -107,7 +110,7 @@ class Attempt:
                 time.sleep(_POLL_SECONDS)
 
     def judged(self, reply: Message, ctx: RoundContext) -> Upload | None:
-        """The upload that a reply holds, if it may be folded; else its reason goes into the record."""
+        """The upload in a reply. If it is refused, None, with the reason in the record."""
         if reply.has_error():
             self._failed(ctx, f"{reply.error.reason} (code {reply.error.code})")
             return None
@@ -138,7 +141,7 @@ class Attempt:
     def _noted(
         self, disclosed: Mapping[str, Any], ctx: RoundContext, direction: Direction, event: str, **more: str
     ) -> str:
-        """A message in the disclosure ledger and the audit log; returns the latter's anchor, "" without a folder."""
+        """Records a message in disclosure.jsonl and the audit log. Returns the log's anchor; "" without a folder."""
         if self.folder is None:
             return ""
         self.folder.disclosed(disclosed, self.record, ctx.client, direction)
@@ -160,7 +163,7 @@ class Attempt:
 
 
 def _anchor(reply: Message) -> str:
-    """The anchor of the site's audit log that came with a reply; "" where there is none, or what is there is not one."""
+    """The anchor of the site's audit log in a reply; "" if there is none, or it is malformed."""
     record = reply.content.config_records.get("log")
     try:
         return str(Head.parse(str(record["head"]))) if record else ""
@@ -173,7 +176,7 @@ def _array(part: bytes) -> Array:
 
 
 def _message_bytes(reply: Message) -> bytearray:
-    """The message in a reply, whose slices are let go on the way."""
+    """The message in a reply. Removes the reply's slices as it reads them."""
     try:
         record = reply.content.array_records["fedveil"]
     except KeyError:

@@ -1,8 +1,8 @@
-"""Distillation on the server, before round 0: a layer-sharing proxy learns the hidden states of the model it stands for.
+"""Distillation on the server before round 0: a layer-sharing proxy learns the hidden states of the server's model.
 
     loss = mean over layers, tokens and features of (h_l(proxy) - h_l(model))^2,  l = 0 (embeddings) to the last
 
-Without a prefix on either side: prefixes are what is tuned later. AdamW, as everywhere; one batch of rows a step.
+Both run without a prefix, for prefixes are tuned later. The optimiser is AdamW; each step takes one batch of rows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from fedveil.tasks.text_generation import TextGeneration
 
 @final
 class Distillation:
-    """What a server may do by itself: see `fedveil.contract.method.Preparing`.
+    """Implements `fedveil.contract.method.Distilling`.
 
-    Arguments: the proxy's task (an adapter with cells), the model's (one without), rows of the server's own.
+    Args:
+        proxy: the proxy's task, whose adapter is a prefix with cells.
+        model: the model's task, whose adapter is a prefix without cells.
+        rows: the server's own.
+        rng: orders the rows.
     """
 
     def __init__(self, proxy: TextGeneration, model: TextGeneration, rows: Rows, rng: Stream) -> None:
@@ -42,7 +46,7 @@ class Distillation:
         self._proxy, self._model, self._rows, self._rng = proxy, model, rows, rng
 
     def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:
-        """`weights` after `steps` steps. Raises TaskError for a loss that is not finite."""
+        """Returns `weights` after `steps` steps. Raises TaskError for a loss that is not finite."""
         self._proxy.put(weights)
         parameters = list(self._proxy.trained.values())
         optimiser = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
@@ -63,7 +67,7 @@ class Distillation:
         return {n: p.detach().to("cpu", copy=True) for n, p in self._proxy.trained.items()}
 
     def loss(self, batch: TokenBatch) -> Tensor:
-        """The mean squared difference of the hidden states; padding apart."""
+        """The mean squared difference of the hidden states, without padding."""
         with torch.no_grad():
             wanted = _states(self._model, batch)
         found, there = _states(self._proxy, batch), batch.mask.bool()
@@ -73,7 +77,7 @@ class Distillation:
 
 
 def _states(task: TextGeneration, batch: TokenBatch) -> tuple[Tensor, ...]:
-    """Hidden states, (rows, length, width), of embeddings and every layer; the decoder alone, which knows no prefix."""
+    """Hidden states (rows, length, width) of the embeddings and of every layer; the decoder alone, without prefix."""
     decoder: Any = task.base.model.base_model
     bf16 = task.config.train.precision == "bf16"
     with torch.autocast(task.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():

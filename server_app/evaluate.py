@@ -1,4 +1,4 @@
-"""Scores the models that a method deploys, on the server's own test data."""
+"""Scores the models that a method deploys on the server's own test data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedveil.contract.task import Examples, Task
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Scores by view, when the config asks for them. The task is of the server's own adapter."""
+    """Scores by view, in the rounds that the config names. `task` has the adapter of the server's model."""
 
     task: Task
     examples: Examples
@@ -21,13 +21,13 @@ class Evaluator:
 
     @classmethod
     def of(cls, task: Task, config: RunConfig) -> Evaluator | None:
-        """None where the server has no test data of its own. Raises TaskError for data that is not there."""
+        """None if the server has no test data. Raises TaskError if task.evaluation names data that is missing."""
         if not config.task.evaluation:
             return None
         return cls(task, task.examples(Path(config.task.evaluation), "test"), config.evaluate, config.run.rounds)
 
     def scores(self, method: Method, server: State, round_: int) -> dict[str, dict[str, float]]:
-        """{view: {metric: value}}; empty in a round that is not scored. Round -1 is the model before any round."""
+        """{view: {metric: value}}; empty in a round that is not scored. Round -1 is the model before round 0."""
         last = round_ == self.rounds - 1
         due = last or (self.config.every > 0 and (round_ + 1) % self.config.every == 0)
         if not due:

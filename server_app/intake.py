@@ -1,7 +1,7 @@
-"""The gate that every upload passes before it may touch the aggregate.
+"""The gate that every upload passes before it enters the sums.
 
-The envelope has already checked names, codecs, dtypes, shapes, sizes and checksums against the layout. Here follow the
-values: how much the upload may weigh, and whether its numbers are numbers.
+The envelope has already checked names, codecs, dtypes, shapes, sizes and checksums against the layout. The gate checks
+the values: the weight that the upload claims, and whether its numbers are finite and not too large.
 
 | upload | refused with |
 |---|---|
@@ -26,7 +26,7 @@ from fedveil.wire.envelope import Message
 
 @dataclass(frozen=True)
 class Limits:
-    """What an upload may be.
+    """Bounds on an upload.
 
     Attributes:
         max_examples: examples that one site may claim.
@@ -38,7 +38,7 @@ class Limits:
 
 
 def check(message: Message, limits: Limits) -> int:
-    """Returns num_examples of an upload that may be folded. Raises UploadRefused with field, expected and found."""
+    """Returns num_examples of an acceptable upload. Raises UploadRefused with field, expected and found."""
     n = message.num_examples
     if type(n) is not int or not 1 <= n <= limits.max_examples:
         raise UploadRefused(f"num_examples: expected a whole number from 1 to {limits.max_examples}, found {n!r}")

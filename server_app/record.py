@@ -1,13 +1,15 @@
-"""The run folder: what happened, what was disclosed, and where to go on after a crash.
+"""The run folder: what happened, what was disclosed, and a checkpoint to resume from.
 
-config.json          run config, method with its fields, versions
-status.json          state, round, reason; replaced whole
-../audit-log.jsonl   hash-chained, of all runs of this folder's parent: every message, who, decision (fedveil/audit_log.py)
-flower-run           Flower's number of the run
-metrics.jsonl        a line a round and attempt: cohort, accepted, failed with reasons, bytes, reports, scores
-disclosure.jsonl     a line a message: every field with its bytes, for each round, site and direction
-checkpoint.safetensors   the server's state after the last whole round; replaced whole
-final/<view>.safetensors the deployed weights at the end
+config.json               run config, method with its fields, versions
+status.json               state, round, reason; replaced whole
+../audit-log.jsonl        hash-chained log of all runs beside this one: every message, its site and the decision
+                          (fedveil/records/audit_log.py)
+id                        8 hex digits that tell this run from others of its name
+flower-run                Flower's number of the run
+metrics.jsonl             one line for each attempt at a round: cohort, accepted, failed with reasons, bytes, reports,
+scores disclosure.jsonl          one line for each message: every field with its bytes
+checkpoint.safetensors    the server's state after the last whole round; replaced whole
+final/<view>.safetensors  the deployed weights at the end
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ class RoundRecord:
     """One attempt at a round.
 
     Attributes:
-        failed: reason by site, for every site of the cohort whose upload is not in the aggregate.
-        reports: what each accepted site reported, num_examples with it.
-        upload_bytes, download_bytes: whole messages. Refused uploads count: they were sent.
+        failed: reason by site, for every site of the cohort whose upload is not in the sums.
+        upload_bytes, download_bytes: of whole messages. Refused uploads count, for they were sent.
+        reports: what each accepted site reported, with its num_examples.
+        weights: digest of the deployed weights after the round.
     """
 
     round: int
@@ -63,7 +66,8 @@ class RunFolder:
         self.folder, self.resumed, self.last_round = folder, resume, -1
         if (folder / "status.json").exists() and not resume:
             raise StateError(
-                f"run folder {folder}: expected a new one, found a run; choose another run.name, or set run.resume = true"
+                f"run folder {folder}: expected a new one, found a run; choose another run.name, or set run.resume "
+                "= true"
             )
         if not resume and folder.is_dir() and any(folder.iterdir()):
             raise StateError(f"run folder {folder}: expected an empty one, found other files; choose another run.name")
@@ -75,7 +79,7 @@ class RunFolder:
 
     @property
     def id(self) -> str:
-        """8 hex digits that tell this run from every other of its name; a resumed run keeps them."""
+        """8 hex digits that tell this run from others of its name; a resumed run keeps them."""
         return (self.folder / "id").read_text()
 
     @property
@@ -83,7 +87,7 @@ class RunFolder:
         return self.folder / "checkpoint.safetensors"
 
     def config(self, config: RunConfig, method: Method) -> None:
-        """What is about to run, in which environment."""
+        """Writes what is about to run, and in which environment."""
         packages = ("flwr", "torch", "transformers", "peft")
         content = {
             "config": config.flat(),
@@ -96,42 +100,42 @@ class RunFolder:
         self._write_json("config.json", content)
 
     def status(self, state: str, round_: int, rounds: int, reason: str = "", **counts: int) -> None:
-        """Where the run is: "running", "completed" or "failed"."""
+        """Writes the run's state: "running", "completed" or "failed"."""
         self.last_round = round_
         self._write_json("status.json", {"state": state, "round": round_, "rounds": rounds, "reason": reason, **counts})
 
     def round(self, record: RoundRecord) -> None:
-        """One attempt at a round, whole."""
+        """Appends one finished attempt at a round."""
         self._append("metrics.jsonl", dataclasses.asdict(record))
 
     def scores(self, round_: int, scores: Mapping[str, Mapping[str, float]]) -> None:
-        """Scores before any round (round -1)."""
+        """Appends scores from before round 0, as round -1."""
         self._append("metrics.jsonl", {"round": round_, "scores": scores})
 
     def disclosed(self, disclosed: Mapping[str, Any], record: RoundRecord, site: str, direction: Direction) -> None:
-        """One message, as the other side could see it (`fedveil.wire.envelope.describe`)."""
+        """Appends what one message disclosed, in the form of `fedveil.wire.envelope.describe`."""
         where = {"round": record.round, "attempt": record.attempt, "site": site, "direction": direction}
         self._append("disclosure.jsonl", where | dict(disclosed))
 
     def flower_run(self, run_id: int) -> None:
-        """Flower's own number of the run, for `fedveil watch`."""
+        """Writes Flower's number of the run, for `fedveil watch`."""
         write_atomic(self.folder / "flower-run", str(run_id).encode())
 
     def audit(self, event: str, about: Mapping[str, Any]) -> str:
-        """One line of the server's audit log; returns the log's anchor after it."""
+        """Appends one line to the server's audit log. Returns the log's anchor after it."""
         run = {"run": f"{self.folder.name}-{self.id}"}
         return str(audit_log.append(self.folder.parent / audit_log.NAME, event, run | dict(about)))
 
     def tap(self) -> Tap:
-        """The folder for messages themselves."""
+        """The tap, which stores whole messages."""
         return Tap(self.folder / "tap")
 
     def checkpoint(self, server: State, loop: Mapping[str, Any]) -> None:
-        """The state after a whole round, and what the loop needs to go on."""
+        """Writes the state after a whole round, and what the loop needs to continue."""
         save_state(State(server.tensors, {"server": dict(server.scalars), "loop": dict(loop)}), self._checkpoint)
 
     def load_checkpoint(self) -> tuple[State, dict[str, Any]]:
-        """What `checkpoint` wrote; lines of rounds after it are dropped from the metrics and the ledger."""
+        """Reads what `checkpoint` wrote. Removes the lines of later rounds from metrics.jsonl and disclosure.jsonl."""
         saved = load_state(self._checkpoint)
         loop: Any = saved.scalars["loop"]
         scalars: Any = saved.scalars["server"]
@@ -140,7 +144,7 @@ class RunFolder:
         return State(saved.tensors, scalars), loop
 
     def final(self, deployed: Mapping[str, Weights]) -> None:
-        """The deployed weights."""
+        """Writes the deployed weights."""
         for view, weights in deployed.items():
             save_state(State(weights), self.folder / "final" / f"{view}.safetensors")
 

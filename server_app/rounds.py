@@ -1,7 +1,7 @@
 """The server's side of a run: its state, and how a round changes it.
 
-A round draws a cohort, folds what comes back, and counts only with a quorum; below it the round is repeated with a new
-cohort. The state changes whole or not at all, and after every change there is a checkpoint to go on from.
+A round draws a cohort and adds up the uploads. It counts only with a quorum; below that it is repeated with a new
+cohort. The state changes whole or not at all, and every change is followed by a checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Scores = dict[str, dict[str, float]]
 
 
 class Rounds:
-    """One run's rounds. Arguments as `MethodStrategy`'s.
+    """One run's rounds. Takes the arguments of `MethodStrategy`.
 
     Attributes:
         history: every attempt at a round, in order.
@@ -47,7 +47,7 @@ class Rounds:
         spec: Spec | None = None,
     ) -> None:
         self.method, self.settings, self.folder, self.scores = method, settings, folder, scores
-        # Sites keep private state under this name: never that of another run.
+        # Sites keep private state under this name, so no other run may have it.
         self.run_name = f"{settings.name}-{folder.id if folder else secrets.token_hex(4)}"
         self.tap = folder.tap() if folder and settings.tap else None
         self.history: list[RoundRecord] = []
@@ -58,7 +58,7 @@ class Rounds:
         self._secret = rng.secret("server", settings.seed, settings.deterministic)
 
     def initialise(self, weights: Mapping[str, Tensor]) -> None:
-        """The state before round 0."""
+        """Makes the state before round 0."""
         spec = self._spec or spec_of(weights)
         self._server = self.method.init(spec, weights, rng.initial(self.settings.seed, "method init"))
         self._exchange = Exchange(
@@ -66,7 +66,7 @@ class Rounds:
         )
 
     def resume(self) -> int:
-        """Takes up the folder's checkpoint; returns the next round, 0 where this run does not resume one."""
+        """Loads the folder's checkpoint. Returns the next round; 0 if this run does not resume another."""
         if self.folder is None or not self.folder.resumed:
             return 0
         self._server, loop = self.folder.load_checkpoint()
@@ -92,12 +92,12 @@ class Rounds:
         return self.method.deployed(self.server)["server"]
 
     def score_initial(self) -> None:
-        """Scores the model before any round, into the folder."""
+        """Scores the model before round 0 and records the scores in the folder."""
         if self.scores and self.folder:
             self.folder.scores(-1, self.scores(self.server, -1))
 
     def run_round(self, grid: Grid, round_: int, rounds: int, deadline: float, config: ConfigRecord) -> RoundRecord:
-        """One round of our own loop. Raises QuorumError when every repeat stays below the quorum."""
+        """One round of our own loop. Raises QuorumError if every attempt stays below the quorum."""
         if self.folder:
             self.folder.status("running", round_, rounds)
         for number in range(self.settings.cohort.repeats + 1):
@@ -111,14 +111,14 @@ class Rounds:
         reasons = "; ".join(f"{site}: {reason}" for site, reason in failed.items()) or "no site connected"
         raise QuorumError(
             f"round {round_}: expected at least {self.settings.cohort.min_sites} accepted uploads, found "
-            f"{len(attempt.record.accepted)} in the last of {self.settings.cohort.repeats + 1} attempts ({reasons}); see the sites' "
-            "logs or lower cohort.min-sites"
+            f"{len(attempt.record.accepted)} in the last of {self.settings.cohort.repeats + 1} attempts ({reasons}); "
+            "see the sites' logs or lower cohort.min-sites"
         )
 
     def begin(
         self, grid: Grid, round_: int, number: int, deadline: float, config: ConfigRecord
     ) -> tuple[Attempt, list[Message], list[RoundContext]]:
-        """Draws a cohort of the connected sites; returns one message and one context for each of it."""
+        """Draws a cohort of the connected sites. Returns the attempt, and a message and a context for each site."""
         nodes = sites.connected(grid)
         chosen = cohorts.draw(nodes, self.settings.cohort.fraction, self._secret, round_, number)
         contexts = [
@@ -130,14 +130,14 @@ class Rounds:
         return attempt, attempt.messages(contexts, nodes, deadline, config), contexts
 
     def finish(self, attempt: Attempt, uploads: Iterator[Upload], started: float) -> bool:
-        """Folds the uploads; with a quorum the result becomes the state. Returns whether it did."""
+        """Adds up the uploads; with a quorum the result becomes the new state. Returns whether there was a quorum."""
         record = attempt.record
         new_state = self._begun.aggregate(self.server, uploads)
         record.seconds = round(time.monotonic() - started, 3)
         enough = len(record.accepted) >= self.settings.cohort.min_sites
         if enough:
             self._server = new_state
-            # A site that failed may have lost its state: next time it gets everything, as a newcomer.
+            # A site that failed may have lost its state, so next time it gets everything, as a newcomer does.
             self._participated = (self._participated | set(record.accepted)) - set(record.failed)
             record.weights = digest(self.deployed())
             record.scores = self.scores(new_state, record.round) if self.scores else {}

@@ -1,4 +1,4 @@
-"""What a run's loop has to know of the run config, in one value."""
+"""The settings of a run's loop, in one value."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fedveil.server_app.intake import Limits
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run is run.
+    """The settings of a run's loop.
 
     Attributes:
         cohort: fraction, quorum, deadline, repeats.
-        seed, deterministic: with `deterministic` every draw follows from the seed, and replies are folded in the order
-            of the sites' names instead of the order they come in.
-        name: under which sites keep their private state.
-        method: the name by which sites find the method; "": that of the file that defines it.
+        seed, deterministic: with `deterministic` every draw follows from the seed, and replies are added up in the
+            order of the sites' names, not in the order in which they arrive.
+        name: of the run; sites keep their private state under it.
+        method: the name by which sites find the method; "" stands for the name of the file that defines it.
         tap: store every message in the run folder.
-        limits: what the intake gate lets in.
+        limits: of the intake gate.
     """
 
     cohort: CohortConfig = field(default_factory=CohortConfig)
@@ -32,6 +32,6 @@ class RunSettings:
 
     @classmethod
     def of(cls, config: RunConfig, name: str) -> RunSettings:
-        """Those of a run config."""
+        """The settings that a run config asks for."""
         run = config.run
         return cls(config.cohort, run.seed, run.deterministic, name, config.method.name, run.tap)

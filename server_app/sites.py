@@ -1,4 +1,4 @@
-"""Which sites are there: Flower's nodes by their registered names."""
+"""The connected sites: Flower's nodes by their registered names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _POLL_SECONDS = 0.25
 
 
 def connected(grid: Grid) -> dict[str, int]:
-    """Node ids by site name, in the order of the names.
+    """Node ids by site name, sorted by name.
 
-    A node without a registered name (the simulation engine's) is called "node-<id>".
+    A node without a registered name, as in the simulation engine, is called "node-<id>".
 
     Raises:
-        ConfigError: two nodes under one name, or a name that is not letters, digits, "_", "." and "-".
+        ConfigError: two nodes have one name, or a name has other characters than letters, digits, "_", "." and "-".
     """
     found: dict[str, int] = {}
     for node in sorted(grid.get_nodes(), key=lambda n: n.node_id):
@@ -27,19 +27,21 @@ def connected(grid: Grid) -> dict[str, int]:
         if not _NAME.fullmatch(name):
             raise ConfigError(f'site name: expected at most 64 letters, digits, "_", "." or "-", found {name[:80]!r}')
         if name in found:
-            raise ConfigError(f"site name: expected each name once, found two nodes called {name}; register them anew")
+            raise ConfigError(
+                f"site name: expected each name once, found two nodes called {name}; register one under another name"
+            )
         found[name] = node.node_id
     return dict(sorted(found.items()))
 
 
 def wait_for(grid: Grid, count: int, seconds: float) -> dict[str, int]:
-    """The connected sites, once there are at least `count`. Raises QuorumError after `seconds`."""
+    """Waits for at least `count` sites and returns those connected. Raises QuorumError after `seconds`."""
     end = time.monotonic() + seconds
     while len(sites := connected(grid)) < count:
         if time.monotonic() > end:
             raise QuorumError(
-                f"cohort: expected {count} connected sites within {seconds:g} s, found {len(sites)} ({', '.join(sites)}); "
-                "start the missing sites or lower cohort.sites and cohort.min-sites"
+                f"cohort: expected {count} connected sites within {seconds:g} s, found {len(sites)} "
+                f"({', '.join(sites)}); start the missing sites or lower cohort.sites and cohort.min-sites"
             )
         time.sleep(_POLL_SECONDS)
     return sites

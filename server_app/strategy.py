@@ -1,9 +1,9 @@
-"""The only Flower strategy: turns a Method's calls into messages, and replies into uploads.
+"""The only Flower strategy: it turns a Method's calls into messages, and replies into uploads.
 
-`MethodStrategy(FedRand(rho=0.5)).start(grid, initial_arrays, num_rounds)` works in anybody's ServerApp. `start` runs our
-own loop: replies are folded one by one as they come (memory stays O(model)), a round ends at its deadline with those
-who answered, a round below the quorum is repeated with a new cohort, and every refusal is recorded with its reason. The
-five methods of Flower's interface do the same work for a caller with a loop of its own.
+`MethodStrategy(FedRand(rho=0.5)).start(grid, initial_arrays, num_rounds)` works in any ServerApp. `start` runs our own
+loop. It adds up replies one by one as they arrive, so memory stays O(model). A round ends at its deadline with the
+sites that have answered; a round below the quorum is repeated with a new cohort; and every refusal is recorded with its
+reason. The five methods of Flower's interface do the same work for a caller that has its own loop.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class MethodStrategy(Strategy):
 
     Args:
         method: with its hyper-parameters.
-        settings: how the run is run.
-        folder: where to record; None records nothing.
-        scores: scores of a server state after a round (round -1: before any).
-        spec: what the task trains, with the tensors' places in the model; without it, as the initial weights are.
+        settings: of the loop.
+        folder: where the run is recorded; None records nothing.
+        scores: gives the scores of a server state after a round (round -1: before round 0).
+        spec: what the task trains, with the tensors' places in the model; by default the spec of the initial weights.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class MethodStrategy(Strategy):
     ) -> None:
         self.rounds = Rounds(method, settings or RunSettings(), folder, scores, spec)
         self._initialised = False
-        self._open: tuple[Attempt, dict[int, RoundContext]] | None = None  # for a caller with a loop of its own
+        self._open: tuple[Attempt, dict[int, RoundContext]] | None = None  # for a caller that has its own loop
 
     @property
     def cohort(self) -> CohortConfig:
@@ -72,11 +72,11 @@ class MethodStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Every round. Arguments and result as Flower's; `timeout` is one more bound on a round's deadline.
+        """Runs all rounds. Arguments and result are Flower's; `timeout` is one more bound on a round's deadline.
 
         Raises:
-            ConfigError: an `evaluate_config`; what clients measure rides on their uploads, no message would carry it.
-            QuorumError: too few sites, or too few accepted uploads in every repeat of a round.
+            ConfigError: there is an `evaluate_config`. Uploads carry what clients measure, so no message would use it.
+            QuorumError: there are too few sites, or too few accepted uploads in every attempt at a round.
         """
         if evaluate_config:
             raise ConfigError("evaluate_config: expected none (there is no evaluate exchange), found one; leave it out")
@@ -103,7 +103,7 @@ class MethodStrategy(Strategy):
             self.rounds.folder.final(self.rounds.method.deployed(self.rounds.server))
         return result
 
-    # Flower's interface, for a caller with a loop of its own
+    # Flower's interface, for a caller that has its own loop
 
     def summary(self) -> None:
         """Logs the method and its cohort."""
@@ -112,7 +112,7 @@ class MethodStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Messages of one round (Flower counts from 1). The first call takes its weights from `arrays`."""
+        """The messages of one round (Flower counts from 1). The first call takes its weights from `arrays`."""
         if not self._initialised:
             self._initialise(arrays)
         nodes = sites.wait_for(grid, self.cohort.min_sites, self.cohort.wait_seconds)
@@ -123,7 +123,7 @@ class MethodStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Folds the replies; (None, None), which keeps the model, below the quorum."""
+        """Adds up the replies. Below the quorum returns (None, None), which keeps the model."""
         if self._open is None:
             raise ConfigError(
                 "aggregate_train: expected after configure_train of the same round, found none; call it first"
@@ -132,7 +132,7 @@ class MethodStrategy(Strategy):
 
         def uploads() -> Iterator[Upload]:
             for reply in replies:
-                # An error made by the SuperLink names no node of ours; its site is then left in `waiting`.
+                # An error that the SuperLink made names none of our nodes; its site then stays in `waiting`.
                 ctx = waiting.pop(reply.metadata.src_node_id, None)
                 if ctx is not None and (upload := attempt.judged(reply, ctx)) is not None:
                     yield upload
@@ -145,11 +145,11 @@ class MethodStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """None: evaluation rides on the uploads."""
+        """No messages: uploads carry the clients' evaluation."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """None: evaluation rides on the uploads."""
+        """None: uploads carry the clients' evaluation."""
         return None
 
     def _initialise(self, arrays: ArrayRecord) -> None:
@@ -161,7 +161,7 @@ class MethodStrategy(Strategy):
 
 
 def _mean_report(record: RoundRecord) -> MetricRecord:
-    """Each reported figure, weighted by examples over the sites that report it."""
+    """The mean of each reported figure over the sites that report it, weighted with their examples."""
     mean = {}
     for name in sorted({name for report in record.reports.values() for name in report} - {"num_examples"}):
         rows = [(r[name], r["num_examples"]) for r in record.reports.values() if name in r]

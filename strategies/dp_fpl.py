@@ -160,7 +160,7 @@ class DpFpl(Method, Claim):
     @override
     def privacy_spent(self, plan: Plan) -> Spent:
         """Against everyone but the site; in the modes paper and code, against everyone but the site and the server."""
-        from fedveil.privacy import accounting
+        from fedveil.privacy import accounting  # heavy (dp-accounting, scipy), and only claims need it
 
         z = joint(self.noise_local, self.noise_global) if self.mode == "strict" else joint(*[self._nominal] * 3)
         if self.mode == "code":

@@ -1,1 +1,1 @@
-"""What a site is, permits and keeps."""
+"""A site's node config, its policy and its private state."""

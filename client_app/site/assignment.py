@@ -1,4 +1,4 @@
-"""One turn of a site, as the server asked for it: the same object for the shim, the worker and a turn without one."""
+"""One turn of a site, as the server asked for it. The client process, the worker and a turn without worker share it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Order:
 
     Attributes:
         round: 0-based.
-        is_new: the server has accepted no upload of this site yet.
+        is_new: the server has accepted no upload of this site yet, or the site's last turn failed.
         site: the name under which the server knows this site.
         run: name of the run, for private state.
         method: the method's file name.
-        fields: its hyper-parameters as JSON.
-        log: anchor of the server's audit log, for this site's own.
+        fields: the method's hyper-parameters as JSON.
+        log: anchor of the server's audit log, which this site records in its own.
     """
 
     round: int
@@ -38,7 +38,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Assignment:
-    """An order with the run's config and the site that it goes to."""
+    """An order, the run's config, and the site that the order is for."""
 
     order: Order
     config: RunConfig
@@ -46,11 +46,11 @@ class Assignment:
 
     @classmethod
     def of(cls, order: Mapping[str, Any], config: Mapping[str, Any], node: Mapping[str, Any]) -> Assignment:
-        """From Flower's records, config first: what is wrong there, the server may know.
+        """The assignment from Flower's records.
 
         Raises:
-            WireError: an order of another version.
-            ConfigError: a bad key of the run config or the node config.
+            WireError: the order is of another version.
+            ConfigError: the run config or the node config has a bad key.
         """
         try:
             asked = Order(**{key.replace("-", "_"): value for key, value in order.items()})
@@ -60,16 +60,16 @@ class Assignment:
 
     @property
     def name(self) -> str:
-        """The site's own name, or the one the server knows."""
+        """The site's name from its node config, or else the one that the server knows."""
         return self.site.site or self.order.site
 
     @property
     def data(self) -> str:
-        """The folder of the rows: the site's own, or the run config's; "" where neither names one."""
+        """The folder of the rows, from the node config or else the run config; "" if neither names one."""
         return self.site.data or self.config.task.data
 
     def described(self) -> dict[str, Any]:
-        """What it is about, for status and logs."""
+        """Run, round, method, task and model, for status and logs."""
         order, config = self.order, self.config
         about: dict[str, Any] = {
             "run": order.run,
@@ -80,7 +80,7 @@ class Assignment:
         return {**about, "task": config.task.name, "model": config.task.model}
 
     def to_json(self) -> str:
-        """As text; `from_json` gives an equal assignment."""
+        """The assignment as text; `from_json` gives an equal one."""
         site = self.site.model_dump(mode="json", by_alias=True)
         return json.dumps({"order": dataclasses.asdict(self.order), "config": self.config.flat(), "site": site})
 

@@ -1,4 +1,5 @@
-"""The epsilon that a run may cost, for policy.py: a process of its own, because it needs torch and the shim has none.
+"""The epsilon that a run may cost, for policy.py. It runs as a separate process: it needs torch, the client process
+must not.
 
 python -m fedveil.client_app.site.epsilon < {"method": ..., "fields": JSON text, "config": flat, "delta": ...}
 """
@@ -14,7 +15,7 @@ from fedveil.privacy.promised import epsilon
 
 
 def main() -> None:
-    """Reads the question from standard input; prints {"epsilon": ...}."""
+    """Reads the question from standard input and prints {"epsilon": ...}."""
     asked = json.load(sys.stdin)
     method = strategies.create_from_json(asked["method"], asked["fields"])
     print(json.dumps({"epsilon": epsilon(method, parse(asked["config"]), asked["delta"])}))  # noqa: T201  # its only output

@@ -1,4 +1,4 @@
-"""What a site says of itself: the SuperNode's `--node-config`."""
+"""A site's own settings, from the SuperNode's `--node-config`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Site(BaseModel):
     """One site.
 
     Attributes:
-        site: its name; the registered one where empty.
-        data: its own data folder; `task.data` of the run where empty.
-        state_dir: where its private state lies, and its worker's socket.
-        policy: file that says what this site permits; "" = everything.
+        site: its name; "" = the registered one.
+        data: its own data folder; "" = `task.data` of the run.
+        state_dir: folder of its private state and its worker's socket.
+        policy: the file that says what this site permits; "" = everything is permitted.
         device: "auto", "cpu", "cuda", "cuda:1".
-        worker_idle_seconds: a worker without a turn for so long ends.
-        worker_memory_mb: bound on the resident memory of the site's worker; 0 = none. Under a bound only the current
-            run's worker is held.
+        worker_idle_seconds: a worker ends after so long without a turn.
+        worker_memory_mb: bound on the resident memory of the site's worker; 0 = none. With a bound, the site keeps only
+            the current run's worker.
         partition_id, num_partitions: for demonstrations and the simulation engine, where sites share one data folder.
     """
 
@@ -42,7 +42,7 @@ class Site(BaseModel):
 
 
 def parse_site(node_config: Mapping[str, Any]) -> Site:
-    """The site from its node config. Raises ConfigError naming the key."""
+    """The site from its node config. Raises ConfigError, which names the bad key."""
     try:
         return Site.model_validate(dict(node_config))
     except ValidationError as error:

@@ -1,33 +1,34 @@
-"""What this site permits: a TOML file that only the site writes. Decided before any data is touched; fails closed.
+"""What this site permits: a TOML file that only the site writes. It is checked before any data is read; an error
+refuses.
 
-    methods = ["fedrand", "fedavg"]          # each key may be left out: it then restricts nothing
+    methods = ["fedrand", "fedavg"]          # a key that is left out restricts nothing
     tasks = ["text-generation"]
     models = ["tiny"]
     max-rounds = 50
-    max-bytes-a-round = 50_000_000           # the message here and the upload together
+    max-bytes-a-round = 50_000_000           # the server's message and the upload together
     max-epsilon = 8.0                        # the run's budget, at `delta`
     delta = 1e-5
-    min-noise = 1.0                          # noisy steps (dp.*), with at least this noise
-    min-examples = 100                       # behind an upload
+    min-noise = 1.0                          # the run must train by noisy steps (dp.*) with at least this noise
+    min-examples = 100                       # training examples behind an upload
     app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
     signers = ["ssh-ed25519 AAAA..."]        # who may have signed the bundle: `fedveil app sign`
-    hours = ["20:00-06:00"]                  # by this machine's clock; a turn begins in one of them
+    hours = ["20:00-06:00"]                  # by this machine's clock; a turn must begin in one of these windows
 
 | case | what happens |
 |---|---|
-| no file named | everything is permitted; the image's entry point (guard/) refuses instead |
-| the file is missing, is not TOML, has an unknown key or a value of another kind | PolicyError |
+| the node config names no file | everything is permitted; only the guard's entry point in the image refuses |
+| the file is missing, is not TOML, has an unknown key or a value of another type | PolicyError |
 | a key is absent | it restricts nothing |
 | an empty list | nothing is permitted |
-| several keys | every one must hold: a signed bundle whose digest is not listed is refused |
-| app-digests or signers, and nobody has looked at the bundle | PolicyError: only the entry point can |
+| several keys | all of them must hold: a signed bundle whose digest is not listed is refused |
+| app-digests or signers, and the guard has not checked the bundle | PolicyError: only the guard can check it |
 | min-noise, and the run has no `dp.clip` | PolicyError: its noise is 0 |
-| max-epsilon, and the run has no budget that the site's ledger would keep, or its draws are seeded | PolicyError |
-| a size, or the examples, that only the upload shows | the upload is withheld, with the reason in its place |
-| hours "22:00-06:00" | over midnight; the first minute is in, the last is out; "00:00-24:00" is always |
+| max-epsilon, and the run has no budget that the site's ledger enforces, or its draws are seeded | PolicyError |
+| too many bytes or too few examples, which only the upload shows | the site withholds the upload and sends the reason |
+| hours "22:00-06:00" | the window runs over midnight, from 22:00 to before 06:00; "00:00-24:00" is always |
 
-The check in this file comes with the server's bundle. What enforces it is the site's own copy, which guard/clientapp.py
-calls before any code of the bundle runs.
+This file comes with the server's bundle too. The policy is enforced by the site's own copy of it, which
+guard/clientapp.py calls before any code of the bundle runs.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _WINDOW = r"^([01]\d|2[0-3]):[0-5]\d-(([01]\d|2[0-3]):[0-5]\d|24:00)$"
 
 
 class Policy(BaseModel):
-    """What is permitted; None restricts nothing."""
+    """What is permitted. A field that is None restricts nothing."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, alias_generator=lambda n: n.replace("_", "-"))
 
@@ -81,21 +82,21 @@ class Policy(BaseModel):
 
 @dataclass(frozen=True)
 class Bundle:
-    """What the site's entry point found of the bundle: its SHA-256, and the key that signed it. "" = nobody has looked."""
+    """The bundle's SHA-256 and the key that signed it, as the site's guard found them; "" = the guard did not check."""
 
     digest: str = ""
     signer: str = ""
 
     @classmethod
     def of_environment(cls) -> Bundle:
-        """As guard/clientapp.py left it."""
+        """The bundle as guard/clientapp.py recorded it in the environment."""
         return cls(os.environ.get("FEDVEIL_APP_DIGEST", ""), os.environ.get("FEDVEIL_APP_SIGNER", ""))
 
 
 def check(
     assignment: Assignment, bundle: Bundle | None = None, down_bytes: int = 0, now: datetime | None = None
 ) -> None:
-    """Raises PolicyError naming what the site does not permit. `down_bytes`: size of the server's message."""
+    """Raises PolicyError, which names what the site does not permit. `down_bytes`: size of the server's message."""
     if not assignment.site.policy:
         return
     policy = of_site(assignment.site)
@@ -115,21 +116,21 @@ def check(
 
 
 def check_upload(site: Site, down_bytes: int, up_bytes: int, num_examples: object) -> None:
-    """What shows only once the upload is there. Raises PolicyError; the upload must not leave the site then."""
+    """Checks what only the upload shows. Raises PolicyError; the upload must then not leave the site."""
     if not site.policy:
         return
     policy = of_site(site)
     _require_bytes(policy, down_bytes + up_bytes, f"({down_bytes} here, {up_bytes} back)")
     enough = policy.min_examples is None or (type(num_examples) is int and num_examples >= policy.min_examples)
     if not enough:
-        # How many they are is the site's own business: below the bound the server learns just that.
+        # The server must not learn the number: it learns only that it is below the bound.
         raise PolicyError(
             f"examples: this site takes part with at least {policy.min_examples}, found fewer; leave it out"
         )
 
 
 def of_site(site: Site) -> Policy:
-    """The policy that a site's node config names. Raises PolicyError where it cannot be read, or names none."""
+    """The policy that a site's node config names. Raises PolicyError if it names none, or the file cannot be read."""
     path = Path(site.policy).expanduser()
     try:
         if not site.policy:
@@ -142,7 +143,7 @@ def of_site(site: Site) -> Policy:
         else:
             what = type(error).__name__
         raise PolicyError(
-            f"policy: expected a readable policy file, found none ({what}); the site must mend it"
+            f"policy: expected a readable policy file, found none ({what}); the site must correct it"
         ) from error
 
 
@@ -192,7 +193,7 @@ def _require_epsilon(assignment: Assignment, limit: float, delta: float) -> None
 
 
 def epsilon(assignment: Assignment, delta: float, root: Path | None = None) -> float:
-    """The run's epsilon by its method's budget, in a process of its own: this one has no torch. Raises PolicyError."""
+    """The run's epsilon, from a separate process, because this one must not import torch. Raises PolicyError."""
     asked = {"method": assignment.order.method, "fields": assignment.order.fields, "config": assignment.config.flat()}
     text = json.dumps({**asked, "delta": delta})
     command = [sys.executable, "-P", "-m", "fedveil.client_app.site.epsilon"]

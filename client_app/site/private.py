@@ -1,15 +1,16 @@
 """This site's private state, on this site's disk.
 
     <state-dir>/<run>/<site>/private.safetensors    what the method keeps between rounds
-    <state-dir>/<run>/<site>/next.safetensors       what it will be once this turn's upload is whole
-    <state-dir>/<run>/<site>/secret                 32 bytes; the client's draws follow from it
-    <state-dir>/.ledger/<site>.json                 what every record was charged, over all runs (fedveil.privacy.ledger)
+    <state-dir>/<run>/<site>/next.safetensors       the next such state, until this turn's upload is complete
+    <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow
+    <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
 
-It is never in Flower's `Context.state`, which is lost at a restart and, above some 50 MB, silently. The process that
-trains prepares the next state; the one that has the whole upload in hand commits it. Whoever dies in between leaves the
-state of the last turn, and the turn can be repeated from there.
+It is never in Flower's `Context.state`, which is lost at a restart, and silently above about 50 MB. The process that
+trains prepares the next state, and the process that has the whole upload commits it. If one of them dies in between,
+the state of the last turn stays, and the turn can be repeated from there.
 
-Importable without torch: the shim commits, and need not pay for it.
+This module is importable without torch, because the client process commits; its functions import torch where they need
+it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def safe(key: str, value: str) -> str:
 
 
 def ledger_of(state_dir: Path, site: str) -> Ledger:
-    """The site's privacy ledger: one for all its runs. Raises ConfigError for a name that is not a plain file name."""
+    """The site's privacy ledger for all its runs. Raises ConfigError for a name that is not a plain file name."""
     from fedveil.privacy.ledger import Ledger
 
     return Ledger(state_dir.expanduser() / ".ledger" / f"{safe('site', site)}.json")
@@ -44,7 +45,7 @@ def ledger_of(state_dir: Path, site: str) -> Ledger:
 
 @dataclass(frozen=True)
 class PrivateStore:
-    """One site's folder for one run. A new SuperNode process finds what the last one left."""
+    """One site's folder for one run. It outlives the SuperNode process."""
 
     folder: Path
 
@@ -68,10 +69,10 @@ class PrivateStore:
         return load_state(self._current) if self._current.exists() else None
 
     def prepare(self, state: State | None) -> None:
-        """Writes the next state, whole or not at all; the current one stays. Raises StateError, as on a full disk."""
+        """Writes the next state, whole or not at all; the current one stays. Raises StateError, e.g. on a full disk."""
         from fedveil.records.state import save_state
 
-        self._next.unlink(missing_ok=True)  # of a turn that was never committed
+        self._next.unlink(missing_ok=True)  # left by a turn that was never committed
         if state is None:
             return
         try:
@@ -80,12 +81,12 @@ class PrivateStore:
             raise StateError(f"{self._next}: expected to write the private state, found {error}; free space") from error
 
     def commit(self) -> None:
-        """The prepared state becomes the current one; without a prepared one nothing changes."""
+        """Makes the prepared state the current one; without a prepared state nothing changes."""
         if self._next.exists():
             self._next.replace(self._current)
 
     def secret(self, seed: int, site: str, deterministic: bool) -> bytes:
-        """This client's secret: from the operating system at the first call, then from the file."""
+        """This client's secret: drawn from the operating system at the first call, later read from the file."""
         from fedveil import rng
         from fedveil.records.state import write_atomic
 

@@ -1,1 +1,1 @@
-"""The warm process of a site."""
+"""A site's worker: a process that keeps model and rows in memory between rounds."""

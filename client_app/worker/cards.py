@@ -1,21 +1,21 @@
-"""Which workers a site has, as files in its state folder.
+"""The workers of a site, as files in its state folder.
 
     <state-dir>/workers/<site>/<id>.sock     the worker's gRPC socket, mode 0600, in folders of mode 0700
-                               <id>.json     its card: whose it is, and what for
-                               lock          held by whoever looks for a worker or starts one
-                               worker.log    what all of them logged
-                               turns.jsonl   a line a turn
+                               <id>.json     its card: its owner, and the run it is for
+                               lock          held by a process that looks for a worker or starts one
+                               worker.log    the log of all workers
+                               turns.jsonl   one line a turn
 
-A worker belongs to one SuperNode process, its owner, and ends with it; a message of another SuperNode is refused. A
-worker without a run (`key` empty) is a spare: started before the first message, or left after the last round of its run,
-when it lets go of model and rows and keeps the libraries. The next run of the same app version takes it.
+A worker belongs to one SuperNode process, its owner, and ends with it. It refuses messages of another SuperNode. A
+worker without a run (`key` is empty) is a spare: it was started before the first message, or it has finished the last
+round of its run, freed model and rows and kept the libraries. The next run of the same app version takes it.
 
 | found | what happens |
 |---|---|
-| a card whose socket nobody listens on (killed, machine restarted) | removed |
-| a worker of a SuperNode that is gone | told to end; it does so by itself within a second |
+| a card whose socket no process listens on (killed, machine restarted) | removed |
+| a worker whose SuperNode is gone | told to end; it would also do so by itself within a second |
 | a worker of another SuperNode that runs | ConfigError: two SuperNodes under one state-dir and site |
-| a worker of another run, idle, under a memory bound | told to end first |
+| an idle worker of another run, under a memory bound | told to end first |
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Card:
-    """A worker: its id, number, owner, the app that it runs, the run it belongs to ("" = a spare), its start."""
+    """A worker: its id, process id, owner, digest of its app, key of its run ("" = a spare), start (epoch seconds)."""
 
     id: str
     pid: int
@@ -63,12 +63,12 @@ class Folder:
 
     @property
     def log(self) -> Path:
-        """What its workers logged."""
+        """The workers' log."""
         return self.path / "worker.log"
 
     @property
     def turns(self) -> Path:
-        """JSON lines, one a turn."""
+        """JSON lines, one for each turn."""
         return self.path / "turns.jsonl"
 
     def socket(self, worker: str) -> Path:
@@ -77,17 +77,17 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone in this folder, among all processes."""
+        """Holds the folder's lock, which only one process can have."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(descriptor)  # and so lets go
+            os.close(descriptor)  # releases the lock
 
     def living(self) -> list[Card]:
-        """Every worker that listens, oldest first. Under the lock, for it removes what others left behind."""
+        """Every worker that listens, oldest first. Call it under the lock, for it removes files of dead workers."""
         found = []
         for file in self.path.glob("*.json"):
             try:
@@ -109,12 +109,12 @@ class Folder:
         partial.replace(self.path / f"{card.id}.json")
 
     def forget(self, worker: str) -> None:
-        """Removes what a worker left."""
+        """Removes a worker's files."""
         for file in (self.path / f"{worker}.json", self.socket(worker)):
             file.unlink(missing_ok=True)
 
     def adopt(self, card: Card, key: str) -> Card:
-        """A spare becomes a run's worker."""
+        """Gives a worker to the run `key`, or makes it a spare with ""."""
         card = replace(card, key=key)
         self.write(card)
         return card
@@ -125,7 +125,7 @@ class Folder:
         """Starts a worker on the app in folder `root`. Returns once it listens; a spare then imports its libraries.
 
         Raises:
-            WorkerError: it ended before, or does not listen in time.
+            WorkerError: the worker ended, or does not listen in time.
         """
         worker = secrets.token_hex(4)
         command = [
@@ -143,7 +143,7 @@ class Folder:
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "ab") as log:
             env = {**(os.environ if env is None else env), "PYTHONPATH": str(root or places.root())}
-            env.pop("MALLOC_MMAP_THRESHOLD_", None)  # meant for Flower's processes: it would slow training down
+            env.pop("MALLOC_MMAP_THRESHOLD_", None)  # meant for Flower's processes; it would slow training
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=env
             )
@@ -161,7 +161,7 @@ class Folder:
 
 
 def app_digest(root: Path | None = None) -> str:
-    """16 hex digits of the code that a worker would run: the same for a checkout, a bundle and a wheel."""
+    """16 hex digits of the code that a worker would run; equal in a checkout, a bundle and a wheel."""
     h = hashlib.blake2b(digest_size=8)
     for name, file in places.app_sources(root).items():
         content = file.read_bytes()

@@ -1,14 +1,14 @@
-"""The client process's side of the worker: finds or starts it, hands the message over, takes the upload back.
+"""The client process's link to the worker: it finds or starts it, sends it the message and receives the upload.
 
-A worker that dies in a turn (SIGKILL, out of memory) is replaced once, and the turn repeated from the same private
-state: the next state is committed here, after the last byte of the upload.
+A worker that dies in a turn (SIGKILL, out of memory) is replaced once, and the turn is repeated from the same private
+state: this module commits the next state only after the last byte of the upload.
 
 | a worker ... | what happens |
 |---|---|
-| ends before it listens | one more is started |
-| ends in the turn, or while it replies | one more is started, and gets the message again |
+| ends before it listens | a second one is started |
+| ends in the turn, or while it replies | a second one is started and gets the message again |
 | ends a second time | WorkerError |
-| answers that the turn failed | TurnError with the kind of the error; nothing is repeated |
+| answers that the turn failed | TurnError with the kind of the error; the turn is not repeated |
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = getLogger("fedveil.link")
 
 
 class TurnError(FedVeilError):
-    """A turn that failed in the worker, with the kind of the error there."""
+    """A turn failed in the worker. `kind` is the name of the error there."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -53,12 +53,12 @@ class TurnError(FedVeilError):
 
 
 def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, root: Path | None = None) -> list[bytes]:
-    """This site's turn in its worker: the upload in slices. The private state is committed.
+    """Runs this site's turn in its worker and commits the private state. Returns the upload in slices.
 
     Raises:
         TurnError: the turn failed.
         WorkerError: the worker ended twice.
-        ConfigError: another SuperNode has this site's worker.
+        ConfigError: this site's worker belongs to another SuperNode that runs.
     """
     folder = Folder(assignment.site.state_dir, assignment.name)
     key = run_key(assignment, root)
@@ -82,7 +82,7 @@ def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, ro
 
 
 def run_key(assignment: Assignment, root: Path | None = None) -> str:
-    """What a worker is made for: app, run, method, task, training, base model, data and device, as 16 hex digits."""
+    """16 hex digits of all that a worker is made for: app, run, method, task, training, base model, data and device."""
     config, site = assignment.config, assignment.site
     bundled = tiny.folder(config.task.name) if config.task.model == "tiny" else None
     model = bundled or Path(config.task.model).expanduser()
@@ -97,7 +97,7 @@ def run_key(assignment: Assignment, root: Path | None = None) -> str:
 
 
 def find(folder: Folder, assignment: Assignment, key: str, owner: Owner, root: Path | None = None) -> Card:
-    """The worker for this run: its own, else a spare, else a new one."""
+    """The worker for this run: the run's own, or else a spare, or else a new one."""
     with folder.locked():
         cards = folder.living()
         for card in [card for card in cards if not card.owner.is_(owner)]:
@@ -117,7 +117,7 @@ def find(folder: Folder, assignment: Assignment, key: str, owner: Owner, root: P
 
 
 def _end(folder: Folder, card: Card, owner: Owner) -> None:
-    """Asks a worker to end, and waits until it does. Raises ConfigError where another SuperNode still needs it."""
+    """Asks a worker to end, and waits until it does. Raises ConfigError if another SuperNode still needs it."""
     try:
         with channel(folder, card) as link:
             link.unary_unary(f"/{NAME}/Stop")(b"", metadata=(("owner", str(owner)),))
@@ -129,7 +129,8 @@ def _end(folder: Folder, card: Card, owner: Owner) -> None:
             ) from None
         if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
             raise WorkerError(
-                f"worker-memory-mb: expected the worker of another run to be idle, found it in a turn (process {card.pid})"
+                f"worker-memory-mb: expected the worker of another run (process {card.pid}) to be idle, found it in a "
+                "turn; wait for that run, or set no bound"
             ) from None
         log.info("worker %s, asked to end: %s", card.pid, error.code().name)
     if not _gone(folder, card, _STOP_SECONDS):
@@ -137,7 +138,7 @@ def _end(folder: Folder, card: Card, owner: Owner) -> None:
 
 
 def _gone(folder: Folder, card: Card, seconds: float) -> bool:
-    """Whether a worker stops to listen within that time."""
+    """Whether a worker stops listening within that time."""
     deadline = time.monotonic() + seconds
     while listens(folder.socket(card.id)):
         if time.monotonic() > deadline:
@@ -154,7 +155,7 @@ def channel(folder: Folder, card: Card) -> Iterator[grpc.Channel]:
 
 
 def _handed_over(spool: IO[bytes], folder: Folder, card: Card, assignment: Assignment) -> list[bytes]:
-    """The turn in that worker. Raises WorkerError where the worker is gone."""
+    """Runs the turn in that worker. Raises WorkerError if the worker is gone."""
     started = time.monotonic()
     try:
         with channel(folder, card) as link:
@@ -166,7 +167,7 @@ def _handed_over(spool: IO[bytes], folder: Folder, card: Card, assignment: Assig
         if error.code() == grpc.StatusCode.ABORTED:
             raise TurnError(**json.loads(error.details())) from None
         seconds = time.monotonic() - started
-        # A killed process closes its connections one by one: the listening one may be the last.
+        # A killed process closes its sockets one by one, and the one that it listens on may be the last.
         state = "gone" if _gone(folder, card, _DYING_SECONDS) else "still there"
         raise WorkerError(
             f"worker {card.pid}: expected an upload, found it {state} after {seconds:.1f} s "

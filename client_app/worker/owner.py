@@ -1,4 +1,4 @@
-"""Whose a worker is: the SuperNode process that a client process belongs to."""
+"""The owner of a worker: the SuperNode process that a client process belongs to."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _CLOCK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, told apart from a later one with its number by the second in which it started."""
+    """A process, identified by its id and start time, because the system gives an id again to later processes."""
 
     pid: int
     created: float
 
     @classmethod
     def of(cls, pid: int) -> Owner:
-        """The process that has this number now. Raises psutil.NoSuchProcess."""
+        """The process that has this id now. Raises psutil.NoSuchProcess."""
         return cls(pid, psutil.Process(pid).create_time())
 
     @classmethod
@@ -34,11 +34,11 @@ class Owner:
         return f"{self.pid}:{self.created}"
 
     def is_(self, other: Owner) -> bool:
-        """Whether both are one process. The system derives a start time from its clock, which may be corrected."""
+        """Whether both are the same process. Start times may differ a little, for the system may correct its clock."""
         return self.pid == other.pid and abs(self.created - other.created) < _CLOCK_SECONDS
 
     def runs(self) -> bool:
-        """Whether that very process is still there."""
+        """Whether this process still runs."""
         try:
             process = psutil.Process(self.pid)
             return self.is_(Owner(self.pid, process.create_time())) and process.status() != psutil.STATUS_ZOMBIE
@@ -47,9 +47,9 @@ class Owner:
 
 
 def owner_of_this_process() -> Owner | None:
-    """The SuperNode (or, where the SuperExec runs apart, the SuperExec) that started this client process.
+    """The SuperNode that started this client process, or the SuperExec if that runs apart from the SuperNode.
 
-    None in a process that is no client process of a deployment: the simulation engine's, or a test's.
+    None outside a deployment's client process, as in the simulation engine or in a test.
     """
     if Path(sys.argv[0]).name != "flwr-clientapp":
         return None

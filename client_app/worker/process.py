@@ -1,7 +1,7 @@
-"""The warm process of a site: holds base model, rows and CUDA context between rounds, and trains.
+"""A site's worker process: it keeps base model, rows and CUDA context from round to round, and trains.
 
-Flower starts a new client process for every message; that one only hands the message over (link.py) to this one
-(service.py). It ends with its SuperNode, after its idle time, when it is asked to, and on SIGTERM.
+Flower starts a new client process for every message, which only passes the message (link.py) to this process
+(service.py). The worker ends with its SuperNode, after its idle time, when it is asked to, and on SIGTERM.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ log = logging.getLogger("fedveil.worker")
 
 
 def serve(service: Service, worker: str, idle_seconds: float) -> None:
-    """Until it shall end. Removes its card and socket then."""
+    """Serves calls until the process must end, and then removes its card and socket."""
     terminated = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: terminated.set())
     server = grpc.server(ThreadPoolExecutor(4))
     server.add_generic_rpc_handlers((service.handlers(),))
     with address(service.folder.socket(worker)) as path:
-        os.umask(0o177)  # a socket is made with what the mask leaves: 0600, from its first moment
+        os.umask(0o177)  # so that the socket has mode 0600 from its first moment
         server.add_insecure_port(f"unix:{path}")
         os.umask(0o077)
         server.start()
@@ -50,7 +50,7 @@ def serve(service: Service, worker: str, idle_seconds: float) -> None:
 
 
 def _reason_to_end(service: Service, idle_seconds: float, terminated: threading.Event) -> str:
-    """Why the process must end now; "" while it need not."""
+    """Why the process must end now; "" if it need not."""
     if terminated.is_set():
         return "signal"
     if not service.owner.runs():
@@ -65,14 +65,14 @@ def _reason_to_end(service: Service, idle_seconds: float, terminated: threading.
 
 
 def _preload() -> None:
-    """Imports what a first turn would."""
+    """Imports what the first turn needs."""
     for module in _HEAVY:
-        with contextlib.suppress(ImportError):  # the turn that needs it says so
+        with contextlib.suppress(ImportError):  # the turn that needs the module reports the error
             importlib.import_module(module)
 
 
 def main() -> None:
-    """The process. Its arguments come from registry.py alone."""
+    """The process. Only cards.py starts it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--id", required=True)
@@ -87,7 +87,7 @@ def main() -> None:
         threading.Thread(target=_preload, daemon=True).start()
     folder = Folder(arguments.folder.parents[1], arguments.folder.name)
     serve(Service(folder, arguments.owner, arguments.memory_mb), arguments.id, arguments.idle_seconds)
-    os._exit(0)  # a turn that nobody waits for any more must not keep the process
+    os._exit(0)  # no client waits for a turn that is still running, so it must not keep the process alive
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a site's worker answers: gRPC calls on its Unix socket, from link.py and from `fedveil site status`.
+"""The gRPC service of a site's worker, on its Unix socket. link.py and `fedveil site status` call it.
 
-    /fedveil.Worker/Take     stream of bytes -> stream of bytes: first a JSON head, then the message in chunks; both ways
-    /fedveil.Worker/Status   nothing -> JSON: what is held, and how far a turn is
-    /fedveil.Worker/Stop     nothing -> nothing: ends, unless a turn is under way
+    /fedveil.Worker/Take     stream of bytes -> stream of bytes, each a JSON head and then the message in chunks
+    /fedveil.Worker/Status   nothing -> JSON: what is in memory, and the progress of a turn
+    /fedveil.Worker/Stop     nothing -> nothing: ends the worker, unless a turn is under way
 
-Who takes a turn or stops it names its SuperNode, and is refused where that is not the worker's own.
+A caller of Take or Stop names its SuperNode; the worker refuses it if that is not its own.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ log = logging.getLogger("fedveil.worker")
 
 @dataclass
 class Service:
-    """One worker's calls.
+    """The calls of one worker.
 
     Attributes:
-        folder: its site's workers.
+        folder: the workers of its site.
         owner: the SuperNode that it belongs to.
         memory_mb: bound on its resident memory; 0 = none.
-        ending: set when the process shall end, after the turn under way.
+        ending: set when the process must end, after the turn under way.
         busy: held during a turn.
-        last_used: when the last turn ended, or the process began; by time.monotonic.
+        last_used: when the last turn ended, or the process began, by time.monotonic.
     """
 
     folder: Folder
@@ -66,7 +66,7 @@ class Service:
     _turns: Turns | None = None
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """For a gRPC server."""
+        """The handlers for a gRPC server."""
         methods = {
             "Take": grpc.stream_stream_rpc_method_handler(self.take),
             "Status": grpc.unary_unary_rpc_method_handler(self.show),
@@ -75,7 +75,7 @@ class Service:
         return grpc.method_handlers_generic_handler(NAME, methods)
 
     def take(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """A turn. An error of it is ABORTED, with kind and text as JSON; the log has its traceback."""
+        """A turn. An error is answered with ABORTED, with kind and text as JSON; the log has its traceback."""
         if not self.owner.is_(_caller(context)):
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(self.owner.pid))
         with self.busy:
@@ -86,7 +86,7 @@ class Service:
             except Exception as error:
                 log.exception("the turn failed")
                 if not isinstance(error, FedVeilError):
-                    self.ending.set()  # nobody knows what state the libraries and the device are in
+                    self.ending.set()  # the state of the libraries and the device is unknown
                 text = str(error)[:_REASON_CHARACTERS]
                 context.abort(grpc.StatusCode.ABORTED, json.dumps({"kind": type(error).__name__, "text": text}))
             finally:
@@ -132,12 +132,12 @@ class Service:
         return watch
 
     def show(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """What is held, and how far a turn is. Whoever may open the socket may ask."""
+        """What is in memory, and the progress of a turn, for anyone who may open the socket."""
         device = _device() if self._imported else {}
         return json.dumps({**self._status, "memory_mb": memory_mb(), **device}).encode()
 
     def stop(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """Ends. Refused to another SuperNode while the worker's own runs, and during a turn."""
+        """Ends the worker. Refuses another SuperNode while the worker's own runs, and any caller during a turn."""
         if self.owner.runs():
             if not self.owner.is_(_caller(context)):
                 context.abort(grpc.StatusCode.PERMISSION_DENIED, str(self.owner.pid))
@@ -147,7 +147,7 @@ class Service:
         return b""
 
     def _become_spare(self) -> None:
-        """After a run's last round: its model and rows go, the libraries stay for the run that comes next."""
+        """After a run's last round, frees its model and rows; the libraries stay for the next run."""
         last = {"last": self._status["last"]} if "last" in self._status else {}
         self._turns, self._key, self._status = None, "", {"state": "spare", **last}
         gc.collect()
@@ -160,7 +160,7 @@ class Service:
                     self.folder.adopt(card, "")
 
     def _belong(self, key: str) -> None:
-        """A worker is one run's for good."""
+        """Binds the worker to one run. Raises WorkerError for a turn of another run."""
         if self._key not in ("", key):
             raise WorkerError(f"worker: expected a turn of {self._key}, found one of {key}; start another worker")
         self._key = key
@@ -184,7 +184,7 @@ def memory_mb() -> int:
 
 
 def _device() -> dict[str, Any]:
-    """Where CUDA is in use: the device, and what is reserved on it. Once torch is imported, and not before."""
+    """The device, and with CUDA the memory reserved on it. Call it only once torch is imported."""
     torch = sys.modules["torch"]
     if not torch.cuda.is_initialized():
         return {"device": "cpu"}

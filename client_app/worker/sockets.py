@@ -1,4 +1,4 @@
-"""Unix sockets by path, also where the path is longer than the system takes."""
+"""Unix sockets by path, also for paths that are longer than the system allows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ _SUN_PATH = 100  # sockaddr_un holds 108 bytes on Linux, 104 elsewhere
 
 @contextlib.contextmanager
 def address(path: Path) -> Iterator[str]:
-    """A name of a socket that is short enough for the system; on Linux a long one goes through its folder's descriptor."""
+    """A name of the socket that is short enough; on Linux, a long path is replaced by one through the folder's
+    descriptor.
+
+    Raises:
+        WorkerError: the path is too long, and this system has no /proc.
+    """
     if len(os.fsencode(path)) <= _SUN_PATH:
         yield str(path)
         return

@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: means, masks, codes, steps. No file, no network, no model."""
+"""Functions from tensors to tensors: sums, masks, codes, steps. They touch no file, network or model."""

@@ -1,8 +1,8 @@
-"""Columns of weights: the output features of a layer, whichever axis holds them. Masks over them, and their algebra.
+"""Masks over the columns of weights. A column is an output feature of a layer, whichever axis of the tensor holds it.
 
-A mask has one bit a column, True where the column is visible. A weight and its bias share it, and so do an embedding and
-an output head that is not tied to it: their columns are the features of the hidden state. A tied head is one tensor
-with the embedding and so has its mask anyway.
+A mask has one bit a column, True where the column is visible. A weight and its bias share it, and so do an embedding
+and an output head that is not tied to it: their columns are the features of the hidden state. A tied head is the same
+tensor as the embedding and so has its mask.
 
     pack(x, M)[..., j'] = x[..., j] for the visible columns j, in their order
     unpack(pack(x, M), M) = x where M is True, 0 elsewhere
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 def along(row: Shaped[Tensor, " n"], axis: int, ndim: int) -> Shaped[Tensor, "..."]:
-    """One value a column, as a view that broadcasts over a tensor of `ndim` axes."""
+    """`row` (one value a column) as a view that broadcasts over a tensor of `ndim` axes."""
     return row.reshape([-1 if i == axis else 1 for i in range(ndim)])
 
 
@@ -38,6 +38,6 @@ def packed_shape(shape: tuple[int, ...], visible: Bool[Tensor, " n"], axis: int)
 def unpack(
     packed: Shaped[Tensor, "..."], visible: Bool[Tensor, " n"], axis: int, shape: tuple[int, ...]
 ) -> Shaped[Tensor, "..."]:
-    """The columns back in their places, zeros elsewhere; `packed` has the shape `packed_shape`."""
+    """The inverse of `pack`, with zeros for the missing columns; `packed` has the shape `packed_shape`."""
     whole = torch.zeros(shape, dtype=packed.dtype, device=packed.device)
     return whole.index_copy_(axis, visible.nonzero().squeeze(1).to(packed.device), packed)

@@ -1,12 +1,12 @@
-"""FedSGD: clients send gradients, the server takes one step along their mean. What several methods share of it.
+"""FedSGD: clients send gradients, and the server takes one step along their mean. Several methods share this code.
 
     g^n = gradient of the mean loss of one batch at w            exchange = "batch"
     g^n = w - (w after local training)                           exchange = "epoch", the pseudo-gradient
-    w  <- w - eta g                                              optimiser = "sgd"
+    w  <- w - eta g                                              optimiser = "sgd", g is the mean of the g^n
     m  <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,  t <- t + 1
-    w  <- w - eta (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)   optimiser = "adam", t by entry
+    w  <- w - eta (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)   optimiser = "adam"; every entry has its own t
 
-An entry that no client sent stays as it is: its weight, both moments and t, bit for bit. There is no weight decay.
+For an entry that no client sent, the weight, both moments and t stay bit for bit. There is no weight decay.
 b1 = 0.9, b2 = 0.999, eps = 1e-8 (Kingma, Ba: Adam. ICLR 2015).
 """
 
@@ -40,14 +40,14 @@ def check_learning_rate(learning_rate: float | None) -> None:
 
 
 def rate_of(learning_rate: float | None, exchange: Exchanged, optimiser: Optimiser) -> float:
-    """eta: as given; else 1 where plain SGD follows local training, and the paper's 1e-4 everywhere else."""
+    """eta as given; by default 1 for SGD after local training, otherwise 1e-4 as in the random binary paper."""
     if learning_rate is not None:
         return learning_rate
     return 1.0 if (exchange, optimiser) == ("epoch", "sgd") else 1e-4
 
 
 def gradient(trainer: Trainer, received: Weights, exchange: Exchanged) -> dict[str, Tensor]:
-    """g^n at the weights received."""
+    """g^n at the received weights."""
     weights = as_spec(received, trainer.spec)
     if exchange == "batch":
         return dict(trainer.gradient(weights).weights)
@@ -56,7 +56,7 @@ def gradient(trainer: Trainer, received: Weights, exchange: Exchanged) -> dict[s
 
 
 def start(weights: Weights, optimiser: Optimiser) -> State:
-    """The server's state before round 0: the weights, and Adam's zeros where it has them."""
+    """The server's state before round 0: the weights, and zero moments and counts for Adam."""
     if optimiser == "sgd":
         return State(dict(weights))
     moments = {p + n: torch.zeros(w.shape) for p in (_FIRST, _SECOND) for n, w in weights.items()}
@@ -66,12 +66,12 @@ def start(weights: Weights, optimiser: Optimiser) -> State:
 
 
 def weights_of(server: State) -> dict[str, Tensor]:
-    """The weights of a server's state, without the optimiser's own tensors."""
+    """The weights in a server's state, without the optimiser's tensors."""
     return {n: w for n, w in server.tensors.items() if not n.startswith((_FIRST, _SECOND, _STEPS))}
 
 
 def descend(server: State, sums: Sums, optimiser: Optimiser, learning_rate: float) -> State:
-    """One step along the mean. A tensor that nobody sent is the same tensor afterwards."""
+    """One step along the mean. A tensor that no client sent stays the same object."""
     new = dict(server.tensors)
     for name, old in weights_of(server).items():
         if name not in sums:

@@ -1,7 +1,7 @@
-"""Weights with columns left out and matrices as codes: one form on the wire for both directions.
+"""Weights with columns left out and matrices coded, in the same form on the wire in both directions.
 
-On the wire: the visible columns of every masked tensor, packed; one bit a column for each masked layer, as
-"visible.<layer>"; codes where a quantiser is given, their blocks over the packed entries; all other tensors whole.
+The wire carries the visible columns of every masked tensor, packed; for each masked layer one bit a column, as
+"visible.<layer>"; codes where a quantiser is given, in blocks over the packed entries; and all other tensors whole.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _VISIBLE = "visible."
 
 @dataclass(frozen=True)
 class Veil:
-    """What is left out, and how the rest travels.
+    """Which columns are left out, and in which form the rest is sent.
 
     Attributes:
         spec: all tensors.
-        masked: places of the tensors of which columns are masked.
-        coders: quantisers of the tensors that travel as codes.
-        dtype: of those that do not.
+        masked: places of the tensors with masked columns.
+        coders: quantisers of the tensors that are sent as codes.
+        dtype: of the tensors that are not coded.
     """
 
     spec: Spec
@@ -43,11 +43,11 @@ class Veil:
 
     @property
     def columns(self) -> dict[str, int]:
-        """Columns of every masked layer, by its name, in the order of names."""
+        """The number of columns of every masked layer, by layer name, sorted."""
         return dict(sorted((p.columns, self.spec[n].shape[p.axis]) for n, p in self.masked.items()))
 
     def close(self, weights: Weights, visible: Weights, scale: float = 1.0) -> dict[str, Value]:
-        """The fields: visible columns times `scale`, and all else as it is."""
+        """The fields on the wire: visible columns times `scale`, and all other tensors. `visible`: bits by layer."""
         fields: dict[str, Value] = {_VISIBLE + layer: mask for layer, mask in visible.items()}
         for name, w in weights.items():
             if name in self.masked:
@@ -57,11 +57,11 @@ class Veil:
         return fields
 
     def visible(self, payload: Payload) -> dict[str, Tensor]:
-        """The bits of a payload, by layer."""
+        """The masks in a payload, by layer."""
         return {layer: cast(Tensor, payload.fields[_VISIBLE + layer]) for layer in self.columns}
 
     def open(self, payload: Payload) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor whole, one at a time; zeros for what is missing. Raises WireError as `check`."""
+        """Each tensor whole, one at a time, with zeros for missing columns. Raises WireError as `check` does."""
         self.check(payload)
         visible = self.visible(payload)
         for name in self.spec:
@@ -73,21 +73,21 @@ class Veil:
             yield name, found
 
     def seen(self, name: str, visible: Weights) -> Tensor:
-        """True where a tensor's columns are visible, as it broadcasts over the tensor."""
+        """True for the visible columns of the tensor `name`, in a shape that broadcasts over it."""
         place = self.masked[name]
         return along(visible[place.columns], place.axis, len(self.spec[name].shape))
 
     def check(self, payload: Payload) -> None:
-        """As many columns as the bits say, which a layout cannot. Raises WireError."""
+        """Raises WireError unless every masked tensor has as many columns as its mask has ones."""
         visible = self.visible(payload)
         for name, place in self.masked.items():
             value = payload.fields[name]
             found = (value.codes if isinstance(value, Coded) else cast(Tensor, value)).shape[place.axis]
             if found != (expected := int(visible[place.columns].sum())):
-                raise WireError(f"{name}: expected {expected} columns, one for every one of its bits, found {found}")
+                raise WireError(f"{name}: expected {expected} columns, as many as its mask has ones, found {found}")
 
     def fields(self, direction: Direction) -> tuple[Field, ...]:
-        """What the layout has to say of it."""
+        """The fields of a method's layout."""
         bits = tuple(Field(_VISIBLE + c, direction, Bits(), (n,), "column") for c, n in self.columns.items())
         dense, found = Dense(self.dtype), []
         for name, t in self.spec.items():

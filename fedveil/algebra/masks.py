@@ -1,15 +1,16 @@
 """Random binary masks over tensors: their keys and their algebra.
 
-    B ~ Bernoulli(keep) for every entry, keep = 1 - R            one draw a client and mask period
+    B ~ Bernoulli(keep) for every entry, keep = 1 - R            drawn once for each client and mask period
 
-A set of masks is known by one key a distinct `keep`: the masks of all tensors with that `keep`, in the order of their
-names, are one mask cut into pieces (`fedveil.wire.seeded.expand` of the key). Server and client expand a key alike.
+One key for each distinct `keep` determines a set of masks: the masks of all tensors with that `keep`, in the order of
+their names, are one mask cut into pieces (`fedveil.wire.seeded.expand` of the key). Server and client expand a key in
+the same way.
 
 | case | result |
 |---|---|
 | keep = 0, keep = 1 | all False, all True, exactly |
-| a masked value that is not finite | reaches nothing: `pack` drops it |
-| as many values as the mask has ones | `unpack`; any other number is a WireError |
+| a masked value that is not finite | `pack` drops it |
+| more or fewer values than the mask has ones | `unpack` raises WireError |
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from fedveil.errors import ConfigError, WireError
 from fedveil.rng import Stream
 from fedveil.wire.seeded import KEY_BYTES
 
-_BLOCK = 1 << 18  # entries at a time: with the places of their ones they stay in the cache
+_BLOCK = 1 << 18  # entries at a time, which stay in the cache together with the positions of their ones
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Rate = float | Mapping[str, float]  # R of every tensor, or by regular expression over names: the first that matches
+Rate = float | Mapping[str, float]  # R of all tensors, or by regular expression over names; the first match counts
 
 
 def check_rate(field: str, rate: Rate) -> None:
-    """Raises ConfigError unless every R is from 0 to 1 and every name a regular expression."""
+    """Raises ConfigError unless every R is from 0 to 1 and every pattern is a regular expression."""
     for pattern, value in rate.items() if isinstance(rate, Mapping) else [("", rate)]:
         where = f"{field}.{pattern}" if pattern else field
         if not 0.0 <= value <= 1.0:
@@ -52,26 +53,26 @@ def check_pattern(field: str, pattern: str) -> None:
 
 
 def keeps(rate: Rate, names: Iterable[str]) -> dict[str, float]:
-    """The probability of a one, 1 - R, by tensor; 1 for a tensor that no expression of a map matches."""
+    """1 - R, the probability of a one, by tensor name; 1 for a name that no pattern of a map matches."""
     if not isinstance(rate, Mapping):
         return dict.fromkeys(names, 1.0 - rate)
     return {n: 1.0 - next((r for pattern, r in rate.items() if re.search(pattern, n)), 0.0) for n in names}
 
 
 def is_random(keep: float) -> bool:
-    """Whether a mask of this `keep` has to be drawn at all."""
+    """Whether a mask with this `keep` has to be drawn: it is neither all False nor all True."""
     return 0.0 < keep < 1.0
 
 
 def draw_keys(stream: Stream, keep: Mapping[str, float]) -> dict[float, bytes]:
-    """A fresh key for every distinct `keep` that needs one."""
+    """A new key for every distinct `keep` that needs one."""
     return {k: stream.bytes(KEY_BYTES) for k in sorted(set(filter(is_random, keep.values())))}
 
 
 def expanded(
     keys: Mapping[float, bytes], keep: Mapping[str, float], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The masks behind the keys, one tensor at a time in the order of names; tensors that need none are left out."""
+    """The masks that the keys stand for, one tensor at a time in the order of names; only for tensors that need one."""
     streams = {k: Stream(key) for k, key in keys.items()}
     for name in sorted(n for n, k in keep.items() if is_random(k)):
         yield name, streams[keep[name]].bernoulli(keep[name], shapes[name])
@@ -82,22 +83,21 @@ def pack(value: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, 
     if value.is_cuda:
         return value[mask.to(value.device)]
     source = _words(value)
-    target = np.empty(
-        int(torch.count_nonzero(mask)), source.dtype
-    )  # numpy's memory comes in huge pages, torch's does not
+    # numpy's memory comes in huge pages, torch's does not
+    target = np.empty(int(torch.count_nonzero(mask)), source.dtype)
     for at, start, ones in _blocks(mask):
         np.take(source[start : start + _BLOCK], ones, out=target[at : at + len(ones)], mode="clip")
     return torch.from_numpy(target).view(value.dtype)
 
 
 def check_count(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "..."]) -> None:
-    """Raises WireError unless there is one value for every one of the mask."""
+    """Raises WireError unless there are as many values as the mask has ones."""
     if (ones := int(torch.count_nonzero(mask))) != len(values):
-        raise WireError(f"{name}: expected {ones} values, one for every one of its mask, found {len(values)}")
+        raise WireError(f"{name}: expected {ones} values, as many as its mask has ones, found {len(values)}")
 
 
 def unpack(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """The values back in their places, zeros elsewhere. Raises WireError for another number of values."""
+    """The values in their places, zeros elsewhere. Raises WireError unless there are as many as the mask has ones."""
     check_count(name, values, mask)
     if values.is_cuda:
         mask = mask.to(values.device)
@@ -110,7 +110,7 @@ def unpack(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "*s"]) -> 
 
 
 def _blocks(mask: Bool[Tensor, "..."]) -> Iterator[tuple[int, int, NDArray[np.intp]]]:
-    """Block by block: how many ones lie before it, where it starts, and the places of its ones. Blocks fit the cache."""
+    """For every block: the number of ones before it, its start, and the positions of its ones within it."""
     entries, before = mask.reshape(-1).numpy(), 0
     for start in range(0, len(entries), _BLOCK):
         ones = np.flatnonzero(entries[start : start + _BLOCK])
@@ -119,5 +119,5 @@ def _blocks(mask: Bool[Tensor, "..."]) -> Iterator[tuple[int, int, NDArray[np.in
 
 
 def _words(tensor: Tensor) -> NDArray[Any]:
-    """The tensor's memory as integers of its entries' width, flat: numpy knows no bfloat16. Copied where it has gaps."""
+    """The tensor, flat, as integers of the same width, for numpy has no bfloat16. Copied if it is not contiguous."""
     return tensor.reshape(-1).view(_INTEGERS[tensor.element_size()]).numpy()

@@ -1,26 +1,27 @@
 """Block-wise quantisation of weights: code tables, codes with one scale a block, and back.
 
     c_b   = max |x| over block b of the flat tensor                             the scale, fp32
-    code  = index of the level nearest to x / c_b                               table "nf_sym", "nf"
+    code  = index of the level nearest to x / c_b                               tables "nf_sym" and "nf"
     code  = round(x / c_b * (2^(w-1) - 1)) + 2^(w-1) - 1                        table "absmax" (FedQSN, Eq. 4)
     x~    = level[code] * c_b
 
-| table | levels | w | which |
+| table | number of levels | w | levels |
 |---|---|---|---|
-| "nf_sym" | 2^w + 1 | 1 to 4 | 0, and +- the 2^(w-1) normal quantiles of `_quantiles`, over the largest of them |
-| "nf" | 2^w; 3 for w = 1 | 1 to 4 | as "nf_sym" with 2^(w-1) - 1 negative quantiles (-1, 0, 1 for w = 1); w = 4 is NF4 |
+| "nf_sym" | 2^w + 1 | 1 to 4 | 0, and the 2^(w-1) normal quantiles of `_quantiles` with both signs, divided by the
+  largest |
+| "nf" | 2^w; 3 for w = 1 | 1 to 4 | as "nf_sym", with 2^(w-1) - 1 negative ones (-1, 0, 1 for w = 1); w = 4 is NF4 |
 | "absmax" | 2^w - 1 | 2 to 8 | even steps from -1 to 1 |
 
-On CUDA a table of normal quantiles goes through bitsandbytes' block-wise kernels where they know the block's size;
-everything else is torch. Both give the same codes but for values halfway between two levels, to within rounding.
+On CUDA, the tables of normal quantiles use bitsandbytes' block-wise kernels if there is one for the block size.
+Everything else is torch. Both give the same codes, except for values within rounding of halfway between two levels.
 
 | case | result |
 |---|---|
-| a block of zeros | scale 0, codes of the level 0; zeros again |
-| a last block that is short | its own largest value; nothing is padded on the wire |
-| an entry of 0 | 0 again, whatever its block |
-| the largest entry of a block | itself again, bit for bit |
-| halfway between two levels | the lower one; "absmax" rounds to the even step |
+| a block of zeros | scale 0 and the codes of level 0; it decodes to zeros |
+| a short last block | has its own scale; nothing is padded on the wire |
+| an entry of 0 | decodes to 0 in every block |
+| the largest entry of a block | decodes to itself, bit for bit |
+| halfway between two levels | the lower level; "absmax" rounds to the even step |
 | NaN, infinity | TaskError |
 | empty tensor | no code, no scale |
 """
@@ -48,9 +49,9 @@ Table = Literal["nf_sym", "nf", "absmax"]
 
 _OFFSET = 0.9677083  # the outermost quantile of the normal-float tables
 _BITS = {"nf_sym": (1, 4), "nf": (1, 4), "absmax": (2, 8)}
-_CHUNK = 1 << 17  # entries: half a megabyte stays in cache, and a call of torch is worth its overhead
-_ALONE = threading.Lock()  # the number of torch's threads is the process's own
-_KERNEL_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # what bitsandbytes has kernels for
+_CHUNK = 1 << 17  # entries: half a megabyte, which stays in cache and is worth the overhead of a torch call
+_ALONE = threading.Lock()  # the number of torch's threads is one setting for the whole process
+_KERNEL_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # block sizes that bitsandbytes has kernels for
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ class Quantiser:
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """From -1 to 1, ascending; 0 is among them."""
+        """The levels, ascending from -1 to 1 and with 0 among them."""
         return _levels(self.table, self.bits)
 
     @property
     def codec(self) -> Codes:
-        """How the codes go over the wire."""
+        """The codec that sends these codes."""
         return Codes(len(self.levels), self.block)
 
     def quantise(self, x: Float[Tensor, "*s"]) -> Coded:
@@ -118,16 +119,16 @@ def _levels(table: Table, bits: int) -> tuple[float, ...]:
 
 
 def _quantiles(count: int) -> list[float]:
-    """Normal quantiles at `count` even steps from _OFFSET towards, not to, 1/2, over the first of them; descending."""
+    """Normal quantiles at `count` even steps from _OFFSET to before 1/2, divided by the first; descending."""
     found = [NormalDist().inv_cdf(_OFFSET + (0.5 - _OFFSET) * i / count) for i in range(count)]
     return [q / found[0] for q in found]
 
 
 def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> None:
-    """`work` on every chunk, by as many threads as torch has on the CPU, each of them alone.
+    """Calls `work` on every chunk; on the CPU in as many threads as torch has, each with one thread of torch's own.
 
-    Torch's own threads would meet at the end of every operation on a chunk, a dozen a chunk; where another process has one of
-    the cores, each of these meetings lasts until the scheduler comes round: 0.01 GB/s.
+    Torch would synchronise its threads after every operation, a dozen times a chunk. Where another process holds one of
+    the cores, each of these waits lasts until the scheduler returns to it: 0.01 GB/s.
     """
     chunks = _chunks(len(flat), block)
     if flat.is_cuda:
@@ -136,7 +137,7 @@ def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> Non
         return
     with _ALONE:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # also for threads that start from now on
+        torch.set_num_threads(1)  # holds for threads that start later too
         try:
             if min(threads, len(chunks)) < 2:
                 for chunk in chunks:
@@ -149,7 +150,7 @@ def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> Non
 
 
 def _chunks(count: int, block: int) -> list[tuple[slice, slice]]:
-    """Entries and their blocks' scales, in pieces of whole blocks."""
+    """Slices of the entries and of their blocks' scales, in chunks of whole blocks."""
     rows = max(1, _CHUNK // block)
     return [
         (slice(i * block, min((i + rows) * block, count)), slice(i, min(i + rows, -(-count // block))))
@@ -175,7 +176,7 @@ def _quantise(x: Tensor, how: Quantiser, codes: Tensor, scales: Tensor) -> None:
 
 
 def _by_block(x: Tensor, scales: Tensor, block: int, operation: object) -> None:
-    """x <- operation(x, its block's scale), in place."""
+    """x <- operation(x, the scale of its block), in place."""
     assert callable(operation)
     whole = len(x) - len(x) % block
     rows = x[:whole].view(-1, block)
@@ -185,7 +186,7 @@ def _by_block(x: Tensor, scales: Tensor, block: int, operation: object) -> None:
 
 
 def _by_kernel(flat: Tensor, how: Quantiser) -> tuple[Tensor, Tensor]:
-    """bitsandbytes' kernel takes a table of 256 entries; the last level fills it up."""
+    """Codes and scales by bitsandbytes' kernel. It takes a table of 256 entries, so the last level is repeated."""
     from bitsandbytes.functional import quantize_blockwise
 
     levels = how.levels

@@ -2,15 +2,15 @@
 
     mean_j = mean_{j-1} + (w_j m_j / W_j) (x_j - mean_{j-1}),   W_j = w_1 m_1 + ... + w_j m_j
 
-in one in-place pass over an fp32 accumulator; W is a number for a name without masks, a tensor for one with them.
+in one in-place pass over an fp32 accumulator. W is a number for a name without masks, and a tensor for one with masks.
 
 | case | result |
 |---|---|
-| a name that no client sent | not in the sums; `means` gives `otherwise[name]`, the same tensor |
-| all terms equal | that value, bit for bit |
+| a name that no client sent | it is not in the sums; `means` gives `otherwise[name]`, the same tensor |
+| all terms equal | the mean is that value, bit for bit |
 | fp16 or bf16 values | accumulated in fp32 |
-| weight 0 or below, NaN | ValueError: the intake gate refuses such uploads earlier |
-| a name with a mask once and without one once | ValueError: the method is wrong |
+| a weight that is NaN, 0 or below | ValueError; the intake gate has refused such uploads before |
+| a name with a mask in one term and without one in another | ValueError: the method has an error |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCK = 1 << 18  # entries; 1 MB in fp32
 
 @final
 class RunningSums:
-    """Implements `fedveil.contract.sums.Sums`. Holds two fp32 tensors a name at most, however many clients are added."""
+    """Implements `fedveil.contract.sums.Sums`. Holds at most two fp32 tensors a name, for any number of clients."""
 
     def __init__(self) -> None:
         self._mean: dict[str, Tensor] = {}
@@ -38,7 +38,7 @@ class RunningSums:
         self.clear: dict[str, Mapping[str, str | float]] = {}
 
     def add(self, client: str, num_examples: int, terms: Terms) -> None:
-        """Folds everything that one client adds."""
+        """Adds all terms of one client."""
         for term in terms.tensors:
             self.fold(term.name, term.value, term.weight, term.mask)
         self.examples += num_examples
@@ -47,7 +47,7 @@ class RunningSums:
     def fold(
         self, name: str, value: Float[Tensor, "*s"], weight: float, mask: Bool[Tensor, "*s"] | None = None
     ) -> None:
-        """Folds one tensor, which is only read."""
+        """Adds one tensor, which is only read."""
         if not weight > 0:
             raise ValueError(f"weight: expected a number above 0, found {weight}")
         if (mask is None) is isinstance(self._weight.get(name), Tensor) and name in self._weight:
@@ -66,35 +66,35 @@ class RunningSums:
         mean = self._mean.setdefault(name, torch.zeros(value.shape))
         total = self._weight.setdefault(name, torch.zeros(value.shape))
         total.add_(mask, alpha=weight)  # type: ignore[union-attr]  # a tensor: see `fold`
-        # A plain number over a tensor is that number times a reciprocal: 97 over 97 would not be 1.
+        # torch divides a plain number by a tensor through the reciprocal, and then 97 / 97 is not 1.
         mean.lerp_(value.to(torch.float32), torch.where(mask, torch.tensor(weight) / total, 0.0))
 
     def __contains__(self, name: str) -> bool:
         return name in self._mean
 
     def weight(self, name: str) -> float:
-        """Sum of the weights of a name without masks; 0.0 for one that nobody sent."""
+        """Sum of the weights under a name without masks; 0.0 if no client sent the name."""
         found = self._weight.get(name, 0.0)
         if isinstance(found, Tensor):
             raise ValueError(f"{name}: expected a name without masks, found one with a weight for every entry")
         return found
 
     def mean(self, name: str) -> Float[Tensor, "..."]:
-        """fp32; zero where nothing was folded."""
+        """The weighted mean, fp32; zero where no client's mask is True."""
         return self._mean[name]
 
     def moved(self, name: str) -> Bool[Tensor, "..."]:
-        """True where at least one client's mask was; everywhere for a name without masks."""
+        """True where at least one client's mask is True; everywhere for a name without masks."""
         weight = self._weight[name]
         return weight > 0 if isinstance(weight, Tensor) else torch.ones(self._mean[name].shape, dtype=torch.bool)
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mean of every name of `otherwise`, in its dtype; its own tensor where nobody sent the name."""
+        """The mean under every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
         return {name: self._mean[name].to(old.dtype) if name in self._mean else old for name, old in otherwise.items()}
 
 
 def _blend(mean: Tensor, value: Tensor, share: float) -> None:
-    """mean += share * (value - mean), in place. Half precision is widened block by block, not as a whole."""
+    """mean += share * (value - mean), in place. Half precision is widened block by block, to save memory."""
     if value.dtype == torch.float32:
         mean.lerp_(value, share)
         return

@@ -1,4 +1,4 @@
-"""What a run asks of its sites' records, and what it may cost. Data only: importable without torch and dp-accounting."""
+"""How much privacy a run may cost a record, and how often it looks at one. Needs neither torch nor dp-accounting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Sampling = Literal["poisson", "disjoint", "fixed"]
 
 
 class Neighbours(StrEnum):
-    """Which two data sets an epsilon tells apart. An epsilon without one means nothing."""
+    """Which two data sets an epsilon compares. An epsilon without this relation means nothing."""
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
     REPLACE_ONE = "replace-one"
@@ -25,11 +25,11 @@ class Budget:
     """What one record of a site may be charged.
 
     Attributes:
-        epsilon: no record is charged more than this; infinite where the run only counts.
+        epsilon: no record is charged more than this; infinite where charges are only counted.
         delta: of (epsilon, delta).
-        neighbours: of both.
+        neighbours: the relation that both are stated for.
         nominal: an epsilon that the method was given but does not keep; None where there is none.
-        server_trusted: the server sees what has no noise yet; against it epsilon is infinite.
+        server_trusted: the server sees values before the noise; against the server epsilon is infinite.
     """
 
     epsilon: float
@@ -44,8 +44,8 @@ class Budget:
         return self.epsilon < math.inf or self.nominal is not None
 
 
-Step = tuple[str, int, int, float]  # kind, rows of the site, rows of a batch, z: one look at a record
-Spent = Mapping[Step, int]  # how often
+Step = tuple[str, int, int, float]  # one look at a record: kind, rows of the site, rows of a batch, z
+Spent = Mapping[Step, int]  # how often each step was taken
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Plan:
     Attributes:
         rounds: participations of the site.
         steps: noisy steps a participation.
-        batch: rows that a step is meant to have, and divides by.
+        batch: the configured rows of a step, by which its sum is divided.
         examples: rows of the site.
         neighbours: the relation that the epsilon will be stated for.
     """
@@ -75,11 +75,11 @@ class Plan:
 
 @runtime_checkable
 class Claim(Protocol):
-    """A promise of differential privacy: of a method that adds noise of its own, or of `dp.*` in the run config."""
+    """A promise of differential privacy, made by a method that adds noise itself or by `dp.*` in the run config."""
 
     @property
     def budget(self) -> Budget:
-        """What a record of a site may be charged; the site's ledger keeps it."""
+        """What a record of a site may be charged; the site's ledger enforces it."""
         ...
 
     def privacy_spent(self, plan: Plan) -> Spent:
@@ -88,47 +88,48 @@ class Claim(Protocol):
 
 
 def joint(*multipliers: float) -> float:
-    """The multiplier of one Gaussian release that is worth these together: z^-2 = sum z_i^-2. 0 where one has no noise."""
+    """The z of the one Gaussian release that costs as much as these together, z^-2 = sum z_i^-2; 0 if any z_i is 0."""
     return 0.0 if min(multipliers) == 0 else sum(z**-2 for z in multipliers) ** -0.5
 
 
 def check_batch(batch: int, examples: int) -> None:
-    """Raises ConfigError for a batch that is larger than the site."""
+    """Raises ConfigError for a batch with more rows than the site has."""
     if batch > examples:
         raise ConfigError(
-            f"train.batch-size: expected at most the site's {examples} rows, found {batch}; lower it, or leave the site out"
+            f"train.batch-size: expected at most the site's {examples} rows, found {batch}; "
+            "lower it, or leave the site out"
         )
 
 
 def check_number(name: str, value: float, zero: bool = False) -> None:
-    """Raises ConfigError unless it is finite and above 0, or `zero` and 0."""
+    """Raises ConfigError unless `value` is finite and above 0; with `zero` it may also be 0."""
     if not (0 < value < math.inf or (zero and value == 0)):
         raise ConfigError(f"{name}: expected a finite number {'of at least' if zero else 'above'} 0, found {value}")
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Raises ConfigError unless it is a finite number above 0."""
+    """Raises ConfigError unless `epsilon` is a finite number above 0."""
     if not 0 < epsilon < math.inf:
         raise ConfigError(f"epsilon: expected a finite number above 0, found {epsilon}; leave it out to go without")
 
 
 def check_delta(delta: float) -> None:
-    """Raises ConfigError unless it is between 0 and 1."""
+    """Raises ConfigError unless `delta` is above 0 and below 1."""
     if not 0 < delta < 1:
         raise ConfigError(f"delta: expected a number above 0 and below 1, found {delta}; 1e-5 is usual")
 
 
 def check_sampling(sampling: Sampling, neighbours: Neighbours) -> None:
-    """Raises ConfigError for batches whose cut depends on the number of rows, under a relation that changes it."""
+    """Raises ConfigError for batches that depend on the number of rows, under a relation that changes this number."""
     if sampling != "poisson" and neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         raise ConfigError(
-            f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change with the '
-            f"number of rows; use neighbours = {Neighbours.REPLACE_ONE.value}"
+            f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change with '
+            f"the number of rows; use neighbours = {Neighbours.REPLACE_ONE.value}"
         )
 
 
 def check_claim(epsilon: float | None, delta: float, sampling: Sampling, neighbours: Neighbours) -> None:
-    """All that must hold of what a method says of itself. Raises ConfigError."""
+    """Raises ConfigError unless a claim with these values can be accounted for."""
     check_delta(delta)
     check_sampling(sampling, neighbours)
     if epsilon is not None:
@@ -136,15 +137,15 @@ def check_claim(epsilon: float | None, delta: float, sampling: Sampling, neighbo
 
 
 def check_seeded(budget: Budget | None, deterministic: bool) -> None:
-    """Raises ConfigError where a deterministic run asks for an epsilon."""
+    """Raises ConfigError if a deterministic run asks for an epsilon."""
     if deterministic and budget is not None and budget.asked:
         raise ConfigError(
-            "run.deterministic: expected false with method.fields epsilon, found true: seeded noise protects nobody; leave "
-            "one of the two out"
+            "run.deterministic: expected false with an epsilon, found true: seeded noise protects nobody; leave one of "
+            "the two out"
         )
 
 
 def stated(epsilon: float, delta: float, neighbours: Neighbours) -> str:
-    """An epsilon as it is printed everywhere."""
+    """The text with which every report prints an epsilon."""
     value = "infinite" if math.isinf(epsilon) else f"{epsilon:.4g}"
     return f"epsilon {value} at delta {delta:g} ({neighbours.value})"

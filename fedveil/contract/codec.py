@@ -1,4 +1,4 @@
-"""What a codec is. Each codec is a leaf type in a file of its own, encode and decode side by side."""
+"""The interface of a codec. Each codec has its own file, with encode and decode side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shape = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Coded:
-    """Block-wise codes: `codes` are level indices (uint8, any shape), `scales` one fp32 a block of the flat tensor."""
+    """Block-wise codes: `codes` are level indices (uint8, any shape); `scales`: one fp32 a block of the flat tensor."""
 
     codes: Tensor
     scales: Tensor
@@ -28,39 +28,39 @@ Value = Tensor | Coded | bytes
 class Codec(Protocol):
     """Turns one value into bytes and back.
 
-    `decode(encode(x))` is `x`, bit for bit. `nbytes` is the formula that a test compares with the bytes; only the
-    bytes are ever reported.
+    `decode(encode(x))` is `x`, bit for bit. `nbytes` is a formula, and a test compares it with the encoded bytes.
+    Reports always count the bytes themselves.
     """
 
     @property
     def name(self) -> str:
-        """Full description, part of the layout's digest: "dense float32", "codes 5 block 256", ..."""
+        """The full description, which enters the layout's digest: "dense float32", "codes 5 block 256", ..."""
         ...
 
     def encode(self, value: Value) -> list[Buffer]:
-        """The value's bytes, as parts to be joined; parts may be views of the value."""
+        """The value's bytes, as parts to be joined; a part may be a view of the value."""
         ...
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Value:
-        """The value; may be a read-only view of `data`. Raises WireError."""
+        """The value, perhaps as a read-only view of `data`. Raises WireError."""
         ...
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a value of that shape."""
+        """How many bytes a value of that shape has."""
         ...
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """Shape of a value, for the envelope. Raises WireError for a value of another kind or dtype."""
+        """The value's shape, for the envelope. Raises WireError for a value of another type or dtype."""
         ...
 
 
 def numel(shape: tuple[int, ...]) -> int:
-    """Entries of a tensor of that shape."""
+    """How many entries a tensor of that shape has."""
     return math.prod(shape)
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The tensor's bytes, without a copy where it is contiguous and on the CPU."""
+    """The tensor's bytes; not copied if it is contiguous and on the CPU."""
     if tensor.numel() == 1:
         tensor = tensor.reshape(())  # torch calls one entry contiguous whatever its stride, yet cannot view it as bytes
     flat = tensor.detach().cpu().contiguous().flatten()
@@ -68,7 +68,7 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def view(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The bytes as a tensor, without a copy. The tensor must not be written to."""
+    """The bytes as a tensor that shares their memory. Nobody may write to it."""
     if not len(data):
         return torch.empty(shape, dtype=dtype)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What may be on the wire: fields, words, and the payloads that are made of them."""
+"""What may be on the wire: fields, words, and payloads made of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Field:
         name: unique within its direction.
         direction: "down" (server to client) or "up" (client to server).
         codec: how the value becomes bytes.
-        shape: entries of the value; None stands for a length that only the sender knows.
+        shape: of the value; None stands for a length that only the sender knows.
         unit: what an entry is, for the wire table ("weight", "mask bit", ...).
-        variants: the payload variants that carry it; empty means every payload of its direction.
-        when: the same in words, for the wire table.
+        variants: the payload variants that carry the field; empty means every payload of its direction.
+        when: in words, when a payload carries the field; for the wire table.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Word:
-    """A value outside the tensors that every payload of its direction carries: one of a few public choices."""
+    """One of a few public choices, which every payload of its direction carries beside the tensors."""
 
     name: str
     direction: Direction
@@ -45,7 +45,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Layout:
-    """Everything that may be on the wire, in both directions. What is not here is refused.
+    """Everything that may be on the wire, in both directions. Both ends refuse anything else.
 
     Attributes:
         fields: the tensors.
@@ -56,12 +56,12 @@ class Layout:
     scalars: tuple[Word, ...] = ()
 
     def variants(self, direction: Direction) -> tuple[str, ...]:
-        """Names of the payload variants of one direction; ("",) when there is only one form."""
+        """Names of the payload variants of one direction; ("",) if there is only one form."""
         named = {v for f in self.fields if f.direction == direction for v in f.variants}
         return tuple(sorted(named)) or ("",)
 
     def fields_of(self, direction: Direction, variant: str) -> dict[str, Field]:
-        """The fields that a payload of this direction and variant carries, all of them and no other."""
+        """The fields that a payload of this direction and variant carries: exactly these."""
         return {
             f.name: f for f in self.fields if f.direction == direction and (not f.variants or variant in f.variants)
         }
@@ -69,11 +69,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Payload:
-    """What one side hands to the other.
+    """What one side sends to the other.
 
     Attributes:
         fields: values by name, as the layout declares them.
-        variant: which of the layout's variants this is ("" where it has one form only).
+        variant: which of the layout's variants this is ("" if there is only one form).
         scalars: the layout's words of this direction.
     """
 

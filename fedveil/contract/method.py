@@ -1,12 +1,12 @@
 """The contract between a federated method and everything that runs it.
 
-A method is one file in `strategies/` with both halves of its maths: what the server sends, what a client does with it and
-returns, and what the server adds up. It never sees Flower, a model or a file: it sees tensors by name.
+A method is one file in `strategies/` with both halves of its maths: what the server sends, what a client does with it
+and returns, and what the server adds up. It never sees Flower, a model or a file. It sees named tensors.
 
     down = method.broadcast(server, ctx)                          # server, one client; pure, may be replayed
     private, up = method.client(private, down, trainer, ctx)      # client; private never leaves the site
-    terms = method.terms(up, num_examples, spec, ctx)             # what is added up over clients
-    server = method.settle(server, sums, ctx)                     # server; the sums of all terms
+    terms = method.terms(up, num_examples, spec, ctx)             # one upload's summands
+    server = method.settle(server, sums, ctx)                     # server; sums over the terms of all clients
 
 Methods are final frozen dataclasses. Their fields are the hyper-parameters, validated on creation.
 """
@@ -28,13 +28,13 @@ from fedveil.rng import Stream
 
 Sends = Literal["weights", "gradients", "changes"]
 
-# What a client may report beside its payload. Anything else is refused by the codec on both sides.
+# What a client may report beside its payload. Both ends refuse anything else.
 REPORT_FIELDS = frozenset({"loss_received", "loss_trained", "steps", "tokens", "train_seconds"})
 
 
 @dataclass(frozen=True)
 class State:
-    """Flat state of a server or of a client: named tensors and JSON values, so one checkpoint format serves all."""
+    """State of a server or a client: named tensors and JSON values, so one checkpoint format serves all methods."""
 
     tensors: Weights = field(default_factory=dict)
     scalars: Mapping[str, object] = field(default_factory=dict)
@@ -49,9 +49,9 @@ class RoundContext:
     Attributes:
         round: 0-based.
         client: the site's name; "" where the server settles a round.
-        is_new: the server has accepted no upload of this site yet (or the site reported that it lost its state).
+        is_new: the server has accepted no upload of this site yet, or the site's last turn failed.
         secret: this side's secret; never on the wire.
-        seeded: run.deterministic: noise repeats, and protects nobody.
+        seeded: run.deterministic is set: noise repeats and protects nobody.
     """
 
     round: int
@@ -61,21 +61,21 @@ class RoundContext:
     seeded: bool = False
 
     def rng(self, purpose: str) -> Stream:
-        """A fresh stream derived from (secret, round, client, purpose): the same call gives the same draws."""
+        """A new stream derived from (secret, round, client, purpose): the same call gives the same draws."""
         return Stream.derive(self.secret, self.round, self.client, purpose)
 
     def noise(self, purpose: str) -> Callable[[int], bytes]:
-        """Where noise that protects people comes from: the operating system, and a stream in a deterministic run only."""
+        """The source of noise that protects people: the operating system; in a deterministic run, a stream."""
         return self.rng(purpose).bytes if self.seeded else os.urandom
 
 
 @dataclass(frozen=True)
 class Upload:
-    """An accepted reply, as the fold sees it.
+    """An accepted reply.
 
     Attributes:
         payload: decoded; its tensors may be read-only views of the received bytes.
-        num_examples: training examples behind it, validated.
+        num_examples: training examples behind it, within the server's limits.
         ctx: the server's own context of that client and round, never the client's.
         report: figures that the client reports (see REPORT_FIELDS).
     """
@@ -95,7 +95,7 @@ class Method(ABC):
 
     @property
     def sends(self) -> Sends:
-        """What the terms are, under the spec's names: trained weights, gradients, or changes of the weights received."""
+        """What the terms hold, under the spec's names: trained weights, gradients, or changes of received weights."""
         return "weights"
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Method(ABC):
 
     @abstractmethod
     def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """What one client gets. Pure: the same arguments give the same payload, so it may be replayed."""
+        """What one client gets. Pure: the same arguments give the same payload, so the server may call it again."""
 
     @abstractmethod
     def client(
@@ -114,56 +114,57 @@ class Method(ABC):
 
     @abstractmethod
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """What this upload adds to the sums. Pure, and the same on either side: of `ctx` it uses the round at most."""
+        """What this upload adds to the sums. Pure, and equal on either side: of `ctx` it uses at most the round."""
 
     @abstractmethod
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
-        """The server's next state, from the sums over at least one client; `ctx` is the server's own, of no client."""
+        """The server's next state, from sums over at least one client. `ctx` is the server's and names no client."""
 
     @abstractmethod
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The models that exist: "server" always, "client" where `private` is given. These are scored and attacked."""
+        """The models that exist, by view: "server" always, "client" with `private`. These are scored and attacked."""
 
     @abstractmethod
     def layout(self, spec: Spec) -> Layout:
         """Every field on the wire."""
 
     def check(self, payload: Payload, spec: Spec) -> None:  # noqa: B027  # most methods have nothing to add
-        """What the layout cannot say about an upload, such as two fields that must fit. Raises WireError naming the field.
+        """Checks what the layout cannot express, such as two fields that must fit. Raises WireError naming the field.
 
-        Called on every upload before it may be folded, so that one that does not fit costs its sender's part only.
+        The server checks every upload before it adds its terms, so that a bad one is refused and the others still
+        count.
         """
 
 
 def fields_of(method: Method) -> dict[str, Any]:
-    """Every hyper-parameter of a method, as method.fields has them."""
+    """Every hyper-parameter of a method, as in method.fields."""
     return asdict(method)  # type: ignore[call-overload,no-any-return]
 
 
 class Distilling(Protocol):
-    """What the server can do by itself before round 0, on its own model and rows."""
+    """Work that the server does before round 0, on its own model and rows."""
 
     def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:
-        """Trains a proxy with `weights` (every tensor of the spec) to have the hidden states of the server's model."""
+        """Trains a proxy, from `weights` (every tensor of the spec), towards the server model's hidden states."""
         ...
 
 
 @runtime_checkable
 class ServerTrained(Protocol):
-    """A method whose server has a model and work of its own before round 0. Few methods do (FedSP)."""
+    """A method whose server has its own model, and trains before round 0 (FedSP)."""
 
     @property
     def server_adapter(self) -> Adapter:
-        """What the view "server" of `deployed` is scored with; its tensors are some of the adapter's."""
+        """The adapter with which the view "server" is scored; its tensors are a part of the method's adapter."""
         ...
 
     @property
     def needs_server_rows(self) -> bool:
-        """Whether `before_round_0` is to be called, with rows of the server's own (task.server-data)."""
+        """Whether `before_round_0` is called, which needs the server's own rows (task.server-data)."""
         ...
 
     def before_round_0(self, weights: Weights, server: Distilling) -> Weights:
-        """From the adapter's initial weights to those that `init` gets."""
+        """The weights for `init`, made from the adapter's initial weights."""
         ...

@@ -1,4 +1,4 @@
-"""Tensors by name: what is trained, of which shape, and where it stands in its model."""
+"""Named tensors: what is trained, in which shape, and its place in the model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """What a tensor is in its model, as far as a method has to know.
+    """The role of a tensor in its model, as far as a method has to know.
 
     Attributes:
-        part: "linear", a matrix or bias of an attention or MLP layer; "embedding", of tokens, or an output head.
-        columns: name of the layer whose columns these are; tensors of one name have one mask.
-        axis: of the output feature.
-        closes: the layer is the last of its attention or MLP: it writes to the hidden state.
+        part: "linear", a matrix or bias of an attention or MLP layer; "embedding", a token embedding or an output head.
+        columns: name of the layer that the columns belong to; tensors with the same name share one mask.
+        axis: the axis of the output features.
+        closes: whether the layer is the last of its attention or MLP, the one that writes to the hidden state.
     """
 
     part: Literal["linear", "embedding"]
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one trained tensor; its place in the model, where the adapter trains the model's own tensors."""
+    """Shape and dtype of one trained tensor; also its place, if the adapter trains the model's own tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -42,5 +42,5 @@ Spec = Mapping[str, TensorSpec]
 
 
 def spec_of(weights: Weights) -> Spec:
-    """The spec that `weights` fulfils."""
+    """The spec of `weights`, without places."""
     return {name: TensorSpec(tuple(w.shape), w.dtype) for name, w in weights.items()}

@@ -2,8 +2,9 @@
 
     weight(name) = sum_k w_k m_k        mean(name) = sum_k w_k m_k x_k / sum_k w_k m_k        entry by entry
 
-x_k: what client k adds under that name; w_k: its weight; m_k: its mask, of ones where it has none. That the server needs
-nothing of a client but its part in such sums is what secure aggregation, shared noise and an aggregator in between stand on.
+x_k: what client k adds under that name; w_k: its weight; m_k: its mask, all ones if it has none. The server needs
+nothing of a client but its part in such sums. Secure aggregation, distributed noise and intermediate aggregators build
+on this.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Term:
     """One client's summand under one name.
 
     Attributes:
-        name: whose sum it goes into. A method gives a name a mask always or never.
-        value: only read; may be a view of received bytes. Where the mask is False it counts for nothing.
+        name: the sum that it belongs to. Under one name, all terms have a mask or none has.
+        value: only read; may be a view of received bytes. Entries where the mask is False do not count.
         weight: above 0.
         mask: of the value's shape; None stands for ones everywhere.
     """
@@ -38,8 +39,8 @@ class Terms:
     """All of one client's summands.
 
     Attributes:
-        tensors: asked for one at a time, so that a decoded upload is never whole in memory.
-        clear: values that the server needs of this client by itself, and sees.
+        tensors: read one at a time, so that a decoded upload is never whole in memory.
+        clear: values of this client that the server needs and sees one by one, not as a sum.
     """
 
     tensors: Iterable[Term]
@@ -56,7 +57,7 @@ class Sums(Protocol):
 
     @property
     def clear(self) -> Mapping[str, Mapping[str, str | float]]:
-        """What each client gave in clear, by its name; every client of the sum is in it."""
+        """`Terms.clear` of every client in the sums, by the client's name."""
         ...
 
     def __contains__(self, name: str) -> bool:
@@ -64,22 +65,22 @@ class Sums(Protocol):
         ...
 
     def weight(self, name: str) -> float:
-        """Sum of the weights of a name without masks; 0.0 for one that nobody sent."""
+        """Sum of the weights under a name without masks; 0.0 if no client sent the name."""
         ...
 
     def mean(self, name: str) -> Float[Tensor, "..."]:
-        """fp32; zero where no client's mask was True."""
+        """The weighted mean, fp32; zero where no client's mask is True."""
         ...
 
     def moved(self, name: str) -> Bool[Tensor, "..."]:
-        """True where at least one client's mask was."""
+        """True where at least one client's mask is True."""
         ...
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mean of every name of `otherwise`, in its dtype; its own tensor where nobody sent the name."""
+        """The mean under every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
         ...
 
 
 def weighted(tensors: Mapping[str, Tensor], weight: float) -> Terms:
-    """Every tensor with one weight and no mask: what a weighted mean takes."""
+    """Terms of a weighted mean: every tensor with the same weight and no mask."""
     return Terms([Term(name, value, weight) for name, value in tensors.items()])

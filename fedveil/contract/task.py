@@ -1,4 +1,4 @@
-"""What every task offers to the apps, the in-process runner and the benchmarks."""
+"""The interface of a task, for the apps, the in-process runner and the benchmarks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Examples = Sequence[Example]
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a data folder is one site's: partition `index` of `count`, as the run config says how to cut."""
+    """One site's part of a data folder: partition `index` of `count`. The run config says how the rows are divided."""
 
     index: int
     count: int
@@ -59,12 +59,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Step:
-    """How far a local training is.
+    """The progress of a local training.
 
     Attributes:
-        step, steps: steps done, and planned.
-        loss: mean over the last of them.
-        tokens: read so far, padding apart; 0 where a task has none.
+        step, steps: steps done, and steps planned.
+        loss: mean over the latest steps.
+        tokens: read so far, without padding; 0 for a task without tokens.
         seconds: since the first step began.
     """
 
@@ -77,12 +77,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says about one row, on the CPU, fp32.
+    """A model's output for one row, on the CPU, fp32.
 
     Attributes:
-        logits: (positions, classes) by slice: "target" (each position predicts one token of the row's own target, its
-            end among them; a classifier has one position), and where the task has them "image" (the positions of the
-            image's own tokens) and "generated" (each position predicts one token that the model wrote by itself).
+        logits: (positions, classes) by slice. In "target" each position predicts one token of the row's target, with
+            the end token; a classifier has one position. Some tasks add "image" (the positions of the image's tokens)
+            and "generated" (each position predicts one token that the model generated).
         wanted: (positions,) the target's tokens or class, for the slice "target".
     """
 
@@ -90,7 +90,7 @@ class Prediction:
     wanted: Tensor
 
 
-Watch = Callable[[Step], None]  # may raise, and so end the training
+Watch = Callable[[Step], None]  # gets the progress; an exception that it raises ends the training
 
 
 def unwatched(step: Step) -> None:
@@ -114,10 +114,10 @@ class TaskInfo:
 
 
 class Task(ABC):
-    """A base model with an adapter attached, and what to do with it.
+    """A base model with an adapter, and how it is trained and evaluated.
 
-    The base is loaded once, at the first need; tensors of the adapter go in and out by name. Nothing here is
-    shared between two tasks, so two sites in one process do not meet.
+    The task loads its base once, when it first needs it. It takes and gives the adapter's tensors by name. Two tasks
+    share nothing, so two sites can run in one process.
     """
 
     @property
@@ -131,10 +131,10 @@ class Task(ABC):
 
     @abstractmethod
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        """Rows of one split ("train", "test") of a data folder or file; `share` cuts out one site's part.
+        """Rows of one split ("train", "test") of a data folder or file; `share` selects one site's part.
 
         Raises:
-            TaskError: the path, a split or a column is not there.
+            TaskError: the path, a split or a column is missing.
         """
 
     @abstractmethod
@@ -142,27 +142,27 @@ class Task(ABC):
         """The examples as the model takes them, tokenised or decoded. Costs time: once for all rounds.
 
         Raises:
-            TaskError: a row that cannot be read, by its column.
+            TaskError: a row cannot be read; the message names its column.
         """
 
     @abstractmethod
     def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> Trainer:
-        """One client's training on prepared rows; `rng` orders the batches, `watch` sees how far it is.
+        """One client's training on prepared rows; `rng` orders the batches, `watch` gets the progress.
 
         Raises:
-            TaskError: no rows.
+            TaskError: there are no rows.
         """
 
     @abstractmethod
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """Scores of the model with `weights`: always "loss", with `generate` the task's quality metrics too."""
+        """Scores of the model with `weights`: always "loss"; with `generate` also the task's quality metrics."""
 
     @abstractmethod
     def predict(self, weights: Weights, rows: Rows, generate: bool = False) -> Iterator[Prediction]:
-        """What the model with `weights` says about each row, in their order; `generate` adds the slice "generated".
+        """The output of the model with `weights` for each row, in order; `generate` adds the slice "generated".
 
-        A batch at a time, so that the logits of many rows are never held at once.
+        The iterator works batch by batch, so the logits of all rows are never in memory at once.
 
         Raises:
-            TaskError: weights that are not the spec's.
+            TaskError: the weights are not those of the spec.
         """

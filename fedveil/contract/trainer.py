@@ -1,7 +1,7 @@
-"""A client's own side of the contract: its rows and its model, as a method sees them.
+"""The client's side of the contract: its rows and its model, as a method sees them.
 
-`Trainer` trains as the run config says. `RowGradients` lets a method, or a privacy mechanism, make steps of its own on rows
-that it can tell apart. What stands in front of one of them implements that one.
+`Trainer` trains as the run config says. `RowGradients` gives the gradient of each row, so that a method or a privacy
+mechanism can make its own steps. A wrapper implements the one of the two interfaces that it changes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fedveil.contract.budget import Sampling
 from fedveil.contract.spec import Spec, Weights
 from fedveil.rng import Stream
 
-# A term that a method adds to the loss of every step: of the trained tensors as they are, a scalar with a gradient.
+# A term that a method adds to the loss of every step: it maps the current trained tensors to a scalar with a gradient.
 Penalty = Callable[[Weights], Tensor]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What local training returns: new weights (or a gradient) under the spec's names, and figures to report."""
+    """The result of local training: new weights (or a gradient) under the spec's names, and figures to report."""
 
     weights: Weights
     report: Mapping[str, float]
@@ -31,17 +31,17 @@ class Trained:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one step, as indices into the client's rows; none where Poisson sampling drew none."""
+    """Rows of one step, as indices into the client's rows; empty if Poisson sampling drew none."""
 
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class PerSample:
-    """What each row of a batch says by itself, never to leave the site without clipping and noise.
+    """Gradient and loss of each row of a batch. They must not leave the site without clipping and noise.
 
     Attributes:
-        gradients: (rows, *shape) by the spec's names: of each row's own loss.
+        gradients: (rows, *shape) by the spec's names: the gradient of each row's own loss.
         losses: (rows,).
     """
 
@@ -51,11 +51,11 @@ class PerSample:
 
 @dataclass(frozen=True)
 class FeatureGradients:
-    """What each row of a batch says of the features that the weights alone make, such as the texts of all classes.
+    """Gradients of each row in features that depend on the weights alone, such as the texts of all classes.
 
     Attributes:
         left, right: the gradient of row i's own loss in the features (n x m) is left_i right_i^T.
-        pull: the gradient of the weights, by the spec's names, that one of the features makes; it looks at no row.
+        pull: maps a gradient in the features (n x m) to one in the weights, by the spec's names; it uses no row.
     """
 
     left: Float[Tensor, "rows n"]
@@ -64,7 +64,7 @@ class FeatureGradients:
 
 
 class RowGradients(Protocol):
-    """Steps on rows apart. Nothing of them is reported beside the payload but their number."""
+    """Gradients of single rows, for a caller that makes its own steps. Only the number of steps is reported."""
 
     @property
     def num_examples(self) -> int:
@@ -73,46 +73,46 @@ class RowGradients(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """train.batch-size: rows that a step is meant to have. Noisy sums are divided by it, whatever was drawn."""
+        """train.batch-size, the configured rows of a step. Noisy sums are divided by it, whatever was drawn."""
         ...
 
     @property
     def steps(self) -> int:
-        """Steps of a participation: train.epochs passes of whole batches, at most train.max-steps where that is set."""
+        """Steps of a participation: train.epochs passes of whole batches, at most train.max-steps if that is set."""
         ...
 
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        """The rows of `steps` steps, drawn from `rng`; the same stream and arguments draw the same.
+        """The rows of `steps` steps, drawn from `rng`; the same stream and arguments give the same rows.
 
-        "poisson": every row in every batch with probability batch_size / num_examples, independently. "fixed": batch_size
-        distinct rows, each batch drawn anew. "disjoint": consecutive parts of a permutation, a new one after every
-        num_examples // batch_size batches; rows that fill no batch are left out. The first `skip` batches are drawn and
-        left away.
+        "poisson": every row is in every batch with probability batch_size / num_examples, independently. "fixed":
+        batch_size distinct rows, each batch drawn anew. "disjoint": consecutive parts of a permutation, with a new
+        permutation after every num_examples // batch_size batches; rows that do not fill a batch are left out. The
+        first `skip` batches are drawn and dropped.
 
         Raises:
-            ConfigError: a batch that is larger than the site.
+            ConfigError: a batch has more rows than the site.
         """
         ...
 
     def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
-        """The gradient of every row's own loss at `weights` (every tensor of the spec), which stay as they are.
+        """The gradient of every row's own loss at `weights` (every tensor of the spec), which are only read.
 
         Raises:
-            TaskError: a task that has no loss of a single row.
+            TaskError: the task has no loss of a single row.
         """
         ...
 
     def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        """The same in the features that `weights` make without any row: one backward for all rows, by `pull`.
+        """The same gradients in features that depend on `weights` alone; `pull` is one backward pass for all rows.
 
         Raises:
-            TaskError: a task whose rows meet the weights in more than such features.
+            TaskError: in this task, a row's loss depends on the weights in another way too.
         """
         ...
 
 
 class Trainer(Protocol):
-    """A client's own data and model, as a method sees them."""
+    """A client's data and model, as a method sees them."""
 
     @property
     def num_examples(self) -> int:
@@ -126,22 +126,22 @@ class Trainer(Protocol):
 
     @property
     def rows(self) -> RowGradients:
-        """The same rows, for steps that tell them apart."""
+        """The gradients of single rows, over the same data."""
         ...
 
     def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
-        """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` stay as they are.
+        """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` are only read.
 
-        `frozen`: booleans that broadcast over tensors of the spec. Where one is True the entry comes back bit for bit: no
-        step moves it, and no weight decay.
-        `penalty`: is added to the mean loss of every step (once a step, whatever train.accumulate is). Losses that are
-        reported are without it.
+        `frozen`: booleans that broadcast over tensors of the spec. Entries where they are True come back bit for bit;
+        neither a step nor weight decay moves them.
+        `penalty`: a term added to the mean loss of every step (once a step, whatever train.accumulate is). Reported
+        losses do not contain it.
         """
         ...
 
     def gradient(self, weights: Weights) -> Trained:
         """The gradient of the mean loss of one batch at `weights` (every tensor of the spec), under the spec's names.
 
-        The batch is this exchange's: train.batch-size rows that the client's stream draws. `weights` stay as they are.
+        The client's stream draws its train.batch-size rows anew for every exchange. `weights` are only read.
         """
         ...

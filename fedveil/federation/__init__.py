@@ -1,1 +1,1 @@
-"""Who exchanges what with whom, without Flower."""
+"""Cohorts, exchanges between server and clients, and a whole federation in one process; all without Flower."""

@@ -1,4 +1,4 @@
-"""Who takes part: seeded sampling without replacement, the same in process and over the wire."""
+"""Which sites take part in a round: seeded sampling without replacement, the same in one process and over gRPC."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedveil.rng import Stream
 def draw(sites: Iterable[str], fraction: float, secret: bytes, round_: int, attempt: int = 0) -> list[str]:
     """ceil(fraction x sites) names, uniform without replacement, sorted.
 
-    A repeated round draws anew, so that a site which is down does not end the run.
+    A repeated round draws a new cohort, so that one site that is down does not end the run.
     """
     ordered = sorted(sites)
     size = math.ceil(round(fraction * len(ordered), 9))  # 0.3 * 10 is 3.0000000000000004

@@ -1,4 +1,4 @@
-"""One exchange between a server and a client, as bytes. Flower, the in-process runner and the attacks all go through here."""
+"""One exchange between server and client, as bytes. Flower's apps, the in-process runner and the attacks all use it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fedveil.wire.envelope import Message, Packed, Stamp, packed, unpack
 
 @dataclass(frozen=True)
 class Exchange:
-    """A method on a spec: what both ends must share.
+    """A method on a spec, which both ends must share.
 
     Attributes:
         method: with its hyper-parameters.
-        name: its file name, as the envelope carries it.
+        name: the method's file name, which the envelope carries.
         spec: what is trained.
     """
 
@@ -43,7 +43,7 @@ class Exchange:
         return b"".join(self.packed(server, ctx).parts)
 
     def packed(self, server: State, ctx: RoundContext) -> Packed:
-        """The same in parts, with what it discloses."""
+        """The same message in parts, with what it discloses."""
         payload = self.method.broadcast(server, ctx)
         return packed(self.layout, Stamp.of(self.method, self.name, ctx.round, "down"), payload)
 
@@ -52,8 +52,8 @@ class Exchange:
     ) -> tuple[State | None, list[Buffer]]:
         """The client's whole turn: decode, train, encode.
 
-        Returns the new private state and the message back, in parts. `data` is let go once the method has returned,
-        where the caller has let it go too.
+        Returns the new private state and the reply, in parts. If the caller keeps no reference to `data`, its memory
+        can be freed while the client trains.
         """
         reporting = _Reporting(trainer)
         received = [unpack(data, self.layout, Stamp.of(self.method, self.name, ctx.round, "down")).payload]
@@ -63,13 +63,13 @@ class Exchange:
         return private, packed(self.layout, stamp, payload, trainer.num_examples, reporting.report).parts
 
     def receive(self, data: Buffer, round_: int) -> Message:
-        """A client's message, decoded; the gate has still to judge it. Raises WireError."""
+        """A client's message, decoded; the intake gate has not checked it yet. Raises WireError."""
         message = unpack(data, self.layout, Stamp.of(self.method, self.name, round_, "up"))
         self.method.check(message.payload, self.spec)
         return message
 
     def aggregate(self, server: State, uploads: Iterable[Upload]) -> State:
-        """The next state: the terms of every upload folded into sums, and these settled. One upload is in memory at a time.
+        """The next state: adds up the terms of all uploads, one in memory at a time, and settles the sums.
 
         Without an upload the state is the same object.
         """
@@ -83,7 +83,7 @@ class Exchange:
 
 
 class _Reporting(Trainer):
-    """A trainer that remembers what the last training reported; of steps on rows apart, how many there were in all."""
+    """A trainer that keeps the report of the last training; of steps on single rows, it counts all."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -1,6 +1,6 @@
 """A whole federation in one process, without Flower: the same contract, the same codecs, the same draws.
 
-For tests, research and benchmarks. Bytes go through encode and decode as over the wire, and with
+It serves tests, research and benchmarks. Every message is encoded and decoded as over the wire, and with
 `run.deterministic = true` the global weights end bit-identical to those of the same run over gRPC.
 """
 
@@ -26,17 +26,19 @@ TrainerFor = Callable[[str, RoundContext], Trainer]
 
 @dataclass
 class Federation:
-    """Server, sites and everything between them.
+    """A server, its sites and the messages between them.
 
     Attributes:
         exchange: the method on its spec.
         config: the sections cohort, run and dp are read.
-        trainer_for: a site's own training, for one round.
+        trainer_for: gives a site's trainer for one round.
         sites: names of the sites.
         server: the server's state.
         private: each site's private state; a site that never took part has none.
         participated: sites whose upload the server has accepted.
-        upload_bytes, download_bytes: whole messages, over the run so far.
+        upload_bytes, download_bytes: bytes of all messages of the run so far.
+        reports: the last report of each site.
+        tap: records every message; None records nothing.
     """
 
     exchange: Exchange
@@ -62,7 +64,7 @@ class Federation:
         return secret(side, self.config.run.seed, self.config.run.deterministic)
 
     def run(self, on_round: OnRound | None = None) -> State:
-        """Every round of the config; `on_round` is called after each. Returns the last server state."""
+        """All rounds of the config, with `on_round` called after each. Returns the last server state."""
         for round_ in range(self.config.run.rounds):
             self.round(round_)
             if on_round:
@@ -70,7 +72,7 @@ class Federation:
         return self.server
 
     def round(self, round_: int) -> None:
-        """One round: a cohort, an exchange with each of its sites, the aggregate."""
+        """One round: draws a cohort, exchanges messages with each of its sites, and settles the sums."""
         chosen = cohort.draw(self.sites, self.config.cohort.fraction, self._server_secret, round_)
         self.server = self.exchange.aggregate(self.server, self._uploads(round_, chosen))
         self.participated |= set(chosen)
@@ -99,5 +101,5 @@ class Federation:
         return b"".join(up)
 
     def deployed(self, site: str | None = None) -> Mapping[str, Weights]:
-        """The models that exist now; with `site` that client's own too."""
+        """The current models by view; with `site` also that client's."""
         return self.exchange.method.deployed(self.server, self.private.get(site) if site else None)

@@ -1,1 +1,1 @@
-"""Differential privacy: clipping, noise, what a run costs, and the ledger that stops it."""
+"""Differential privacy: clipping, noise, the cost of a run, and the ledger that limits it."""

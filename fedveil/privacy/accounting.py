@@ -1,13 +1,14 @@
-"""Events of dp-accounting, the epsilon of them, and the noise for a wished one. Nothing else here computes an epsilon.
+"""Epsilon from charges, and the noise for a wanted epsilon, by dp-accounting. No other module computes an epsilon.
 
-Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C of one record's part in it), as
-`GaussianDpEvent` has them. Replacing one record moves the sum by up to 2 C, adding or removing one by up to C.
+Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C of one record's part in it), as in
+`GaussianDpEvent`. Replacing one record moves the sum by up to 2 C; adding or removing one moves it by up to C.
 
 | event | accountant | how exact |
 |---|---|---|
 | Gaussian steps only | the analytic Gaussian mechanism: z / sqrt(steps), halved under replace-one | exact |
 | with Poisson subsampling | privacy loss distributions | an upper bound, tight to about 1 % |
-| with sampling without replacement | Renyi, with every z halved: that bound is for a sum that moves by its C | an upper bound |
+| with sampling without replacement | Renyi, with every z halved: its bound assumes that the sum moves by C | an upper
+  bound |
 | NonPrivate, or z = 0 | - | infinite |
 """
 
@@ -46,8 +47,8 @@ _TOLERANCE = 1e-3  # relative, of a calibrated multiplier; always on the private
 def spent(multiplier: float, sampling: Sampling, plan: Plan, across_rounds: bool) -> Spent:
     """What the most looked-at record of the site is charged over the plan.
 
-    Of the disjoint batches of one epoch a record is in one at most. An epoch begins with a participation, or, with
-    `across_rounds`, consecutive rounds take consecutive steps of one.
+    A record is in at most one of the disjoint batches of an epoch. An epoch begins with every participation; with
+    `across_rounds`, consecutive rounds instead take consecutive steps of one epoch.
     """
     check_sampling(sampling, plan.neighbours)
     if sampling == "disjoint":
@@ -61,7 +62,7 @@ def spent(multiplier: float, sampling: Sampling, plan: Plan, across_rounds: bool
 
 
 def event(charges: Spent) -> Any:
-    """The charges as one event of dp-accounting."""
+    """The charges as one dp-accounting event."""
     parts = [dp_accounting.SelfComposedDpEvent(_one(*step), count) for step, count in charges.items() if count]
     return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
 
@@ -80,7 +81,7 @@ def _one(kind: str, examples: int, batch: int, multiplier: float) -> Any:
 
 
 def epsilon(charges: Spent, delta: float, neighbours: Neighbours) -> float:
-    """The least epsilon known for these charges; infinite without noise. Raises ConfigError where none can be computed."""
+    """The smallest epsilon known for these charges; infinite without noise. Raises ConfigError if there is none."""
     check_delta(delta)
     return _epsilon(tuple(sorted((step, count) for step, count in charges.items() if count)), delta, neighbours)
 
@@ -105,13 +106,13 @@ def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Ne
         accountant.compose(event(dict(charges)))
     except dp_accounting.UnsupportedEventError as error:
         raise ConfigError(
-            f"sampling: expected charges that one accountant takes, found {sorted(kinds)} ({error})"
+            f"sampling: expected charges that one accountant can compose, found {sorted(kinds)} ({error})"
         ) from None
     return float(accountant.get_epsilon(delta))
 
 
 def multiplier_for(charges: Callable[[float], Spent], wished: float, delta: float, neighbours: Neighbours) -> float:
-    """The least z, to 0.1 %, whose charges cost at most `wished`. Raises ConfigError where none up to 1e6 does."""
+    """The smallest z, to 0.1 %, whose charges cost at most `wished`. Raises ConfigError if none up to 1e6 does."""
     check_epsilon(wished)
     high = 1.0
     while epsilon(charges(high), delta, neighbours) > wished:

@@ -1,16 +1,15 @@
-"""Clipping: how much one record can do to a sum.
+"""Clipping limits how far one record can move a sum.
 
 Formal guarantees, for `clipped_sum` and `clipped_outer_sum` with a finite bound C, over all the tensors given together:
 1. One record's part has a norm of at most C, whatever its gradient. So adding or removing a record moves the sum by at
-   most C, and replacing one by at most 2 C (to within fp32 rounding of the sum).
-2. The parts are summed, never averaged over the rows that happen to be there: divide by a number that is no secret.
+   most C, and replacing one by at most 2 C (up to fp32 rounding of the sum).
+2. The parts are summed, not averaged over the rows that were drawn: the caller divides by a number that is not secret.
 
-`clipped_mean` is what the published code of DP-FPL does, and guarantees nothing of the kind: one record can turn the whole
-batch's mean, by 2 C.
+`clipped_mean` does what the published code of DP-FPL does. It guarantees neither: one record can move the mean by 2 C.
 
 | case | `clipped_sum` |
 |---|---|
-| norm at most C | the gradient as it is |
+| norm at most C | the gradient is not changed |
 | norm 0 | zeros; nothing is divided by 0 |
 | a NaN or an infinity anywhere in a record's gradients | that record's part is zero, in all tensors |
 | no rows (an empty Poisson batch) | zeros of the tensors' shapes |
@@ -29,14 +28,14 @@ PerRow = Mapping[str, Tensor]  # each (rows, *shape)
 
 
 def norms(gradients: PerRow) -> Tensor:
-    """(rows,) fp64: the norm of each row's tensors together. The squares of fp32 numbers do not overflow."""
+    """(rows,) fp64: the norm over all tensors of each row. In fp64 the squares of fp32 numbers do not overflow."""
     each = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in gradients.values()]
     found: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
     return found
 
 
 def clipped_sum(gradients: PerRow, bound: float) -> dict[str, Tensor]:
-    """Sum over the rows of g_i min(1, bound / |g_i|), with |g_i| over all the tensors. Tensors of the gradients' shapes."""
+    """Sum over the rows of g_i min(1, bound / |g_i|), with |g_i| over all tensors. Each sum has its tensor's shape."""
     _check(bound)
     found = norms(gradients)
     finite = torch.isfinite(found)
@@ -51,7 +50,7 @@ def clipped_sum(gradients: PerRow, bound: float) -> dict[str, Tensor]:
 
 
 def clipped_outer_sum(left: Tensor, right: Tensor, bound: float) -> Tensor:
-    """(n, m): `clipped_sum` of the rows' outer products left_i right_i^T, none of which is made: |l r^T| = |l| |r|."""
+    """(n, m): `clipped_sum` of the outer products left_i right_i^T, without making any of them: |l r^T| = |l| |r|."""
     _check(bound)
     found = norms({"": left}) * norms({"": right})
     finite = torch.isfinite(found)
@@ -61,7 +60,7 @@ def clipped_outer_sum(left: Tensor, right: Tensor, bound: float) -> Tensor:
 
 
 def clipped_mean(gradient: Tensor, rows: int, bound: float) -> Tensor:
-    """The mean (sum over `rows`), scaled down to norm `bound` where it is longer: clipping by batch."""
+    """Clipping by batch: the mean (the sum divided by `rows`), scaled down to norm `bound` if it is larger."""
     _check(bound)
     mean = gradient.sum(0) / rows
     norm: Tensor = torch.linalg.vector_norm(mean, dtype=torch.float64)

@@ -1,26 +1,26 @@
-"""DP-SGD in place of a client's plain training, under any method that trains (Abadi et al. 2016).
+"""DP-SGD (Abadi et al. 2016) instead of a client's plain training, under any method that trains.
 
-    w <- w - eta (sum_i clip_C(g_i) + N(0, (z C)^2)) / B,   rows by Poisson sampling, `frozen` entries as they were
+    w <- w - eta (sum_i clip_C(g_i) + N(0, (z C)^2)) / B,   rows by Poisson sampling, `frozen` entries unchanged
 
-The section `dp.*` of the run config asks for it: dp.clip = C, dp.noise = z, dp.learning-rate = eta, dp.epsilon.
+The section `dp.*` of the run config turns it on: dp.clip = C, dp.noise = z, dp.learning-rate = eta, dp.epsilon.
 
 Formal guarantees, for each row of the site, against everyone but that site:
-1. A training is `steps` Poisson-subsampled Gaussian releases of multiplier z; `privacy_spent` says so to the accountant, and
-   the site's ledger is charged before the rows are looked at. What a method makes of the trained weights is
-   post-processing: it is given nothing that looks at a row in another way.
-2. Sums are divided by the batch size that was meant, and no loss is reported. The number of rows is beside every upload;
-   it is taken for public under add-or-remove-one, and does not change under replace-one.
-3. With an epsilon, a turn that would take a record above it is refused by the site before its rows are looked at.
+1. A training is `steps` Poisson-subsampled Gaussian releases of multiplier z. `privacy_spent` reports these to the
+   accountant, and the site's ledger is charged before the rows are looked at. What a method makes of the trained
+   weights is post-processing, because the method has no other access to the rows.
+2. Sums are divided by the configured batch size, and no loss is reported. Every upload carries the number of rows:
+   under add-or-remove-one it counts as public, under replace-one it does not change.
+3. With an epsilon, the site refuses a turn that would take a record above it, before the rows are looked at.
 
 | case | result |
 |---|---|
-| noise 0 | clipped only: epsilon infinite |
+| noise 0 | gradients are only clipped: epsilon is infinite |
 | a batch that Poisson sampling left empty | a step of noise alone |
-| a frozen entry | bit for bit as it was; its part of a gradient counts for no clipping |
-| a penalty of the method's | its gradient is added to every step, after the noise: it looks at no row |
+| a frozen entry | stays, bit for bit; its part of a gradient does not count for clipping |
+| a penalty of the method | its gradient is added to every step after the noise, for it depends on no row |
 | a batch larger than the site's rows | ConfigError, before its rows are looked at |
 | a method that trains twice in a turn | charged twice |
-| a method with noise of its own, or one that sends gradients | ConfigError before any site is asked |
+| a method that adds noise itself, or one that sends gradients | ConfigError before any site is asked |
 | train.accumulate above 1; a task without row gradients | ConfigError before any site is asked |
 | run.deterministic with an epsilon | ConfigError: seeded noise protects nobody |
 """
@@ -57,12 +57,12 @@ from fedveil.rng import Stream
 @final
 @dataclass(frozen=True)
 class DpSgd(Claim):
-    """How the noisy steps are made.
+    """The parameters of the noisy steps.
 
     Attributes:
         clip, noise: C and the multiplier z.
         learning_rate: eta, of plain SGD.
-        epsilon: no record is charged more; None: charges are counted and stop nothing.
+        epsilon: no record is charged more; with None charges are counted and stop nothing.
         delta, neighbours: of every epsilon.
     """
 
@@ -80,12 +80,12 @@ class DpSgd(Claim):
         check_claim(self.epsilon, self.delta, "poisson", self.neighbours)
         if self.epsilon is not None and self.noise == 0:
             raise ConfigError(
-                "dp.noise: expected more than 0 with an epsilon, found 0; `fedveil privacy plan` says how much it takes"
+                "dp.noise: expected more than 0 with an epsilon, found 0; `fedveil privacy plan` computes it"
             )
 
     @classmethod
     def of(cls, config: DpConfig) -> DpSgd | None:
-        """What the section asks for; None where it is left alone. Raises ConfigError."""
+        """What the section asks for; None if all its keys have their defaults. Raises ConfigError."""
         if config == DpConfig():
             return None
         if config.clip == 0:
@@ -102,20 +102,20 @@ class DpSgd(Claim):
 
     @override
     def privacy_spent(self, plan: Plan) -> Spent:
-        """Poisson-subsampled Gaussians."""
+        """Poisson-subsampled Gaussian releases."""
         return accounting.spent(self.noise, "poisson", plan, across_rounds=False)
 
 
 def claim_of(method: Method, dp: DpSgd | None) -> Claim | None:
-    """What a run promises of its rows: by `dp.*`, or by its method; None where it promises nothing."""
+    """The run's claim of privacy, made by `dp.*` or by its method; None if there is none."""
     return dp or (method if isinstance(method, Claim) else None)
 
 
 def checked_claim(method: Method, config: RunConfig, has_row_gradients: bool) -> Claim | None:
-    """The run's claim, once everything that it needs is there.
+    """The run's claim, after a check that method, task and config fit it.
 
     Raises:
-        ConfigError: `dp.*` with a method or a task that it does not go with, or a deterministic run with an epsilon.
+        ConfigError: `dp.*` with a method or task that cannot have it, or an epsilon in a deterministic run.
     """
     dp = DpSgd.of(config.dp)
     if dp is not None:
@@ -128,7 +128,7 @@ def checked_claim(method: Method, config: RunConfig, has_row_gradients: bool) ->
             found = f"the task {config.task.name}, which has no gradients of single rows"
         elif config.train.accumulate > 1:
             found = (
-                f"train.accumulate = {config.train.accumulate}, which noisy steps do not know; raise train.batch-size"
+                f"train.accumulate = {config.train.accumulate}, which noisy steps do not have; raise train.batch-size"
             )
         if found:
             raise ConfigError(
@@ -141,11 +141,13 @@ def checked_claim(method: Method, config: RunConfig, has_row_gradients: bool) ->
 
 @final
 class NoisyTrainer(Trainer):
-    """Trains by noisy steps on rows apart, and offers nothing else.
+    """Trains by noisy steps on single rows. A method gets no other access to the rows.
 
     Args:
         spec: what is trained.
-        rows: metered, where the run makes a claim.
+        rows: charged to the ledger if the run makes a claim.
+        how: the parameters of the steps.
+        ctx: the client's, which gives the noise.
     """
 
     def __init__(self, spec: Spec, rows: RowGradients, how: DpSgd, ctx: RoundContext) -> None:
@@ -169,7 +171,7 @@ class NoisyTrainer(Trainer):
 
     @override
     def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
-        """`steps` noisy steps from `weights`, which stay as they are. Reports how many there were in this turn."""
+        """`steps` noisy steps from `weights`, which are only read. Reports the number of steps in this turn so far."""
         held, how, rows = frozen or {}, self._how, self._rows
         now = {n: w.clone() for n, w in weights.items()}
         drawn = rows.batches("poisson", rows.steps, Stream(self._ctx.noise("rows")(32)))
@@ -187,12 +189,12 @@ class NoisyTrainer(Trainer):
 
     @override
     def gradient(self, weights: Weights) -> Trained:
-        """Refused: nothing accounts for it."""
+        """Raises ConfigError: no accountant covers a plain gradient."""
         raise ConfigError("gradient: expected a method that trains under noisy steps, found one that sends a gradient")
 
 
 def _gradient(penalty: Penalty, weights: Weights) -> Weights:
-    """Of the penalty at these weights."""
+    """The penalty's gradient at these weights."""
     leaves = {n: w.detach().requires_grad_() for n, w in weights.items()}
     found = torch.autograd.grad(penalty(leaves), list(leaves.values()), allow_unused=True)
     return {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
@@ -200,7 +202,7 @@ def _gradient(penalty: Penalty, weights: Weights) -> Weights:
 
 @final
 class _NoRows(RowGradients):
-    """What a method sees of the rows under noisy steps: that they are there."""
+    """The rows as a method sees them under noisy steps: it gets their number and nothing else."""
 
     def __init__(self, num_examples: int) -> None:
         self._num_examples = num_examples

@@ -1,21 +1,22 @@
 """The privacy ledger: what each record of a site has been charged, over all runs, on the site's own disk.
 
-    <state-dir>/.ledger/<site>.json     {"fedveil-ledger": 1, "key": ..., "spent": [[{step: count}, [record, ...]], ...]}
+    <state-dir>/.ledger/<site>.json     {"fedveil-ledger": 1, "spent": [[[[step, count], ...], [record, ...]], ...]}
+    <state-dir>/.ledger/<site>.key      the key of the records' names
 
-It keeps mechanisms and counts, not epsilons, so that charges of different runs compose. A charge is on disk before the data
-is looked at: a turn that dies afterwards has been paid for, and its repetition is paid for again.
+It keeps mechanisms and counts, not epsilons, so that charges of different runs compose. A charge is on disk before the
+data is looked at: a turn that dies afterwards stays charged, and its repetition is charged again.
 
 | case | what happens |
 |---|---|
-| a charge that would take a record above the budget | BudgetError; nobody is charged |
+| a charge that would take a record above the budget | BudgetError; no record is charged |
 | a record that other runs have charged already | their charges count |
 | two rows with equal content | one record, charged for both |
-| the file is damaged or of another version | StateError: nothing is spent until the site has mended it |
-| two processes of one site | one after the other: the file is locked while it changes |
+| the file is damaged or of another version | StateError: nothing is charged until the site has restored it |
+| two processes of one site | one waits for the other: the file is locked while it changes |
 
-A record is named by a keyed hash of its content; the key never leaves the site, so that the file does not tell which rows
-there are to one who has it without the key's file. Whoever deletes the ledger, or edits a row, starts that record anew: the
-ledger guards a site against its runs, not against itself.
+A record is named by a keyed hash of its content. The key never leaves the site, and without it the ledger does not tell
+which rows the site has. Deleting the ledger or editing a row resets that record: the ledger protects a site against its
+runs, not against itself.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _KEY_BYTES = 32
 
 @final
 class Ledger:
-    """One site's ledger. Every call reads the file anew, so that processes and runs may share it."""
+    """One site's ledger. Every call reads the file, so that processes and runs can share it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -52,7 +53,7 @@ class Ledger:
         return [_digest({k: v for k, v in example.items() if k != ignored}, key) for example in examples]
 
     def charge(self, records: Sequence[str], charges: Spent, budget: Budget) -> None:
-        """Charges each of the records, once for every time it is named. All of them or none.
+        """Charges all of the records or none; a record that is named twice is charged twice.
 
         Raises:
             BudgetError: a record would be charged more than the budget.
@@ -68,7 +69,7 @@ class Ledger:
             self._write(spent | new)
 
     def epsilon(self, record: str, budget: Budget) -> float:
-        """What a record has been charged, at the budget's delta and relation."""
+        """The epsilon that a record has been charged, at the budget's delta and relation."""
         return accounting.epsilon(self._read().get(record, Counter()), budget.delta, budget.neighbours)
 
     def _require(self, history: Spent, charges: Spent, budget: Budget) -> None:
@@ -78,9 +79,9 @@ class Ledger:
         before = {step: count - charges.get(step, 0) for step, count in history.items()}
         so_far = accounting.epsilon(before, budget.delta, budget.neighbours) if min(before.values()) >= 0 else after
         raise BudgetError(
-            f"epsilon: expected at most {stated(budget.epsilon, budget.delta, budget.neighbours)} for every record, found "
-            f"{so_far:.4g} spent and {after:.4g} after this turn; the run ends here for this site: agree on a larger epsilon, "
-            "or on more noise from the start"
+            f"epsilon: expected at most {stated(budget.epsilon, budget.delta, budget.neighbours)} for every record, "
+            f"found {so_far:.4g} spent and {after:.4g} after this turn; the run ends here for this site: agree on a "
+            "larger epsilon, or on more noise from the start"
         )
 
     def _key(self) -> bytes:
@@ -114,8 +115,8 @@ class Ledger:
             groups = [(Counter({_step(s): int(n) for s, n in spent}), names) for spent, names in content["spent"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
-                f"{self._path}: expected a privacy ledger of version {_VERSION}, found none that can be read ({error}); restore "
-                "it from a backup: without it nobody knows what was spent"
+                f"{self._path}: expected a privacy ledger of version {_VERSION}, found none that can be read "
+                f"({error}); restore it from a backup: without it nobody knows what was spent"
             ) from None
         return {name: spent for spent, names in groups for name in names}
 
@@ -140,7 +141,7 @@ def _step(parts: Sequence[Any]) -> Step:
 
 
 def _digest(value: object, key: bytes) -> str:
-    """A keyed hash of an example: of its columns in the order of their names."""
+    """A keyed hash of an example's columns, in the order of their names."""
     h = hashlib.blake2b(key=key, digest_size=16)
     _feed(h, value)
     return h.hexdigest()

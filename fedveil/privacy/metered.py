@@ -1,4 +1,4 @@
-"""Row gradients whose every look at the rows is in the ledger first, and a trainer that offers nothing else."""
+"""Row gradients that charge the ledger before every look at the rows, and a trainer that offers nothing else."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from fedveil.rng import Stream
 
 @final
 class MeteredRows(RowGradients):
-    """Charges the batches when they are drawn. A batch may be looked at once, and nothing but drawn batches may be.
+    """Charges the ledger when batches are drawn. Only drawn batches can be looked at, and each only once.
 
     Args:
-        rows: the site's own.
+        rows: the site's row gradients.
         claim: what a look costs, and what a record may be charged.
+        ledger: the site's.
         records: the ledger's names of the rows, in the rows' order.
     """
 
@@ -48,7 +49,7 @@ class MeteredRows(RowGradients):
 
     @override
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        """Raises BudgetError before anything is looked at."""
+        """Raises BudgetError before any row is looked at."""
         drawn = self._rows.batches(sampling, steps, rng, skip)
         budget = self._claim.budget
         plan = Plan(1, max(len(drawn), 1), self.batch_size, self.num_examples, budget.neighbours)
@@ -60,13 +61,13 @@ class MeteredRows(RowGradients):
 
     @override
     def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
-        """Raises BudgetError for a batch that was not drawn here, or was used already."""
+        """Raises BudgetError for a batch that was not drawn here or was used before."""
         self._use(batch)
         return self._rows.per_sample(weights, batch)
 
     @override
     def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        """Raises as `per_sample`."""
+        """Raises BudgetError as `per_sample` does."""
         self._use(batch)
         return self._rows.feature(weights, batch)
 
@@ -78,7 +79,7 @@ class MeteredRows(RowGradients):
 
 @final
 class RowsOnly(Trainer):
-    """A trainer of which a method may use the row gradients alone: nothing would account for plain training."""
+    """A trainer that offers row gradients only, because no accountant covers plain training."""
 
     def __init__(self, spec: Spec, rows: RowGradients) -> None:
         self._spec, self._rows = spec, rows
@@ -100,10 +101,10 @@ class RowsOnly(Trainer):
 
     @override
     def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
-        """Refused."""
+        """Raises BudgetError."""
         raise BudgetError("train: expected noisy steps only under a privacy ledger, found plain training")
 
     @override
     def gradient(self, weights: Weights) -> Trained:
-        """Refused."""
+        """Raises BudgetError."""
         raise BudgetError("gradient: expected noisy steps only under a privacy ledger, found a plain gradient")

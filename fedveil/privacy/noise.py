@@ -1,8 +1,8 @@
-"""Gaussian noise from bytes: the operating system's where it protects people, a stream's where a run must repeat.
+"""Gaussian noise made from random bytes: the operating system's to protect people, a stream's to repeat a run.
 
-Formal guarantees: with `os.urandom` the draws are normal up to fp64 rounding, and nobody can replay them. Each is the sum of
-four normal draws, halved, so that the low bits of one output do not tell its inputs apart (Holohan, Braghin 2021). Sums are
-rounded to fp32 after the noise is on; attacks on the rounding itself are outside what is accounted for.
+Formal guarantees: with `os.urandom` the draws are normal up to fp64 rounding, and nobody can replay them. Each draw is
+half the sum of four normal draws, so that the low bits of an output do not reveal its inputs (Holohan, Braghin 2021).
+Sums are rounded to fp32 after the noise is added; the accounting does not cover attacks on the rounding itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SUMMANDS = 4
 
 
 def gaussian(shape: tuple[int, ...], std: float, source: Source) -> Tensor:
-    """fp64 draws from N(0, std^2), on the CPU; zeros for std = 0. Raises ValueError for one that is negative or not finite."""
+    """fp64 draws from N(0, std^2) on the CPU; zeros for std = 0. Raises ValueError for a negative or infinite std."""
     if not 0 <= std < math.inf:
         raise ValueError(f"std: expected a finite number of at least 0, found {std}")
     if std == 0:
@@ -31,12 +31,12 @@ def gaussian(shape: tuple[int, ...], std: float, source: Source) -> Tensor:
 
 
 def added(value: Tensor, std: float, source: Source) -> Tensor:
-    """The value with noise on it, summed in fp64, in the value's dtype and on its device."""
+    """The value plus noise, summed in fp64; the result has the value's dtype and device."""
     return (value.detach().cpu().double() + gaussian(tuple(value.shape), std, source)).to(value.device, value.dtype)
 
 
 def _normal(count: int, source: Source) -> NDArray[np.float64]:
-    """Box and Muller: two uniform numbers of 53 bits make two normal ones."""
+    """The Box-Muller transform: two uniform numbers of 53 bits give two normal ones."""
     pairs = (count + 1) // 2
     words = np.frombuffer(source(16 * pairs), dtype="<u8") >> np.uint64(11)
     radius = np.sqrt(-2 * np.log((words[:pairs] + 1.0) * 2.0**-53))  # in (0, 1]: no logarithm of 0

@@ -1,11 +1,11 @@
-"""The most that a run may cost a record of a site: the claim's own budget, which the site's ledger keeps.
+"""The most that a run may cost a record of a site: the budget of its claim, which the site's ledger enforces.
 
 | case | epsilon |
 |---|---|
-| a run without a claim, or one that only counts | infinite |
-| what leaves the site has no noise yet (`Budget.server_trusted`) | infinite: the site does not have to trust the server |
-| run.deterministic: seeded noise hides nothing | infinite |
-| asked at a delta below the budget's | infinite: nothing was promised there |
+| a run without a claim, or one that only counts its charges | infinite |
+| the site sends values before the noise (`Budget.server_trusted`) | infinite: a site need not trust the server |
+| run.deterministic | infinite: seeded noise hides nothing |
+| `delta` is below the budget's | infinite: the run promises nothing there |
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedveil.privacy.dp_sgd import DpSgd, claim_of
 
 
 def epsilon(method: Method, config: RunConfig, delta: float) -> float:
-    """epsilon at `delta` of everything that the run may ask of a record, under the budget's own neighbouring relation."""
+    """The epsilon at `delta` of all that the run may ask of a record, under the budget's neighbouring relation."""
     claim = claim_of(method, DpSgd.of(config.dp))
     if claim is None or claim.budget.server_trusted or config.run.deterministic or delta < claim.budget.delta:
         return math.inf

@@ -1,4 +1,4 @@
-"""The rows of a site's turn: drawn as the accountant takes them to be drawn."""
+"""The rows of a site's turn, drawn in the way that the accountant assumes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fedveil.rng import Stream
 
 
 def batches(rows: RowGradients, sampling: Sampling, ctx: RoundContext, one: bool) -> list[Batch]:
-    """The batches of a turn: `one`, or those of `rows.steps`. Raises ConfigError for a batch larger than the site.
+    """The batches of a turn: `rows.steps` of them, or `one`. Raises ConfigError for a batch larger than the site.
 
-    Rows are drawn anew where a turn is repeated: amplification is accounted for draws that are independent. With `one` and
-    "disjoint", rounds walk through one epoch: the same order for all of them, each at its own place.
+    A repeated turn draws its rows anew, because the accountant's amplification assumes independent draws. With `one`
+    and "disjoint", consecutive rounds take consecutive batches of one epoch, which has one order for all of them.
     """
     if not one or sampling != "disjoint":
         return rows.batches(sampling, 1 if one else rows.steps, Stream(ctx.noise("rows")(32)))

@@ -1,1 +1,1 @@
-"""What outlives a process: states, audit logs, checkpoints."""
+"""Files that outlive a process: states, checkpoints and audit logs."""

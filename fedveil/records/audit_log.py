@@ -1,4 +1,4 @@
-"""A log of which no line can be changed without its being seen: JSON lines, each with the hash of the one before.
+"""A tamper-evident log: JSON lines, each with the hash of the line before.
 
     {"app":"5f..","event":"admitted","hash":"9c..","n":3,"previous":"a0..","round":0,"time":"2026-01-02T03:04:05+00:00"}
 
@@ -6,20 +6,21 @@
     previous = hash of the line before; 64 zeros in the first
     n        = number of the line, from 0
 
-A line is what this module would write, byte for byte: one more space is found too.
+A line must be what this module would write, byte for byte, so even an added space is found.
 
-Formal guarantees, for a log whose head (number of lines, last hash) somebody else holds, and SHA-256 without collisions:
-- every change of the lines up to that head is found, by whomever it was made.
+Formal guarantees, for a log whose head (number of lines, last hash) somebody else holds, and SHA-256 without
+collisions:
+- every change to the lines up to that head is found, no matter who made it.
 
 | what was done to the file | found without an anchor | found with an anchor |
 |---|---|---|
-| a byte changed, a line dropped from the front or the middle, lines swapped, inserted or doubled | yes | yes |
-| the last lines cut off, or the whole file removed | no: what is left is a whole log | yes, back to the anchor |
-| a line changed and every later hash computed anew | no | yes, up to the anchor |
+| a byte changed, a line removed from the start or the middle, lines swapped, inserted or repeated | yes | yes |
+| the last lines cut off, or the whole file removed | no: the rest is a valid log | yes, back to the anchor |
+| a line changed and every later hash recomputed | no | yes, up to the anchor |
 | the last line torn by a power cut | yes | yes |
 
-An anchor is the text "LINES:HASH" of `head`. The two ends of a federation exchange theirs with every message, so each log
-holds anchors of the other's.
+An anchor is the text "LINES:HASH" of `head`. Server and site exchange their anchors with every message, so each log
+holds anchors of the other.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class Head:
-    """How far a log goes: its number of lines, and the hash of the last."""
+    """The end of a log: its number of lines, and the hash of the last one."""
 
     lines: int = 0
     hash: str = _GENESIS
@@ -63,10 +64,10 @@ class Head:
 
 
 def append(file: Path, event: str, about: Mapping[str, Any]) -> Head:
-    """Adds one line, on the disk when this returns; several processes may. Returns the new head.
+    """Adds one line, which is on the disk when this returns. Several processes may append. Returns the new head.
 
     Raises:
-        StateError: the last line is not whole or not its own hash, or nothing can be written. Nothing is added then.
+        StateError: the last line is torn or does not match its hash, or the file cannot be written. Nothing is added.
     """
     if _OWN & set(about):
         raise StateError(f"audit log: expected names other than {sorted(_OWN)}, found {sorted(_OWN & set(about))}")
@@ -85,12 +86,12 @@ def append(file: Path, event: str, about: Mapping[str, Any]) -> Head:
                 raise StateError(f"{file}: expected to write {len(line)} bytes, wrote {written}; free space")
             os.fsync(log.fileno())
     except OSError as error:
-        raise StateError(f"{file}: expected to write the audit log, found {error}; mend that first") from error
+        raise StateError(f"{file}: expected to write the audit log, found {error}; fix that first") from error
     return Head(before.lines + 1, str(record["hash"]))
 
 
 def head(file: Path) -> Head:
-    """The log's head, from its last line alone; that of an empty log where there is none. Raises StateError."""
+    """The log's head, from its last line alone; the head of an empty log if there is no file. Raises StateError."""
     if not file.exists():
         return Head()
     with file.open("rb") as log:
@@ -101,7 +102,7 @@ def verify(file: Path, anchors: Iterable[Head] = ()) -> Head:
     """Reads the whole log; returns its head.
 
     Raises:
-        StateError: names the first line that is not what it must be, or the anchor that the log does not reach.
+        StateError: a line is wrong, or the log does not reach an anchor; the message names the first such line.
     """
     held = {anchor.lines: anchor for anchor in anchors}
     found = Head()
@@ -118,7 +119,7 @@ def verify(file: Path, anchors: Iterable[Head] = ()) -> Head:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Every line of a log that verifies. Raises StateError as `verify`."""
+    """Every line of the log. Raises StateError for a wrong line, as `verify` does."""
     return [record for record, _ in _chained(file)]
 
 
@@ -132,7 +133,7 @@ def _require(held: Mapping[int, Head], file: Path, found: Head) -> None:
 
 
 def _chained(file: Path) -> Iterator[tuple[dict[str, Any], Head]]:
-    """Lines with the head after each, checked one by one."""
+    """Every line, checked, with the head after it."""
     try:
         log = file.open("rb")
     except OSError as error:
@@ -152,7 +153,7 @@ def _chained(file: Path) -> Iterator[tuple[dict[str, Any], Head]]:
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:
-    """A line that is whole and its own hash."""
+    """The record in a line. Raises StateError unless the line is whole and matches its hash."""
     try:
         record = json.loads(line)
         right = isinstance(record, dict) and set(record) >= _OWN and line == _canonical(record) + b"\n"
@@ -167,7 +168,7 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _last(file: Path, log: Any, end: int) -> Head:
-    """The head of an open log of `end` bytes; the position is at its end afterwards."""
+    """The head of an open log of `end` bytes. Leaves the file position at the end."""
     start, tail = end, b""
     while start and tail.rstrip(b"\n").count(b"\n") == 0:
         step = min(start, _BLOCK)

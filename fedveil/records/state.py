@@ -1,4 +1,4 @@
-"""States on disk: one safetensors file, its scalars as JSON in the file's metadata. Written whole or not at all."""
+"""States on disk: one safetensors file with the scalars as JSON in its metadata, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedveil.errors import StateError
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Writes a file so that a reader, or a crash, sees the old one or the new one. Readable by its owner only."""
+    """Replaces a file so that a reader, or a crash, finds the old or the new one whole. Only its owner can read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -31,7 +31,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def save_state(state: State, path: Path) -> None:
-    """The state as one file."""
+    """Writes the state as one file."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in state.tensors.items()}
     write_atomic(path, save(tensors, {"scalars": json.dumps(dict(state.scalars))}))
 
@@ -47,7 +47,7 @@ def load_state(path: Path) -> State:
 
 
 def digest(weights: Weights) -> str:
-    """SHA-256 of the weights: names, dtypes, shapes and bytes. Equal digests mean bit-identical weights."""
+    """SHA-256 over names, dtypes, shapes and bytes of the weights. Equal digests mean bit-identical weights."""
     h = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name]

@@ -1,1 +1,1 @@
-"""The wire: codecs (one a file), the envelope around them, and the tap that records what the other side could see."""
+"""Codecs (one file each), the envelope around them, and the tap, which records what the other side could see."""

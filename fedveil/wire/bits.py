@@ -1,7 +1,7 @@
 """Bits: a boolean tensor, one bit an entry.
 
 Bytes: entry i, in row-major order, is bit i % 8 (bit 0 is the least significant) of byte i // 8; True is 1. The bits
-after the last entry, at most 7, are 0. Bits per entry: 1, plus less than a byte a tensor.
+after the last entry, at most 7, are 0. Bits per entry: 1, plus less than one byte per tensor.
 
 | case | what happens |
 |---|---|
@@ -26,7 +26,7 @@ from fedveil.errors import WireError
 
 @dataclass(frozen=True)
 class Bits:
-    """Booleans, eight a byte."""
+    """Booleans, eight in a byte."""
 
     @property
     def name(self) -> str:

@@ -2,16 +2,16 @@
 
 Bytes: the scales, then the packed codes.
 
-- Scales: ceil(entries / block) little-endian fp32, finite and not negative; scale j belongs to the entries block * j
-  and up of the flat tensor. The last block may be short.
+- Scales: ceil(entries / block) little-endian fp32, finite and not negative; scale j belongs to the `block` entries of
+  the flat tensor from entry block * j on. The last block may be short.
 - Codes: digits in base L = `levels`, row-major, k to a word; the word of digits c_0 ... c_{k-1} is the number
   c_0 + c_1 L + ... + c_{k-1} L^(k-1), in b = ceil(k log2 L) bits. Word i is bits b i to b i + b - 1 of one string of
   bits, where bit n is bit n % 8 (bit 0 the least significant) of byte n // 8. The last word may hold fewer digits, r;
   it has ceil(r log2 L) bits. The bits after it, at most 7, are 0.
 
-k is at most 11 and b between 8 and 56; among these the pair with the fewest bits per digit, then one whose b is whole
-bytes, then the smallest (`word_of`). Where L is a power of two this is plain packing of log2(L) bits a code. Bits per entry:
-b / k + 32 / block, plus less than a byte a tensor:
+k is at most 11 and b is between 8 and 56. Of these pairs, `word_of` takes the one with the fewest bits per digit; among
+equals one whose b is whole bytes, and then the smallest. Where L is a power of two this is plain packing of log2(L)
+bits a code. Bits per entry: b / k + 32 / block, plus less than one byte per tensor:
 
 | L | 2 | 3 | 4 | 5 | 9 | 15 | 16 | 17 | 33 | 256 |
 |---|---|---|---|---|---|---|---|---|---|---|
@@ -30,7 +30,7 @@ b / k + 32 / block, plus less than a byte a tensor:
 | scale negative, infinite or NaN; a code of L or more; a pad bit that is 1 | WireError, on both ends |
 | decoded tensors | codes are new; scales are a view of the received bytes: not to be written to |
 
-The packed codes are worked off in chunks of about 128 K codes, so beside input and output there are a few MB at most.
+Codes are packed in chunks of about 128 K, so that beside input and output only a few MB are in use.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from fedveil.contract.codec import Buffer, Coded, Value, numel, raw, view
 from fedveil.errors import ConfigError, WireError
 
 _CHUNK_CODES = 1 << 17
-_MAX_DIGITS = 11  # the fewest with which every L is within 2 %
+_MAX_DIGITS = 11  # the smallest limit with which every L is within 2 %
 _MIN_BITS = 8  # 8 words then fill at least 8 bytes, see `_window`
 _MAX_BITS = 56  # a word that starts inside a byte still ends within 64 bits of that byte's start
 
 
 @cache
 def word_of(levels: int) -> tuple[int, int]:
-    """(k, b): k digits in base `levels` fill a word of b bits."""
+    """(k, b): a word of b bits holds k digits in base `levels`."""
     words = [(k, _bits(levels, k)) for k in range(1, _MAX_DIGITS + 1)]
     return min((w for w in words if _MIN_BITS <= w[1] <= _MAX_BITS), key=lambda w: (w[1] / w[0], w[1] % 8 != 0, w[1]))
 
 
 @dataclass(frozen=True)
 class Codes:
-    """Codes below `levels`, and a scale for every `block` of them."""
+    """Codes below `levels`, with a scale for every `block` of them."""
 
     levels: int
     block: int = 256
@@ -134,7 +134,7 @@ def _packed_bytes(count: int, levels: int) -> int:
 
 
 def _rows(levels: int) -> tuple[int, int, int]:
-    """Codes and bytes of a row, which is 8 words and so whole bytes; rows of a chunk."""
+    """(codes in a row, bytes in a row, rows in a chunk). A row is 8 words, and so whole bytes."""
     k, b = word_of(levels)
     return 8 * k, b, _CHUNK_CODES // (8 * k)
 
@@ -167,7 +167,7 @@ def _unpack(packed: NDArray[np.uint8], count: int, levels: int) -> NDArray[np.ui
 
 
 def _to_words(codes: NDArray[np.uint8], levels: int) -> NDArray[np.uint64]:
-    """k digits each, by Horner's rule, in the narrowest integers that hold them."""
+    """Words of k digits, by Horner's rule, computed in the narrowest integers that hold a word."""
     k, b = word_of(levels)
     digits = codes.reshape(-1, k)
     words = digits[:, k - 1].astype(f"u{_width(b)}")
@@ -206,7 +206,7 @@ def _pack_words(words: NDArray[np.uint64], b: int) -> NDArray[np.uint8]:
 
 
 def _unpack_words(packed: NDArray[np.uint8], rows: int, b: int) -> NDArray[np.uint64]:
-    """The words of so many rows; bytes that are missing at the end count as zero."""
+    """The words of `rows` rows; bytes that are missing at the end count as zero."""
     padded = np.zeros(rows * b + 8, dtype=np.uint8)
     padded[: len(packed)] = packed
     words = np.empty(rows * 8, dtype=np.uint64)
@@ -216,5 +216,5 @@ def _unpack_words(packed: NDArray[np.uint8], rows: int, b: int) -> NDArray[np.ui
 
 
 def _window(packed: NDArray[np.uint8], rows: int, b: int, i: int) -> NDArray[np.uint64]:
-    """Of each row of b bytes, the 8 bytes in the first of which word i starts. As b >= 8, none overlaps the next."""
+    """A view of 8 bytes of each row (of b bytes), from the byte in which word i starts. As b >= 8, none overlaps."""
     return np.ndarray((rows,), "<u8", packed, b * i // 8, (b,))

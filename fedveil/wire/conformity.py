@@ -1,4 +1,4 @@
-"""Whether a message is what its layout declares. Every refusal names the field, what was expected and what was found."""
+"""Checks that a message is what its layout declares. Every WireError names the field, the expected and the found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_DIMENSION = 1 << 40
 
 
 def check_names(layout: Layout, direction: Direction, variant: str, names: Any) -> None:
-    """Exactly the fields that the layout declares for this direction and variant."""
+    """Raises WireError unless `names` are exactly the fields declared for this direction and variant."""
     if variant not in layout.variants(direction):
         raise WireError(f"variant: expected one of {layout.variants(direction)}, found {variant!r}")
     declared, found = layout.fields_of(direction, variant), list(names)
@@ -27,7 +27,7 @@ def check_names(layout: Layout, direction: Direction, variant: str, names: Any) 
 
 
 def check_shape(name: str, declared: tuple[int | None, ...], found: tuple[int, ...]) -> None:
-    """The declared shape, None standing for any length up to 2**40."""
+    """Raises WireError unless `found` is the declared shape, in which None stands for any length up to 2**40."""
     if (
         any(f > _MAX_DIMENSION for f in found)
         or len(found) != len(declared)
@@ -37,7 +37,7 @@ def check_shape(name: str, declared: tuple[int | None, ...], found: tuple[int, .
 
 
 def check_scalars(layout: Layout, direction: Direction, found: Mapping[str, Any]) -> None:
-    """Exactly the declared words, each one of its choices."""
+    """Raises WireError unless `found` has exactly the declared words, each with one of its choices."""
     declared = {word.name: word.choices for word in layout.scalars if word.direction == direction}
     if set(found) != set(declared):
         raise WireError(f"scalars: expected {sorted(declared)}, found {sorted(found)}")
@@ -47,7 +47,7 @@ def check_scalars(layout: Layout, direction: Direction, found: Mapping[str, Any]
 
 
 def check_report(report: Mapping[str, Any]) -> None:
-    """Names of REPORT_FIELDS only, and finite numbers."""
+    """Raises WireError unless all names are in REPORT_FIELDS and all values are finite numbers."""
     for name, value in report.items():
         if name not in REPORT_FIELDS:
             raise WireError(f"report {name}: expected one of {sorted(REPORT_FIELDS)}, found another")

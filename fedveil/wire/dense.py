@@ -1,4 +1,4 @@
-"""Dense: a tensor as it is.
+"""Dense: the plain entries of a tensor.
 
 Bytes: the entries in row-major order, each in the dtype's own little-endian form (IEEE 754 binary32 or binary16, or
 bfloat16); no header, no padding. Bits per entry: 32 for float32, 16 for float16 and bfloat16, exactly.
@@ -9,9 +9,9 @@ bfloat16); no header, no padding. Bits per entry: 32 for float32, 16 for float16
 | 0-d tensor | one entry |
 | non-contiguous input | copied once, in row-major order of the view |
 | CUDA tensor | copied to the CPU once; decoded tensors lie on the CPU |
-| contiguous CPU tensor | no copy: the part is a view of it |
+| contiguous CPU tensor | not copied: the encoded part is a view of it |
 | NaN, infinities, -0.0, subnormals | every bit is kept |
-| another dtype | WireError; nothing is cast here |
+| another dtype | WireError; the codec does not cast |
 | decoded tensor | a view of the received bytes: not to be written to |
 """
 
@@ -30,7 +30,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Dense:
-    """Entries of one floating-point dtype, without a copy where that is possible."""
+    """Entries of one floating-point dtype, not copied if that is possible."""
 
     dtype: torch.dtype = torch.float32
 
@@ -66,7 +66,7 @@ class Dense:
             raise WireError(f"expected a {_word(self.dtype)} tensor, found {type(value).__name__}")
         if value.dtype != self.dtype:
             raise WireError(
-                f"expected dtype {_word(self.dtype)}, found {_word(value.dtype)}; cast it, or declare Dense of that dtype"
+                f"expected dtype {_word(self.dtype)}, found {_word(value.dtype)}; cast it, or declare that dtype"
             )
         return value
 

@@ -7,8 +7,8 @@
     ...        each field's bytes, at the next multiple of 8, in the header's order
 
 The header names method, version, round, direction, variant, the layout's digest, and each field's name, codec, shape,
-size and xxh3-64. A receiver refuses what does not match its own layout, and names the field. The checksums find
-accidents; against an adversary on the line stands TLS.
+size and xxh3-64. A receiver refuses what does not match its own layout, and names the field. The checksums detect
+accidents; TLS protects against an adversary on the line.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fedveil.errors import WireError
 from fedveil.wire import conformity
 from fedveil.wire import header as header_
 
-_BLOCK_BYTES = 1 << 22  # stays in cache between the checksum and the norm
+_BLOCK_BYTES = 1 << 22  # such a block stays in cache from the checksum to the norm
 _PARALLEL_BYTES = 8 << 20  # below this a thread costs more than it saves
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="fedveil-wire")
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """What both ends must agree on before a byte of a field is looked at."""
+    """What both ends must agree on before the receiver reads a field."""
 
     method: str
     version: int
@@ -59,12 +59,12 @@ class Message:
 
     Attributes:
         payload: the fields; tensors may be views of the received bytes.
-        num_examples: as found; None on the way down. Not yet judged.
-        report: figures the client reports, names checked, values as found.
+        num_examples: as received, not yet checked; None on the way down.
+        report: figures that the client reports; names and values are checked.
         field_bytes: raw bytes by field name.
-        disclosed: what it says to whoever sees it, as `describe` has it.
-        norms: Euclidean norm of each floating-point field, taken while its checksum was; not finite where a value is
-            not, or where the squares overflow.
+        disclosed: what the message discloses, in the form of `describe`.
+        norms: Euclidean norm of each floating-point field, computed along with its checksum. It is not finite if a
+            value is not finite or the squares overflow.
     """
 
     payload: Payload
@@ -81,7 +81,7 @@ class Message:
 
 
 def digest(layout: Layout) -> str:
-    """16 hex digits that two ends share exactly when their layouts are the same."""
+    """16 hex digits, equal on two ends if and only if their layouts are equal."""
     lines = sorted(f"{f.direction} {f.name} {f.codec.name} {tuple(f.shape)} {f.variants}" for f in layout.fields)
     lines += sorted(f"{word.direction} {word.name} {word.choices}" for word in layout.scalars)
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
@@ -94,17 +94,17 @@ def pack(
     num_examples: int | None = None,
     report: Mapping[str, float] | None = None,
 ) -> bytes:
-    """The message as bytes. Raises WireError for a payload that is not as the layout declares it."""
+    """The message as bytes. Raises WireError for a payload that the layout does not declare."""
     return b"".join(packed(layout, stamp, payload, num_examples, report).parts)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A message that is about to leave.
+    """A message to be sent.
 
     Attributes:
-        parts: to be joined. Dense fields are views of the payload's tensors: nothing is copied.
-        disclosed: what it says to whoever sees it, as `describe` has it.
+        parts: to be joined. Dense fields are views of the payload's tensors, not copies.
+        disclosed: what the message discloses, in the form of `describe`.
     """
 
     parts: list[Buffer]
@@ -118,7 +118,7 @@ def packed(
     num_examples: int | None = None,
     report: Mapping[str, float] | None = None,
 ) -> Packed:
-    """As `pack`, in parts."""
+    """The same message as from `pack`, in parts."""
     declared = layout.fields_of(stamp.direction, payload.variant)
     conformity.check_names(layout, stamp.direction, payload.variant, payload.fields)
     conformity.check_scalars(layout, stamp.direction, payload.scalars)
@@ -159,9 +159,9 @@ def _header(
 
 
 def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
-    """The message that `data` holds, if it is the one that `stamp` and `layout` say.
+    """The message in `data`, which must have this stamp and layout.
 
-    No field is copied: dense fields are views of `data`, which must stay alive and unchanged.
+    No field is copied: dense fields are views of `data`, which must not change.
 
     Raises:
         WireError: names the field, what was expected and what was found.
@@ -198,7 +198,7 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
 
 
 def _read_field(job: tuple[memoryview, Field, list[Any]]) -> tuple[Value, float | None]:
-    """The value of one field, and its norm if it is floating-point; every byte is read once for both and the checksum."""
+    """The value of one field, and its norm if it is floating-point. One pass reads the bytes for checksum and norm."""
     data, declared, (name, codec_name, shape, _, checksum) = job
     shape = tuple(shape)
     if codec_name != declared.codec.name:
@@ -236,7 +236,7 @@ def _expect(key: str, expected: object, found: object) -> None:
 
 
 def _explain_layout(layout: Layout, direction: Direction, header: Mapping[str, Any]) -> None:
-    """Raises with the first field that differs, where the difference is in the fields sent."""
+    """Raises WireError naming the first field that differs, if the difference is in the fields that were sent."""
     variant = header["variant"]
     if variant in layout.variants(direction):
         conformity.check_names(layout, direction, variant, [entry[0] for entry in header["fields"]])
@@ -248,9 +248,10 @@ def _explain_layout(layout: Layout, direction: Direction, header: Mapping[str, A
 
 
 def describe(data: Buffer) -> dict[str, Any]:
-    """What a message discloses, from its header alone: for the ledger.
+    """What a message discloses, from its header alone, for the run folder's disclosure.jsonl.
 
-    Returns bytes (the whole message), payload_bytes, variant, fields as [name, codec, shape, bytes], scalars.
+    Returns the keys bytes (of the whole message), payload_bytes, variant, scalars, and fields as [name, codec, shape,
+    bytes].
     """
     whole = memoryview(data).cast("B")
     header, _ = header_.read(whole)

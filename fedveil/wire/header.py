@@ -1,4 +1,4 @@
-"""The envelope's header, as its receiver finds it. Without torch, for those who hand a message on and do not decode it."""
+"""Reading the envelope's header. Imports no torch, for processes that pass a message on without decoding it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedveil.errors import WireError
 
 MAGIC = b"FVL1"
 PREFIX = 16
-_MAX_HEADER = 16 << 20  # decompressed; a million fields would need more
+_MAX_HEADER = 16 << 20  # bytes when decompressed; only a million fields would need more
 
 
 def read(whole: memoryview) -> tuple[dict[str, Any], int]:
-    """The header that a message begins with, and the offset of what follows. Raises WireError."""
+    """The header at the beginning of a message, and the offset of the first field. Raises WireError."""
     if len(whole) < PREFIX or whole[:4] != MAGIC:
         raise WireError(f"message: expected the magic {MAGIC!r}, found {bytes(whole[:4])!r} in {len(whole)} bytes")
     length = int.from_bytes(whole[4:8], "little")
@@ -25,7 +25,7 @@ def read(whole: memoryview) -> tuple[dict[str, Any], int]:
     if len(header) < length:
         raise WireError(f"header: expected {length} bytes, found {len(header)}: the message is truncated")
     if xxhash.xxh3_64_digest(header)[::-1] != whole[8:16]:
-        raise WireError("header: checksum expected and found differ: the message was damaged on the way")
+        raise WireError("header: expected the checksum of its bytes, found another: the message was damaged on the way")
     inflate = zlib.decompressobj()
     try:
         text = inflate.decompress(header, _MAX_HEADER)
@@ -62,7 +62,7 @@ def _check_entries(entries: Any) -> None:
 
 
 def of_slices(slices: Iterable[bytes]) -> dict[str, Any]:
-    """The header of a message in slices, of which no more are asked for than it takes. Raises WireError."""
+    """The header of a message in slices; reads only as many slices as it needs. Raises WireError."""
     whole = bytearray()
     for part in slices:
         whole += part

@@ -1,4 +1,4 @@
-"""Dense payloads: the part that every method writes the same way."""
+"""Dense payloads: functions that most methods share."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def dense_fields(
     when: str = "always",
     prefix: str = "",
 ) -> tuple[Field, ...]:
-    """One dense field a tensor of `spec`."""
+    """One dense field for each tensor of `spec`."""
     codec = Dense(getattr(torch, dtype))
     return tuple(Field(prefix + n, direction, codec, t.shape, "weight", variants, when) for n, t in spec.items())
 
 
 def cast_to(weights: Mapping[str, Tensor], dtype: WireDtype) -> dict[str, Tensor]:
-    """The weights in the wire's dtype; the same tensors where they have it already."""
+    """The weights in the wire's dtype; the same tensors if they have it already."""
     return {name: w.to(getattr(torch, dtype)) for name, w in weights.items()}
 
 

@@ -1,15 +1,15 @@
 """Seeded: a key in place of a Bernoulli mask.
 
-Bytes: the 32 bytes of the key, as they are. Both ends expand them to the same mask, entries in row-major order, by
-`fedveil.rng.Stream.bernoulli` under the key (AES-256 in counter mode, a byte an entry and 4 more for one in 256). Bits per
-entry: 256 / entries of the mask, against 1 for `Bits`.
+Bytes: the 32 bytes of the key. Both ends expand them to the same mask, entries in row-major order, by
+`fedveil.rng.Stream.bernoulli` under the key (AES-256 in counter mode; one byte an entry, and 4 more for one entry in
+256). Bits per entry: 256 / entries of the mask, against 1 for `Bits`.
 
-The value is the key alone, so its shape is (32,) whatever the mask's; who expands it says which shape the mask has.
-Whoever sees the key knows the mask: send it only where the mask is not what protects.
+The value is the key alone, so its shape is (32,) for a mask of any shape; the caller of `expand` names the mask's
+shape. Whoever sees the key knows the mask, so send a key only where the mask need not be secret.
 
 | case | what happens |
 |---|---|
-| empty mask | 32 bytes all the same; `expand` gives an empty tensor |
+| empty mask | still 32 bytes; `expand` gives an empty tensor |
 | 0-d mask | one draw |
 | keep = 0, keep = 1 | all False, all True, exactly |
 | non-contiguous or CUDA tensor | WireError: a mask is not a key; draw a key and expand it |
@@ -32,7 +32,7 @@ KEY_BYTES = 32
 
 
 def expand(key: bytes, keep: float, shape: tuple[int, ...]) -> Bool[Tensor, "..."]:
-    """The mask behind a key: each entry True with probability `keep`, the same on every machine."""
+    """The mask that a key stands for: each entry is True with probability `keep`, and equal on every machine."""
     return Stream(key).bernoulli(keep, shape)
 
 
@@ -48,7 +48,7 @@ class Seeded:
 
     @property
     def name(self) -> str:
-        """Such as "seeded keep 0.25"; every digit of `keep`, since one changes masks."""
+        """Such as "seeded keep 0.25", with every digit of `keep`, because each of them changes masks."""
         return f"seeded keep {float(self.keep)!r}"
 
     def encode(self, value: Value) -> list[Buffer]:

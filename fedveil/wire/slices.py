@@ -1,4 +1,4 @@
-"""A message in slices, so that nobody on its way has to hold it whole a second time."""
+"""A message in slices, so that no process on its way has to hold a second whole copy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from fedveil.errors import WireError
 
 if TYPE_CHECKING:
-    from fedveil.contract.codec import Buffer  # the client's thin process imports this file, and no torch
+    from fedveil.contract.codec import Buffer  # not at run time: the client's thin process must not import torch
 
-# Below Flower's own unit of transport (5 MB), so that an array is one object and is not cut again; above the threshold
-# at which console/launch.py has freed memory go back to the system.
+# Below Flower's own unit of transport (5 MB), so that Flower does not cut an array again; above the threshold
+# (MALLOC_MMAP_THRESHOLD_ in console/flower/processes.py) from which freed memory goes back to the system.
 SLICE_BYTES = 5 << 18
 STYPE = "fedveil.slice/1"
 
@@ -22,7 +22,7 @@ def name(index: int) -> str:
 
 
 def sliced(parts: Iterable[Buffer], size: int = SLICE_BYTES) -> Iterator[bytes]:
-    """The bytes of all parts in slices of `size`, the last one shorter. Parts are asked for one at a time."""
+    """The bytes of all parts in slices of `size`; the last one may be shorter. Reads one part at a time."""
     pending = bytearray()
     for part in parts:
         view = memoryview(part).cast("B") if len(part) else memoryview(b"")
@@ -38,14 +38,14 @@ def sliced(parts: Iterable[Buffer], size: int = SLICE_BYTES) -> Iterator[bytes]:
 
 
 def drained(parts: list[Buffer]) -> Iterator[Buffer]:
-    """Each part in turn; the list forgets it as it is handed out."""
+    """Each part in turn, removed from the list before it is handed out."""
     parts.reverse()
     while parts:
         yield parts.pop()
 
 
 def gathered(slices: Iterable[Buffer], total: int) -> bytearray:
-    """The message whole. Raises WireError where the slices are not `total` bytes together."""
+    """The whole message. Raises WireError unless the slices have `total` bytes together."""
     whole, filled = bytearray(total), 0
     for part in slices:
         end = filled + len(part)
@@ -60,7 +60,7 @@ def gathered(slices: Iterable[Buffer], total: int) -> bytearray:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Keys of a record, in the order of their slices. Raises WireError where they are not slices 0, 1, 2, ..."""
+    """Keys of a record, in the order of their slices. Raises WireError unless they are slices 0, 1, 2, ..."""
     found = sorted(names)
     if not found or found != [name(i) for i in range(len(found))]:
         raise WireError(f"message: expected slices {name(0)}, {name(1)}, ..., found {found[:4] or 'none'}")

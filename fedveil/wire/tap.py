@@ -1,10 +1,10 @@
-"""The tap: exactly the bytes that the other side could see, as they crossed the wire.
+"""The tap records the bytes that crossed the wire, and so exactly what the other side could see.
 
-    <folder>/index.jsonl            a line a message: round, attempt, site, direction, file, accepted
+    <folder>/index.jsonl            one line a message: round, attempt, site, direction, file, accepted
     <folder>/00003.0.site-1.up      the message, byte for byte
 
-Off unless `run.tap` is set: it stores what was seen, so it is as sensitive as the messages were. Attacks read a tap and
-their declared knowledge, nothing else.
+It is off unless `run.tap` is set, for a tap is as sensitive as the messages. Attacks read a tap and the knowledge that
+they declare, and nothing else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tap:
     def write(
         self, data: Buffer, round_: int, attempt: int, site: str, direction: Direction, accepted: bool | None = None
     ) -> None:
-        """Appends one message. The folder is made on the first one, readable by its owner only."""
+        """Appends one message. The first one creates the folder, which only its owner can read."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         safe_site = re.sub(r"[^A-Za-z0-9_.-]", "_", site)
         seen = Seen(round_, attempt, site, direction, f"{round_:05d}.{attempt}.{safe_site}.{direction}", accepted)
@@ -50,7 +50,7 @@ class Tap:
             index.write(json.dumps(asdict(seen)) + "\n")
 
     def messages(self) -> Iterator[Seen]:
-        """Every message, in the order recorded. Raises StateError where there is no tap."""
+        """Every message, in the order recorded. Raises StateError if there is no tap."""
         index = self.folder / "index.jsonl"
         if not index.is_file():
             raise StateError(f"{self.folder}: expected a tap (index.jsonl), found none; run with run.tap = true")

@@ -18,6 +18,7 @@ from fedveil.config import parse
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.contract.spec import TensorSpec
+from fedveil.errors import WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.records.state import digest
@@ -74,7 +75,7 @@ def as_upload(exchange: Exchange, up: bytes, ctx: RoundContext) -> Upload:
 
 
 class Watched:
-    """One deterministic run: all that left either side, all that stayed at sites, and who asked its context for draws."""
+    """One deterministic run: all messages, all private states, and which side asked its context for draws."""
 
     def __init__(self, exchange: Exchange, seed: int, folder: Path, monkeypatch) -> None:
         run = federation(exchange, seed=seed)
@@ -298,8 +299,6 @@ def test_the_tap_holds_exactly_what_crossed_the_wire(exchange, tmp_path):
 
 
 def test_undeclared_field_cannot_be_packed(exchange):
-    from fedveil.errors import WireError
-
     server = start(exchange)
     payload = exchange.method.broadcast(server, RoundContext(0, "a", True, SECRET))
     smuggled = Payload({**payload.fields, "patients": torch.zeros(3)}, payload.variant, payload.scalars)

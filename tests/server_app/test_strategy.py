@@ -19,7 +19,7 @@ from fedveil.contract.layout import Field, Layout, Payload
 from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, QuorumError, StateError
 from fedveil.federation.exchange import Exchange
-from fedveil.records.state import digest
+from fedveil.records.state import digest, load_state
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
@@ -170,7 +170,10 @@ BAD = {
     "nan": (repacked(replace(value=NAN)), r"h.1.lora_A: expected finite values, found nan at entry 0 \(14 in all\)"),
     "inf": (repacked(replace(value=-NAN.nan_to_num(math.inf))), "expected finite values, found -inf"),
     "shape": (repacked(replace(value=torch.zeros(7, 2))), r"h.1.lora_A: expected shape \(2, 7\), found \(7, 2\)"),
-    "dtype": (repacked(replace(value=torch.zeros(2, 7, dtype=torch.float16))), "expected 'dense float32', found 'dense float16'"),
+    "dtype": (
+        repacked(replace(value=torch.zeros(2, 7, dtype=torch.float16))),
+        "expected 'dense float32', found 'dense float16'",
+    ),
     "name": (repacked(replace(name="patients", value=torch.zeros(2))), "patients: expected no such field"),
     "missing": (repacked(replace(drop=True)), "h.1.lora_A: expected this field up"),
     "zero examples": (repacked(num_examples=0), "num_examples: expected a whole number from 1 to 100000000, found 0"),
@@ -182,7 +185,10 @@ BAD = {
     "truncated": (rebuilt(lambda d: d[:-40]), "message: expected .* bytes as its header declares, found"),
     "ten times the size": (rebuilt(lambda d: d * 10), "message: expected .* bytes as its header declares, found"),
     "flipped bit": (rebuilt(flip), "expected checksum .* the field was damaged"),
-    "no record": (lambda m, r: Message(RecordDict({"x": ArrayRecord()}), reply_to=m), "reply: expected the record fedveil, found"),
+    "no record": (
+        lambda m, r: Message(RecordDict({"x": ArrayRecord()}), reply_to=m),
+        "reply: expected the record fedveil, found",
+    ),
     "foreign array": (
         lambda m, r: Message(RecordDict({"fedveil": in_slices(b"x", "numpy.ndarray")}), reply_to=m),
         "reply: expected arrays of type fedveil.slice/1",
@@ -295,7 +301,6 @@ def test_run_folder_holds_metrics_ledger_checkpoint_and_final_weights(grid, task
         assert line["payload_bytes"] == sum(4 * torch.Size(SHAPES[n]).numel() for n in names)
     tap = Tap(tmp_path / "run" / "tap")
     assert sum(len(tap.read(m)) for m in tap.messages()) == sum(x["bytes"] for x in ledger)
-    from fedveil.records.state import load_state
 
     final = load_state(tmp_path / "run" / "final" / "server.safetensors")
     assert digest(final.tensors) == digest(result.arrays.to_torch_state_dict()) == metrics[-1]["weights"]

@@ -370,7 +370,7 @@ def test_the_gradient_is_taken_at_what_residual_forwards(residual, monkeypatch):
     ],
 )
 def test_the_honest_epsilons_of_the_nominal_noise(nominal, row):
-    """One release; u and v; the same under replace-one; with p_G (mode paper); and clipped by batch (mode code, u and v)."""
+    """One release; u and v; the same under replace-one; with p_G (mode paper); clipped by batch (mode code: u, v)."""
     size, rounds, delta = 32, 100, 1e-5
     paper, code = (make(mode=m, epsilon=nominal, sampling="disjoint", rounds=rounds) for m in ("paper", "code"))
     plan = Plan(rounds, 1, size, size, REPLACE)

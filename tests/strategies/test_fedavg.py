@@ -3,6 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
 from fedveil import rng
 from fedveil.adapters.all_weights import AllWeights
@@ -65,9 +67,6 @@ def test_client_trains_from_the_server_s_weights(lora_spec, lora_weights):
 
 
 def test_agrees_with_flower_s_own_fedavg():
-    from flwr.app import ArrayRecord, MetricRecord, RecordDict
-    from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
-
     generator = torch.Generator().manual_seed(161803)
     weights = [torch.randn(5, 3, generator=generator) for _ in range(4)]
     counts = [31, 4, 159, 26]

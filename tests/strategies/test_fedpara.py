@@ -164,7 +164,7 @@ def test_the_private_pair_goes_on_where_it_was():
 
 
 def test_the_private_pair_is_on_no_wire(tmp_path):
-    """Neither a field of it nor its bytes, in either direction, over the whole run; the shared pair's bytes are there."""
+    """No message of the run has a field for it or its bytes; the shared pair's bytes are in the messages."""
     tap = Tap(tmp_path)
     run = federation(FedPara(ADAPTERS["product"]), rounds=8, tap=tap)
     trained: list[dict[str, bytes]] = []

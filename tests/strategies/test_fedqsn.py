@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log2, prod
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_nothing_hidden_is_fedavg_bit_for_bit(update):
 @pytest.mark.parametrize("quantiser,bits", [("nf_sym", 2), ("absmax", 4)])
 @pytest.mark.parametrize("update", ["delta", "replace"])
 def test_on_the_tap(tmp_path, targets, quantiser, bits, update):
-    """Exact zeros in masked columns, levels elsewhere, and nothing of a server-masked column for anyone in any round."""
+    """Masked columns are exact zeros, the others are levels, and no client ever gets a server-masked column."""
     method = FedQSN(0.3, 0.3, targets, quantiser=quantiser, bits=bits, embeddings="quantised", update=update)
     run = federation(method, tap=Tap(tmp_path))
     run.run()
@@ -127,7 +128,7 @@ CTX = RoundContext(0, "a", True, SECRET)
 
 
 def test_eq_5_by_hand():
-    """Two clients with 1 and 3 examples; of three columns both saw the first, the second client the second, none the third."""
+    """Two clients with 1 and 3 examples: both saw the first column, the second client the second, neither the third."""
     spec = {"w": TensorSpec((3,), place=Place("linear", "w", 0, closes=True))}
     method = FedQSN(0.0, 0.5, quantiser="none")
     state = method.init(spec, {"w": torch.tensor([10.0, 20.0, 30.0])}, rng.initial(0, "x"))
@@ -322,9 +323,7 @@ def gpt2_medium_spec():
 
 
 def formula(method, spec, columns) -> int:
-    """Codes at log2(5) bits, 4 bytes for 256 of them, a bit a masked layer's column, 4 bytes for the unprotected rest."""
-    from math import log2, prod
-
+    """Codes at log2(5) bits, 4 bytes for 256 of them, a bit for each masked column, 4 bytes for each other entry."""
     masked, total = method._veil(spec, "down").masked, 0.0
     for layer in {p.columns: spec[n].shape[p.axis] for n, p in masked.items()}.values():
         total += layer / 8

@@ -8,17 +8,20 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.adapters.all_weights import AllWeights
 from fedveil.algebra.factors import of_factor
+from fedveil.algebra.quantise import Quantiser
 from fedveil.config import parse
+from fedveil.contract.codec import Coded
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, StateError, WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.strategies import create
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.strategies.fedrand import FedRand
+from fedveil.wire.envelope import Stamp, pack
 from fedveil.wire.tap import Tap
 from tests.conftest import ToyTrainer, aggregated
 
@@ -235,7 +238,6 @@ def test_selected_downlink_announces_every_round(lora_spec, lora_weights):
 
 def test_forged_announcement_is_refused(lora_spec, lora_weights):
     exchange = Exchange(FedRand(downlink="selected"), "fedrand", lora_spec)
-    from fedveil.wire.envelope import Stamp, pack
 
     fields = of_factor(lora_weights, "A")
     with pytest.raises(WireError, match=r"next_factor: expected one of \('A', 'B'\), found 'C'"):
@@ -261,9 +263,9 @@ def test_bad_fields_are_refused_by_name(fields, match):
 
 def test_weights_without_factors_are_refused():
     with pytest.raises(ConfigError, match="expected a LoRA factor"):
-        FedRand().init({"wte.weight": AllWeights}, {}, rng.initial(0, "x"))  # type: ignore[dict-item]
+        FedRand().init({"wte.weight": TensorSpec((2, 3))}, {}, rng.initial(0, "x"))
     with pytest.raises(ConfigError, match="expected both LoRA factors"):
-        FedRand().init({"m.lora_A": None}, {}, rng.initial(0, "x"))  # type: ignore[dict-item]
+        FedRand().init({"m.lora_A": TensorSpec((2, 3))}, {}, rng.initial(0, "x"))
 
 
 def test_staying_alone_with_one_client_and_full_sharing_equals_fedavg(lora_spec, lora_weights):
@@ -277,9 +279,6 @@ def test_staying_alone_with_one_client_and_full_sharing_equals_fedavg(lora_spec,
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_uploads_as_codes(bits, lora_spec, lora_weights):
     """Only levels leave; the server folds what they stand for; what the client keeps is not rounded."""
-    from fedveil.algebra.quantise import Quantiser
-    from fedveil.contract.codec import Coded
-
     method = FedRand(rho=1.0, upload_bits=bits)
     exchange = Exchange(method, "fedrand", lora_spec)
     server = method.init(lora_spec, lora_weights, rng.initial(0, "x"))

@@ -15,6 +15,7 @@ from fedveil.federation.inprocess import Federation
 from fedveil.server_app.distillation import Distillation
 from fedveil.strategies.fedsp import FedSP
 from fedveil.wire.envelope import Stamp, unpack
+from fedveil.wire.tap import Tap
 from tests.conftest import ToyTrainer, aggregated
 
 CTX = RoundContext(0, "a", True, bytes(32))
@@ -122,8 +123,6 @@ def test_distillation_brings_the_hidden_states_together(proxy, model):
 
 
 def test_nothing_of_the_other_layers_leaves_the_server(config, proxy, model, tmp_path):
-    from fedveil.wire.tap import Tap
-
     method = FedSP(distil_steps=0, adapter=proxy.adapter)
     exchange = Exchange(method, "fedsp", proxy.spec)
     server = method.init(proxy.spec, proxy.initial(rng.initial(0, "w")), rng.initial(0, "x"))

@@ -13,11 +13,14 @@ from fedveil.client_app import app as client
 from fedveil.client_app import turn
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.worker import link
+from fedveil.config import parse
 from fedveil.contract.budget import Neighbours, Plan
 from fedveil.contract.method import RoundContext
 from fedveil.errors import BudgetError, ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy import accounting
+from fedveil.server_app.app import prepare
+from fedveil.server_app.record import RunFolder
 from tests.prompt_toy import LENGTH, PromptTask, examples
 
 FIELDS = {"rank": 3, "adapter": {"length": LENGTH}, "noise_local": 20.0, "noise_global": 20.0, "sampling": "disjoint"}
@@ -100,10 +103,6 @@ def test_the_server_learns_why():
 
 
 def test_a_server_refuses_a_deterministic_run_with_an_epsilon_before_it_contacts_anybody(tmp_path):
-    from fedveil.config import parse
-    from fedveil.server_app.app import prepare
-    from fedveil.server_app.record import RunFolder
-
     config = parse(
         {
             "run.deterministic": True,

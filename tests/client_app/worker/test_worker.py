@@ -1,4 +1,4 @@
-"""The warm worker: a process of its own, real gRPC on its socket, a toy task (tests/server_app/toy_task.py) in a copied app."""
+"""The worker as a real process: gRPC on its socket, and a toy task (tests/server_app/toy_task.py) in a copied app."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedveil.client_app.worker import cards, link
 from fedveil.client_app.worker.cards import Folder
 from fedveil.client_app.worker.owner import Owner
 from fedveil.config import parse
-from fedveil.contract.method import RoundContext
+from fedveil.contract.method import RoundContext, State
 from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, WorkerError
 from fedveil.federation.exchange import Exchange
@@ -136,10 +136,12 @@ def test_a_warm_turn_is_the_turn_of_a_fresh_process_bit_for_bit_and_loads_nothin
     bench.orders(load=0.5)
     warm = [bench.turn(r) for r in range(3)]
     code = (
-        "import sys; from pathlib import Path; from fedveil.client_app.site.assignment import Assignment; from client_app import app;"
+        "import sys; from pathlib import Path; from fedveil.client_app.site.assignment import Assignment;"
+        "from client_app import app;"
         "text, *messages = [Path(p).read_bytes() for p in sys.argv[2:]];"
         "[Path(sys.argv[1], str(i)).write_bytes(b''.join(app._in_this_process(iter([m]), "
-        'Assignment.from_json(text.decode().replace(\'"round": 0, "is_new": true\', f\'"round": {i}, "is_new": {str(i == 0).lower()}\')))))'
+        "Assignment.from_json(text.decode().replace("
+        '\'"round": 0, "is_new": true\', f\'"round": {i}, "is_new": {str(i == 0).lower()}\')))))'
         " for i, m in enumerate(messages)]"
     )
     cold = bench.assignment()
@@ -148,7 +150,8 @@ def test_a_warm_turn_is_the_turn_of_a_fresh_process_bit_for_bit_and_loads_nothin
     for file, content in zip(files, [cold.to_json().encode(), *map(bench.message, range(3))], strict=True):
         file.write_bytes(content)
     (tmp_path / "out").mkdir()
-    subprocess.run([sys.executable, "-P", "-c", code, tmp_path / "out", *files], env={**os.environ, "PYTHONPATH": str(bench.app)}, check=True)  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(bench.app)}
+    subprocess.run([sys.executable, "-P", "-c", code, tmp_path / "out", *files], env=environment, check=True)
     assert warm == [(tmp_path / "out" / str(i)).read_bytes() for i in range(3)]
     assert bench.private() == (tmp_path / "cold" / "first" / "north" / "private.safetensors").read_bytes()
     first, *later = bench.lines()
@@ -340,7 +343,8 @@ def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(ben
     bench.turn(0)
     before, (worker,) = bench.private(), bench.workers()
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    with pytest.raises(link.TurnError, match=r"next.safetensors: expected to write the private state, found .*; free space") as error:  # fmt: skip
+    message = r"next.safetensors: expected to write the private state, found .*; free space"
+    with pytest.raises(link.TurnError, match=message) as error:
         bench.turn(1)
     assert error.value.kind == "StateError"
     assert bench.private() == before
@@ -352,8 +356,6 @@ def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(ben
 
 
 def test_a_turn_whose_upload_was_never_whole_commits_nothing(tmp_path):
-    from fedveil.contract.method import State
-
     store = PrivateStore.of(tmp_path, "run", "north")
     store.prepare(State({"w": torch.ones(2)}, {}))
     assert store.load() is None
@@ -440,7 +442,8 @@ def test_a_turn_whose_caller_has_gone_is_given_up(bench):
         status = channel.unary_unary("/fedveil.Worker/Status")
         assert until(lambda: json.loads(status(b""))["state"] == "training")
         shown = json.loads(status(b""))
-        assert {k: shown[k] for k in ("run", "round", "steps", "model")} == {"run": "first", "round": 0, "steps": 1000, "model": "toy-base"}  # fmt: skip
+        expected = {"run": "first", "round": 0, "steps": 1000, "model": "toy-base"}
+        assert {k: shown[k] for k in expected} == expected
         assert shown["step"] >= 1
         assert shown["tokens_per_second"] == 200
         assert shown["memory_mb"] > 50

@@ -41,7 +41,7 @@ def test_what_is_masked_never_gets_in_not_even_nan():
 @pytest.mark.parametrize("count", [0, 2, 4])
 def test_another_number_of_values_is_refused(count):
     mask = torch.tensor([[True, False], [True, True]])
-    with pytest.raises(WireError, match=rf"h.w: expected 3 values, one for every one of its mask, found {count}"):
+    with pytest.raises(WireError, match=rf"h.w: expected 3 values, as many as its mask has ones, found {count}"):
         masks.unpack("h.w", torch.ones(count), mask)
 
 

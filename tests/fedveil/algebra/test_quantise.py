@@ -69,7 +69,7 @@ TABLES: list[torch.Tensor] = []
 
 @pytest.mark.parametrize("table,bits", ALL)
 def test_as_bitsandbytes_with_our_table(table, bits):
-    """Up to entries about halfway between two levels: one in ten thousand, and for many levels their CPU code is coarser."""
+    """Except for entries about halfway between two levels: one in 10,000, more where the CPU's code is coarser."""
     how = Quantiser(table, bits)
     x = torch.randn(256 * 400, generator=torch.Generator().manual_seed(7))
     code = torch.tensor([*how.levels, *[1.0] * (256 - len(how.levels))])

@@ -64,7 +64,7 @@ def test_frozen_entries_stay_and_count_for_no_clipping():
 
 
 def test_noise_has_its_standard_deviation():
-    """z C eta / B = 3 * 2 * 0.5 / 2 a step and two steps: 1.5 sqrt 2. 5 standard errors of the deviation, seed fixed."""
+    """z C eta / B = 3 * 2 * 0.5 / 2 a step, and two steps: 1.5 sqrt 2. Within 5 standard errors, with a fixed seed."""
     drawn = [
         NoisyTrainer(SPEC, Rows(), DpSgd(2.0, 3.0, 0.5), RoundContext(i, "a", True, bytes(32), seeded=True)).train(
             {"w": torch.zeros(2)}
@@ -186,7 +186,7 @@ def test_every_training_of_a_turn_is_charged_before_its_rows_are_looked_at(tmp_p
 
 
 def test_fedrand_under_noisy_steps_sends_one_factor_and_keeps_the_other_frozen_entries_exact():
-    """The noise is in what is sent: two sites with the same rows and stream end apart, and a frozen tensor does not move."""
+    """Uploads are noised: two sites with the same rows and stream differ, and a frozen tensor does not move."""
     method = strategies.create("fedrand")
     task = tasks.load(parse({"train.max-steps": 1, "train.batch-size": 2}), method.adapter, "cpu")
     rows = task.encode(Example.of({"mr": f"name[Aromi {i}]", "ref": "Aromi."} for i in range(6)))

@@ -381,7 +381,7 @@ def counter_bytes(key, count):
 
 
 def naive_mask(key, keep, count):
-    """A byte an entry; where it is the threshold's first byte, three bytes of the next word under the digest of the key."""
+    """A byte decides an entry; if it is the threshold's first byte, three bytes under the digest of the key decide."""
     parts = b"".join(len(part).to_bytes(8, "little") + part for part in (key, b"ties"))
     ties = iter(range(count))
     words = counter_bytes(hashlib.blake2b(parts, digest_size=32).digest(), 4 * count)
