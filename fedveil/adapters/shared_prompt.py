@@ -38,7 +38,9 @@ def own(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def alone(adapter: Prompt, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors, such that the model is that of the shared prompt: own parts of zeros, or equal to it for "transport".
+    """All tensors, such that the model is that of the shared prompt.
+
+    The own parts are zeros, or for the form "transport" equal to the shared prompt.
 
     `tensors` gives the shared prompt and the shapes of the own parts.
     """
@@ -51,7 +53,7 @@ def alone(adapter: Prompt, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def start(
     adapter: Prompt, private: State | None, received: Mapping[str, Tensor], spec: Spec, stream: Stream
 ) -> dict[str, Tensor]:
-    """Where a site starts: the shared prompt as received, its own parts as kept, or drawn by the site at its first time."""
+    """Where a site starts: with the shared prompt as received, and its own parts as kept or, the first time, drawn."""
     shapes = {name: tensor.shape for name, tensor in spec.items()}
     kept = private.tensors if private is not None else own(adapter.draw(shapes, stream, {}))
     return as_spec({**kept, **shared(received)}, spec)

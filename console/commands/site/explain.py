@@ -79,17 +79,15 @@ def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
     if config.run.deterministic:
         lines.append("Epsilon: not private: seeded noise (run.deterministic).")
     elif claim is None:
-        lines.append(
-            "Epsilon: infinite. This run gives no differential-privacy guarantee; its method leaves out, it adds no noise."
-        )
+        lines.append("Epsilon: infinite. This run gives no differential-privacy guarantee: its method adds no noise.")
     elif math.isinf(found):
         lines.append(
             f"Epsilon: infinite at delta = {delta:g} for what leaves this site; the method's own words say why."
         )
     else:
         lines.append(
-            f"Epsilon: at most {found:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any row, over this "
-            "and all earlier runs; this site's ledger stops the run before."
+            f"Epsilon: at most {found:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any row, over "
+            "this and all earlier runs; this site's ledger stops the run before."
         )
     return [*lines, "", *words_of(exchange.name)]
 
