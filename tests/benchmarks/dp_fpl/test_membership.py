@@ -43,6 +43,7 @@ def test_controls_of_membership_are_judged(value, held):
 def test_a_whole_small_membership_table():
     rows = {"private": {"name": "dp_fpl", "fields": "clipped = 'texts'", "control": True}}
     settings = small(rows)
+    settings["rows_read"] = 180  # every shadow's half of a site's pool fills a batch
     settings["config"]["train.batch-size"] = 2
     found = membership.of_seed(settings, 0, Options())
     assert list(found) == ["zero-shot", "private", "private, noise only"]
