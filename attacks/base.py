@@ -1,17 +1,41 @@
-"""What an adversary has: a view of the messages, and declared knowledge. An attack reads nothing else."""
+"""What an adversary has, and what an attack is.
+
+An adversary has a view of the messages and declared knowledge. An attack reads nothing else.
+
+`fedveil audit` runs every attack that `installed` finds: each `ModelAttack` or `UploadAttack` that a file of the rooms
+here defines, and each that another package offers under the entry-point group "fedveil.attacks". So an attack is one
+file and one test.
+
+| an attack on | reads | must win on | must lose on |
+|---|---|---|---|
+| a model (`ModelAttack`) | what the model says of a row | OVERFITTED | ROUND_0: its interval contains 0.5 |
+| uploads (`UploadAttack`) | what a site sent | OVERFITTED | WRONG_SITE: its interval is not above 0.5 |
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import ClassVar, TypeGuard
 
+from fedveil.attacks.statistics import Scores
 from fedveil.contract.layout import Direction, Payload
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Task
-from fedveil.errors import FedVeilError
+from fedveil.contract.task import Prediction, Rows, Task
+from fedveil.errors import ConfigError, FedVeilError
 from fedveil.federation.exchange import Exchange
 from fedveil.wire.envelope import Stamp, unpack
 from fedveil.wire.tap import Seen, Tap
+
+ENTRY_POINTS = "fedveil.attacks"
+OVERFITTED = "overfitted FedAvg"  # a few members known by heart, nothing withheld
+ROUND_0 = "round 0"  # the model before any round: nobody trained it
+WRONG_SITE = "wrong site"  # a site's rows against another site's upload, which they did not move
 
 
 @dataclass(frozen=True)
@@ -20,10 +44,10 @@ class Sighting:
 
     Attributes:
         round, attempt, site, direction: as the tap recorded them.
-        payload: what it carried.
-        num_examples: of an upload; 0 on the way down.
-        report: of an upload.
-        accepted: of an upload: whether the server folded it.
+        payload: what the message carried.
+        num_examples: the site's training examples, as its upload says; 0 for a broadcast.
+        report: the figures that an upload reports; none for a broadcast.
+        accepted: whether the server took the upload into its sums.
     """
 
     round: int
@@ -40,7 +64,8 @@ class Sighting:
 class View:
     """The messages that one adversary saw, decoded one at a time.
 
-    `View.server` is an honest server that looks: every message. `View.client` is one site: its own messages.
+    `View.server` is that of a server which follows the protocol and reads every message. `View.client` is that of one
+    site, which sees its own messages.
     """
 
     tap: Tap
@@ -49,7 +74,7 @@ class View:
 
     @classmethod
     def server(cls, tap: Tap, exchange: Exchange) -> View:
-        """Everything that crossed the server's wire."""
+        """Every message that the server sent or got."""
         return cls(tap, exchange)
 
     @classmethod
@@ -59,15 +84,15 @@ class View:
 
     @property
     def sites(self) -> list[str]:
-        """Sites with an accepted upload, by name."""
+        """Names of the sites with an accepted upload, sorted."""
         return sorted({seen.site for seen in self._seen("up") if seen.accepted})
 
     def broadcasts(self, site: str | None = None) -> Iterator[Sighting]:
-        """Messages to the sites, or to one, in their order."""
+        """Messages to every site, or to one, in the order in which they were sent."""
         return self._decoded("down", site)
 
     def uploads(self, site: str | None = None) -> Iterator[Sighting]:
-        """Accepted messages from the sites, or from one, in their order."""
+        """Accepted messages from every site, or from one, in the order in which they came."""
         return self._decoded("up", site)
 
     def answered(self, upload: Sighting) -> Sighting | None:
@@ -110,11 +135,94 @@ class Knowledge:
     Attributes:
         task: the base model with its adapter, and how rows are prepared.
         initial: the adapter's weights of round 0, which everybody can draw.
-        server: the final model of the server, None where the adversary does not have it.
-        says: the same in words, for a report.
+        server: the weights of the server's final model; None where the adversary does not have them.
+        says: this knowledge in words, for a report.
     """
 
     task: Task
     initial: Weights
     server: Weights | None = None
     says: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What models say of one row.
+
+    Attributes:
+        prediction: of the model under attack.
+        loss: of that model on the row's own target, the mean over its positions, in nats.
+        base_loss: the same of the public base, which everybody has.
+    """
+
+    prediction: Prediction
+    loss: float
+    base_loss: float
+
+
+class Attack(ABC):
+    """An attack that `fedveil audit` runs. Its subclasses are the two kinds below; an attack subclasses one of these.
+
+    An attack can be created without arguments. It names its scores, and no other attack gives a score of the same name.
+    A score is higher where a row is more likely a member. No attack is told which rows are members.
+
+    Attributes:
+        must_win, must_lose: the controls. An attack that fails one of them proves nothing about a run.
+    """
+
+    must_win: ClassVar[str] = OVERFITTED
+    must_lose: ClassVar[str]
+
+
+class ModelAttack(Attack):
+    """An attack that reads what a model says of one row. The audit runs it on the server's and rebuilt models."""
+
+    must_lose: ClassVar[str] = ROUND_0
+
+    @abstractmethod
+    def score(self, answer: Answer) -> Mapping[str, float]:
+        """The row's scores, by name. The names are the same for every row of a task."""
+
+
+class UploadAttack(Attack):
+    """An attack that reads what a site sent.
+
+    Attributes:
+        reads: the kinds of upload (`Method.uploads`: "weights", "gradients" or "coded") that it understands.
+    """
+
+    must_lose: ClassVar[str] = WRONG_SITE
+    reads: ClassVar[frozenset[str]] = frozenset({"weights", "gradients"})
+
+    @abstractmethod
+    def scores(self, view: View, site: str, knowledge: Knowledge, rows: Rows) -> Mapping[str, Scores]:
+        """(rows,) scores of `rows` against the uploads of `site`, by name."""
+
+
+def installed() -> list[Attack]:
+    """Every attack: those of the files in this package's rooms by their names, then those of other packages.
+
+    Raises:
+        ConfigError: an entry point that is no attack.
+    """
+    package = importlib.import_module("fedveil.attacks")
+    classes: list[type[Attack]] = []
+    for file in pkgutil.walk_packages(package.__path__, "fedveil.attacks."):
+        if file.name.count(".") < 3:  # a room itself, or a file beside the rooms
+            continue
+        module = importlib.import_module(file.name)
+        classes += [c for c in vars(module).values() if _is_attack(c) and c.__module__ == module.__name__]
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        offered = point.load()
+        if not _is_attack(offered):
+            raise ConfigError(
+                f"entry point {point.name} of {ENTRY_POINTS}: expected a ModelAttack or an UploadAttack of "
+                f"fedveil.attacks.base, found {offered!r}; mend or remove the package that offers it"
+            )
+        classes.append(offered)
+    return [c() for c in classes]
+
+
+def _is_attack(offered: object) -> TypeGuard[type[Attack]]:
+    kinds = (ModelAttack, UploadAttack)
+    return isinstance(offered, type) and issubclass(offered, kinds) and not inspect.isabstract(offered)

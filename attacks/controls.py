@@ -1,4 +1,4 @@
-"""The undefended control: a model that knows some members by heart. An attack that does not win there measures nothing."""
+"""The undefended control: a model that knows some members by heart. An attack that loses there measures nothing."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ _SETTINGS: Mapping[str, object] = {
 
 @dataclass(frozen=True)
 class Overfitted:
-    """What became of the control.
+    """The control after its training.
 
     Attributes:
-        weights: the server's model.
-        task, members: what it was trained with, and on.
-        view: the server's, of its messages. The members of client "a" are every other one from the first on.
-        rounds: of 8 epochs each.
-        loss_share: of the loss at the start that is left on the members.
+        weights: of the server's model.
+        rounds: how many there were, of 8 epochs each.
+        loss_share: the members' loss at the end, as a part of their loss at the start.
+        task, members: what the control was trained with, and the rows it was trained on. Client "a" has every other
+            member, from the first on.
+        view: the server's, of the control's messages.
     """
 
     weights: Weights
@@ -50,15 +51,23 @@ class Overfitted:
 
 
 def settings(config: RunConfig) -> RunConfig:
-    """The control's own config: FedAvg of every site in every round, at least three times the run's learning rate."""
+    """The control's config: the run's, with FedAvg of every site in every round and a higher learning rate.
+
+    The rate is three times the run's, and 3e-3 at least.
+    """
     rate = max(3 * config.train.learning_rate, 3e-3)
     return parse({**config.flat(), **_SETTINGS} | {"train.learning-rate": rate, "train.batch-size": 8})
 
 
 def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int = 8) -> Overfitted:
-    """FedAvg of two clients on `members`, until their loss is KNOWN_BY_HEART of what it was or `rounds` are over.
+    """Trains FedAvg of two clients on `members`.
 
-    `task` was loaded with `config`, which `settings` made; `tap` records the messages.
+    It ends when their loss is KNOWN_BY_HEART of what it was at the start, and after `rounds` at the latest.
+
+    Args:
+        task: loaded with `config`.
+        config: as `settings` made it.
+        tap: records the messages.
     """
     exchange = Exchange(strategies.create("fedavg"), "fedavg", task.spec)
     initial = task.initial(rng.initial(config.run.seed, "weights"))

@@ -50,8 +50,11 @@ def auroc(members: Scores, non_members: Scores) -> float:
 def tpr_at_fpr(members: Scores, non_members: Scores, fpr: float) -> float:
     """Part of the members above the lowest threshold that at most `fpr` of the non-members exceed.
 
-    The threshold is a non-member's own score, so that ties count for neither side. With fewer than 1 / fpr non-members no
-    one of them may exceed it. Raises ValueError for an fpr outside 0 to 1.
+    The threshold is a non-member's own score, so that ties count for neither side. With fewer than 1 / fpr non-members
+    none of them may exceed it.
+
+    Raises:
+        ValueError: an fpr outside 0 to 1, an empty side or a NaN.
     """
     _check(members, non_members)
     if not 0 <= fpr <= 1:
@@ -64,7 +67,7 @@ def tpr_at_fpr(members: Scores, non_members: Scores, fpr: float) -> float:
 
 
 def hanley_mcneil(area: float, members: int, non_members: int) -> float:
-    """Standard error of an AUROC of that size."""
+    """Standard error of an AUROC of `area`, by the numbers of members and non-members."""
     q1, q2 = area / (2 - area), 2 * area**2 / (1 + area)
     variance = area * (1 - area) + (members - 1) * (q1 - area**2) + (non_members - 1) * (q2 - area**2)
     return math.sqrt(variance / (members * non_members))
@@ -73,7 +76,7 @@ def hanley_mcneil(area: float, members: int, non_members: int) -> float:
 def bootstrap(
     statistic: Statistic, members: Scores, non_members: Scores, rng: np.random.Generator, resamples: int = 1000
 ) -> Estimate:
-    """The statistic with its 95 % percentile interval; members and non-members are resampled apart."""
+    """The statistic with its 95 % percentile interval; members and non-members are resampled independently."""
     drawn = [
         statistic(rng.choice(members, len(members)), rng.choice(non_members, len(non_members)))
         for _ in range(resamples)
@@ -89,9 +92,12 @@ def paired_difference(
     resamples: int = 1000,
     statistic: Statistic = auroc,
 ) -> Estimate:
-    """Mine less the other's statistic, both scored on the same (members, non-members): each resample serves both.
+    """The statistic of `mine` less that of `other`, two attacks' scores of the same (members, non-members).
 
-    Raises ValueError where the rows cannot be the same.
+    Each resample serves both.
+
+    Raises:
+        ValueError: sides of different lengths.
     """
     if [len(side) for side in mine] != [len(side) for side in other]:
         raise ValueError(
@@ -106,13 +112,13 @@ def paired_difference(
 
 
 def verdict(low: float, high: float, at: float = 0.5) -> Literal["above", "contains", "below"]:
-    """Where an interval lies."""
+    """Where an interval lies: wholly above `at`, with `at` in it, or wholly below."""
     return "above" if low > at else "below" if high < at else "contains"
 
 
 @lru_cache(maxsize=1 << 14)  # a bound asks for the same counts at many thresholds
 def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Exact two-sided interval of a binomial probability."""
+    """Exact two-sided interval of a binomial probability. Raises ValueError for impossible counts."""
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"expected 0 to {trials} successes of at least one trial, found {successes}")
     tail = (1 - confidence) / 2
@@ -124,11 +130,12 @@ def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tu
 def epsilon_lower_bound(
     members: Scores, non_members: Scores, delta: float, rng: np.random.Generator, confidence: float = 0.95
 ) -> float:
-    """No (epsilon, delta)-private training gives such scores away for an epsilon below this, but with 1 - confidence.
+    """A lower bound on the epsilon, at `delta`, of the training behind the scores.
 
-    Formal guarantees: the threshold is chosen on one random half of the rows and tested on the other, both sides of the
-    bound hold at once (each with half the error), and the rows must have been members or not independently of each other.
-    Several rows of one trained model are not independent, so on one model it is an indication, not a proof.
+    Formal guarantees: the bound fails with probability 1 - confidence at most. The threshold is chosen on one random
+    half of the rows and tested on the other. Both sides of the bound hold at once, each with half the error. The rows
+    must have been members or not independently of each other. Several rows of one trained model are not independent,
+    so on one model the bound is an indication, not a proof.
 
         TPR <= e^eps FPR + delta   =>   eps >= ln((TPR_low - delta) / FPR_high)
     """
@@ -150,12 +157,13 @@ def epsilon_lower_bound(
 def canary_epsilon(
     inserted: Scores, left_out: Scores, delta: float, rng: np.random.Generator, confidence: float = 0.999
 ) -> float:
-    """No composition of Gaussian releases that gives such canary scores away has an epsilon below this, at `delta`.
+    """A lower bound on the epsilon, at `delta`, of a composition of Gaussian releases, from the scores of canaries.
 
-    Formal guarantees: but with 1 - confidence, where (1) the scores come from canaries that were in or out independently of
-    each other, with noise that is independent between them (orthogonal gradients, or runs of their own), and (2) what is
-    audited is a Gaussian mechanism, full batches or disjoint ones: its trade-off curve is that of N(0, 1) against N(mu, 1).
-    A relation is that of the canary: in against out is add-or-remove-one. The threshold is chosen on one random half.
+    Formal guarantees: the bound fails with probability 1 - confidence at most, where (1) each canary was in or out
+    independently of the others, with noise that is independent between them (orthogonal gradients, or runs of their
+    own), and (2) the audited mechanism is a Gaussian one, of full batches or disjoint ones: its trade-off curve is
+    that of N(0, 1) against N(mu, 1). The bound is for the canary's relation: in against out is add-or-remove-one. The
+    threshold is chosen on one random half.
 
         mu >= Phi^-1(TPR_low) - Phi^-1(FPR_high),  epsilon from mu and delta by dp-accounting
     """

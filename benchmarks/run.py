@@ -33,8 +33,12 @@ class Options:
     """What the command line says.
 
     Attributes:
-        launch: starts a real federation (`fedveil.console.flower.local_federation`), for the presets that need one.
-        say: progress, a line at a time.
+        quick: whether the preset's quick settings replace the full ones.
+        seeds: how many; 0 = as many as the preset says.
+        device: "auto", "cpu" or "cuda".
+        launch: the module that starts a real federation (`fedveil.console.flower.local_federation`), for presets that
+            need one.
+        say: gets progress, one line at a time.
     """
 
     quick: bool = False
@@ -46,7 +50,14 @@ class Options:
 
 @dataclass
 class Outcome:
-    """What a runner returns: rows for the table, sentences derived from them, and files beside the result by suffix."""
+    """What a runner returns.
+
+    Attributes:
+        rows: of the table, as the result file has them.
+        verdicts: sentences that are computed from the rows' intervals.
+        differences: sentences on where this run differs from the paper's setting.
+        files: files beside the result, by suffix.
+    """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     verdicts: list[str] = field(default_factory=list)
@@ -55,13 +66,13 @@ class Outcome:
 
 
 def names() -> list[str]:
-    """Every preset, as "<paper>/<table>"."""
+    """Names of all presets, "<paper>/<table>"."""
     presets = places.folder("benchmarks/presets")
     return sorted(str(p.relative_to(presets).with_suffix("")) for p in presets.glob("*/*.toml"))
 
 
 def run_preset(name: str, options: Options) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The result of one preset, and files to keep beside it, by suffix. Raises ConfigError for an unknown one."""
+    """The result of one preset, and the files beside it, by suffix. Raises ConfigError for an unknown preset."""
     if name not in names():
         raise ConfigError(f'preset: expected one of {names()}, found "{name}"')
     preset = tomllib.loads((places.folder("benchmarks/presets") / f"{name}.toml").read_text())
@@ -99,7 +110,7 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def intervals(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Every metric that all runs have, over the runs."""
+    """The interval over the runs of every metric that all of them have."""
     shared = [name for name in runs[0] if all(name in run for run in runs)]
     return {name: interval([run[name] for run in runs]) for name in shared}
 

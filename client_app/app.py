@@ -16,8 +16,8 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
-from fedveil.client_app.assignment import Assignment
 from fedveil.client_app.site import policy
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.worker import link
 from fedveil.client_app.worker.owner import owner_of_this_process
 from fedveil.errors import BudgetError, PolicyError, WireError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedveil import strategies, tasks
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore, ledger_of
 from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext
@@ -18,7 +18,6 @@ from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, checked_claim
 from fedveil.privacy.metered import MeteredRows, RowsOnly
-from fedveil.rows.reading import WHERE
 from fedveil.training.per_sample import SampleLoss
 
 Fingerprint = tuple[tuple[str, int, int], ...]
@@ -80,7 +79,7 @@ class Turns:
         if not config.run.deterministic:
             ledger = ledger_of(assignment.site.state_dir, assignment.name)
             if self._records is None:
-                self._records = ledger.names(self._examples(assignment), ignored=WHERE)
+                self._records = ledger.names(example.values for example in self._examples(assignment))
             rows = MeteredRows(rows, claim, ledger, self._records)
             trainer = RowsOnly(trainer.spec, rows)
         dp = DpSgd.of(config.dp)
@@ -105,7 +104,7 @@ class Turns:
             )
         found = _fingerprint(Path(assignment.data))
         if self._rows is None or self._rows[0] != found:
-            self._rows, self._records = (found, task.prepare(self._examples(assignment))), None
+            self._rows, self._records = (found, task.encode(self._examples(assignment))), None
         return self._rows[1]
 
     def _examples(self, assignment: Assignment) -> Examples:

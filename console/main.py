@@ -1,7 +1,14 @@
-"""The `fedveil` command. A sub-command is a file below `commands/`, with `add_parser` and `run`; nothing to register.
+"""The `fedveil` command. A sub-command is a file below `commands/` with `add_arguments`; there is nothing to register.
 
-The folder that a command lies in is its group in the help. Only the chosen command is imported; the help is made of the
-files' first lines.
+| of a command's file | is |
+|---|---|
+| its name | the command's name |
+| its folder | the command's group in `fedveil --help` |
+| the first line of its docstring, "`fedveil x`: does this." | what `fedveil --help` says of it |
+| its whole docstring | what `fedveil x --help` begins with |
+| `add_arguments(parser)` | its arguments; sets `run`, a function of the parsed arguments that returns the exit code |
+
+Only the chosen command is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from fedveil import __version__, places
-from fedveil.errors import FedVeilError
+from fedveil.errors import ConfigError, FedVeilError
 
 # The groups, in the order of a newcomer's needs. A folder that is not named here comes last.
 _GROUPS = {
@@ -30,14 +37,18 @@ _GROUPS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one sub-command; 2 after an error that FedVeil raised on purpose, 130 after Ctrl-C."""
+    """Runs one sub-command; 2 after an error that FedVeil raised on purpose, or in a path, 130 after Ctrl-C."""
     # Before torch: threads that spin for each other make a busy machine many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if argv is None else argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job would ignore it
         signal.signal(number, _interrupt)
     try:
-        arguments = parser(given[0] if given else "").parse_args(given)
+        whole = parser(given[0] if given else "")
+        arguments = whole.parse_args(given)
+        if "run" not in arguments:  # no command was given
+            whole.print_help(sys.stderr)
+            return 2
         return int(arguments.run(arguments))
     except FedVeilError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -48,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `fedveil methods | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.filename is None:  # not about a file or folder of the user's
+            raise
+        print(f"error: {error.filename}: {(error.strerror or 'cannot be used').lower()}; name another", file=sys.stderr)
+        return 2
 
 
 def commands() -> dict[str, Path]:
@@ -57,28 +73,34 @@ def commands() -> dict[str, Path]:
 
 
 def parser(chosen: str) -> argparse.ArgumentParser:
-    """The command line of one sub-command; where `chosen` is none, the help of all."""
+    """The command line of one sub-command; for "" or an option, that of all.
+
+    Raises:
+        ConfigError: there is no such command; with the nearest one.
+    """
     found = commands()
+    if chosen and not chosen.startswith("-") and chosen not in found:
+        near = difflib.get_close_matches(chosen, found, 1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"command: expected one that fedveil has, found {chosen!r}; {meant}fedveil --help lists them")
     whole = argparse.ArgumentParser(
         prog="fedveil",
+        usage=None if chosen in found else "fedveil COMMAND ...",
         description="Federated fine-tuning in which every exchange withholds something on purpose.",
         epilog=None if chosen in found else _listed(found),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     whole.add_argument("--version", action="version", version=f"fedveil {__version__}")
     if chosen in found:
-        sub = whole.add_subparsers(metavar="COMMAND", required=True)
-        group = found[chosen].parent.name
-        importlib.import_module(f"fedveil.console.commands.{group}.{chosen}").add_parser(sub)
-    else:
-        whole.add_argument("command", metavar="COMMAND", type=_known, help="one of those below")
+        module = importlib.import_module(f"fedveil.console.commands.{found[chosen].parent.name}.{chosen}")
+        words = (module.__doc__ or "").partition(": ")[2]
+        one = whole.add_subparsers(metavar="COMMAND", required=True).add_parser(
+            chosen,
+            description=words[:1].upper() + words[1:],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(one)
     return whole
-
-
-def _known(name: str) -> str:
-    """Refuses every word: a command that is there never comes here."""
-    near = difflib.get_close_matches(name, commands(), 1)
-    raise argparse.ArgumentTypeError(f"no command {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
 def _listed(found: dict[str, Path]) -> str:
@@ -88,7 +110,7 @@ def _listed(found: dict[str, Path]) -> str:
     for group in order:
         lines += ["", f"{_GROUPS.get(group, group)}:"]
         lines += [f"  {name:<10} {_summary(file)}" for name, file in found.items() if file.parent.name == group]
-    return "\n".join(lines[1:])
+    return "\n".join([*lines[1:], "", "fedveil COMMAND --help says more about one of them."])
 
 
 def _summary(file: Path) -> str:

@@ -16,7 +16,7 @@ server)
   mv ca/ca.key /keys/ca.key
   cp server/ca.crt server/server.pem server/server.key server/superexec-secret /server/
   cp server/ca.crt server/superexec-secret /secret/
-  fedveil app digest /opt/fedveil/app >/handover/app-digest
+  fedveil app digest >/handover/app-digest
   cp -r kits /handover/
   mv /federation/new /federation/trial
   ;;

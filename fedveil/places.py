@@ -18,7 +18,7 @@ from fedveil.errors import ConfigError
 
 APP_ROOMS = ("client_app", "fedveil", "server_app", "strategies")  # what the bundle carries
 _OTHER_ROOMS = ("attacks", "benchmarks", "console", "data", "guard")
-_NO_SOURCE = ("build", "dist", "*.egg-info", ".*", "runs", "__pycache__")
+_NO_SOURCE = ("build", "dist", "*.egg-info", ".*", "runs")  # at the top of a checkout; a room has a folder runs, too
 _BESIDE = "checkout"  # in a wheel, the folder inside the package with the files that a checkout has beside it
 
 
@@ -58,12 +58,17 @@ def file(name: str) -> Path:
 
 
 def lay_out(target: Path, source: Path | None = None) -> Path:
-    """Copies `source`, or this installation in a checkout's layout, to the new folder `target`, to build from."""
+    """Copies `source`, or this installation in the layout of a checkout, to the new folder `target`, to build from."""
+    compiled = shutil.ignore_patterns("__pycache__")
     if at := source or checkout():
-        return Path(shutil.copytree(at, target, ignore=shutil.ignore_patterns(*_NO_SOURCE)))
+        top = shutil.ignore_patterns(*_NO_SOURCE)
+        shutil.copytree(
+            at, target, ignore=lambda f, names: {*compiled(f, names), *(top(f, names) if Path(f) == at else ())}
+        )
+        return target
     rooms = [room for room in (*APP_ROOMS, *_OTHER_ROOMS) if room != "fedveil"]
-    shutil.copytree(package() / _BESIDE, target, ignore=shutil.ignore_patterns(*_NO_SOURCE))
-    shutil.copytree(package(), target / "fedveil", ignore=shutil.ignore_patterns(*_NO_SOURCE))
+    shutil.copytree(package() / _BESIDE, target, ignore=compiled)
+    shutil.copytree(package(), target / "fedveil", ignore=compiled)
     shutil.rmtree(target / "fedveil" / _BESIDE)
     for room in rooms:
         (target / "fedveil" / room).rename(target / room)

@@ -1,1 +1,4 @@
-"""The site's own gate before any bundled code. Installed at the site, never in a bundle; imports Flower, and no torch."""
+"""The site's own gate before any bundled code. It is installed at the site and is in no bundle.
+
+It imports Flower, and no torch.
+"""

@@ -1,4 +1,4 @@
-"""`flwr-clientapp` as a site's SuperExec finds it: Flower's own, with this site's decision before the bundle is installed.
+"""`flwr-clientapp` as a site's SuperExec finds it: Flower's own, and before it this site's decision.
 
     SuperExec -> flwr-clientapp (the script that `fedveil site guard` writes) -> main
         message, run and bundle are pulled               Flower
@@ -40,7 +40,7 @@ from flwr.common.config import get_project_dir
 from flwr.supercore import log
 
 if TYPE_CHECKING:
-    from fedveil.client_app.assignment import Assignment
+    from fedveil.client_app.site.assignment import Assignment
 
 _FLOWER = "1.39."
 _HOOKS = ("pull_task_input", "install_from_fab", "push_message")
@@ -54,9 +54,13 @@ class Refused(Exception):
 
 
 class Guard:
-    """The decision about one message. `runtime` is Flower's module that takes it; three of its functions pass by here."""
+    """The decision about one message. `runtime` is Flower's module that takes it.
+
+    Nothing of Flower is changed before `install`; then three functions of `runtime` pass by here.
+    """
 
     def __init__(self, runtime: ModuleType, require_policy: bool) -> None:
+        self._runtime = runtime
         self._pull: Callable[..., Any] = runtime.pull_task_input
         self._install: Callable[..., Path] = runtime.install_from_fab
         self._push: Callable[..., None] = runtime.push_message
@@ -66,23 +70,26 @@ class Guard:
         self._down_bytes = 0
         self._about: dict[str, Any] = {}
         self._refusal = ""
-        runtime.pull_task_input, runtime.install_from_fab = self.pull, self.install  # type: ignore[attr-defined]
-        runtime.push_message = self.push  # type: ignore[attr-defined]
         # Loaded now, from the site's own installation, and kept: the bundle brings modules of the same names.
         self._assignments, self._policy, self._audit_log, self._header, self._slices, self._bundle, self._signature = (
             importlib.import_module(name)
             for name in (
-                "fedveil.client_app.assignment", "fedveil.client_app.site.policy", "fedveil.records.audit_log", "fedveil.wire.header",
-                "fedveil.wire.slices", "fedveil.guard.bundle", "fedveil.guard.signature",
+                "fedveil.client_app.site.assignment", "fedveil.client_app.site.policy", "fedveil.records.audit_log",
+                "fedveil.wire.header", "fedveil.wire.slices", "fedveil.guard.bundle", "fedveil.guard.signature",
             )
         )  # fmt: skip
+
+    def install(self) -> None:
+        """Puts this guard's functions in place of Flower's three, for the rest of the process."""
+        for name, own in zip(_HOOKS, (self.pull, self.install_bundle, self.push), strict=True):
+            setattr(self._runtime, name, own)
 
     def pull(self, client: Any) -> tuple[Any, ...]:
         """Flower's pull_task_input; what it gave is kept."""
         self._task = self._pull(client)
         return self._task
 
-    def install(self, content: bytes, *args: Any, **kwargs: Any) -> Path:
+    def install_bundle(self, content: bytes, *args: Any, **kwargs: Any) -> Path:
         """Flower's install_from_fab, if this site permits the run. Raises Refused."""
         try:
             digest = self._admit(content)
@@ -187,8 +194,8 @@ def main(require_policy: bool = True) -> None:
     runtime = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     if not found.startswith(_FLOWER) or not all(hasattr(runtime, name) for name in _HOOKS):
         sys.exit(f"flwr: expected version {_FLOWER}x, which this entry point knows, found {found}; install that one")
-    Guard(runtime, require_policy)
-    from flwr.supernode.cli import flwr_clientapp
+    Guard(runtime, require_policy).install()
+    from flwr.supernode.cli import flwr_clientapp  # after the check: another Flower may not have it
 
     flwr_clientapp()
 

@@ -108,5 +108,5 @@ def initial(method: Method, task: Task, config: RunConfig) -> Weights:
             f"task.server-data: expected a folder of the server's own rows, on which {config.method.name} trains "
             f'before round 0, found "{config.task.server_data}"; name one, or set distil_steps = 0'
         )
-    rows = task.prepare(task.examples(Path(config.task.server_data), "train"))
+    rows = task.encode(task.examples(Path(config.task.server_data), "train"))
     return method.before_round_0(weights, Distillation(task, model, rows, rng.initial(config.run.seed, "preparation")))

@@ -20,7 +20,7 @@ from fedveil.contract.task import Rows
 from fedveil.errors import ConfigError, TaskError
 from fedveil.rng import Stream
 from fedveil.rows import batches
-from fedveil.rows.batches import Batch
+from fedveil.rows.batches import TokenBatch
 from fedveil.tasks.text_generation import TextGeneration
 
 
@@ -66,7 +66,7 @@ class Distillation:
             optimiser.zero_grad()
         return {n: p.detach().to("cpu", copy=True) for n, p in self._proxy.trained.items()}
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: TokenBatch) -> Tensor:
         """The mean squared difference of the hidden states, without padding."""
         with torch.no_grad():
             wanted = _states(self._model, batch)
@@ -76,7 +76,7 @@ class Distillation:
         ).mean()
 
 
-def _states(task: TextGeneration, batch: Batch) -> tuple[Tensor, ...]:
+def _states(task: TextGeneration, batch: TokenBatch) -> tuple[Tensor, ...]:
     """Hidden states (rows, length, width) of the embeddings and of every layer; the decoder alone, without prefix."""
     decoder: Any = task.base.model.base_model
     bf16 = task.config.train.precision == "bf16"

@@ -1,37 +1,44 @@
-"""The methods, one file each: both halves of its maths, and no Flower. A method is found by its file name."""
+"""One file a method, both halves of its maths, no Flower in it. A method is found by its file name.
+
+A method of another package is found by an entry point in the group "fedveil.methods" that names its module.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import pkgutil
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from fedveil.config import parse_toml
 from fedveil.contract.method import Method
+from fedveil.discovery import Room
 from fedveil.errors import ConfigError
+
+_ROOM = Room("fedveil.strategies", "fedveil.methods", "method.name")
 
 
 def names() -> list[str]:
-    """Names of all methods: the files of this folder."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+    """Names of all methods: the files of this folder, and those of other packages."""
+    return _ROOM.names()
 
 
 def load(name: str) -> type[Method]:
-    """The method's class: the one Method that the module `fedveil.strategies.<name>` defines.
+    """The method's class: the one Method that the module of that name defines.
 
     Raises:
-        ConfigError: there is no file of that name.
+        ConfigError: no method of that name, or a module that defines another number of methods than one.
     """
-    if name not in names():
-        raise ConfigError(f'method.name: expected one of {names()}, found "{name}"')
-    module = importlib.import_module(f"fedveil.strategies.{name}")
+    module = _ROOM.module(name)
     found = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
-    (method,) = [c for c in found if issubclass(c, Method)]
-    return method
+    methods = [c for c in found if issubclass(c, Method)]
+    if len(methods) != 1:
+        raise ConfigError(
+            f'method.name: expected one Method in the module of "{name}", found {len(methods)} in {module.__name__}; '
+            "define one there, and its helpers elsewhere"
+        )
+    return methods[0]
 
 
 def create(name: str, fields: str = "") -> Method:

@@ -70,7 +70,7 @@ from fedveil.adapters.prompt import Prompt
 from fedveil.algebra import low_rank
 from fedveil.algebra.low_rank import Residual
 from fedveil.contract import budget as plan
-from fedveil.contract.budget import Budget, Neighbours, Plan, Sampling, Spent, joint
+from fedveil.contract.budget import Budget, Claim, Neighbours, Plan, Sampling, Spent, joint
 from fedveil.contract.layout import Field, Layout, Payload
 from fedveil.contract.method import Method, RoundContext, Sends, State
 from fedveil.contract.spec import Spec, Weights
@@ -89,7 +89,7 @@ _ROWS = "rows_a_step"  # B, by which the server divides its noise in the modes p
 
 @final
 @dataclass(frozen=True)
-class DpFpl(Method):
+class DpFpl(Method, Claim):
     """A shared and a private prompt under differential privacy.
 
     Attributes:

@@ -22,7 +22,7 @@ Formal guarantees: none.
 | no upload | the weights stay, bit for bit |
 | one upload | its weights, bit for bit |
 | LoRA factors | A and B are averaged apart, and mean(B) mean(A) is not mean(B A): see `aggregation_gap` of
-  `fedveil.adapters.factors` |
+  `fedveil.algebra.factors` |
 
 Differences from the paper: AdamW instead of SGD; the mean is over the cohort of the round.
 """
@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters.kinds import Adapter
+from fedveil.adapters.kinds import AnyAdapter
 from fedveil.adapters.lora import Lora
 from fedveil.contract.layout import Layout, Payload
 from fedveil.contract.method import Method, RoundContext, State
@@ -54,7 +54,7 @@ class FedAvg(Method):
         wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
     """
 
-    adapter: Adapter = field(default_factory=Lora)
+    adapter: AnyAdapter = field(default_factory=Lora)
     wire_dtype: WireDtype = "float32"
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:

@@ -54,8 +54,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedveil.adapters.factors import draw, modules, without_private
 from fedveil.adapters.hadamard import HadamardLora
+from fedveil.algebra.factors import modules, without_private
 from fedveil.contract.layout import Layout, Payload
 from fedveil.contract.method import Method, RoundContext, State
 from fedveil.contract.spec import Spec, Weights
@@ -100,7 +100,7 @@ class FedPara(Method):
 
     def _drawn(self, spec: Spec, rng: Stream) -> dict[str, Tensor]:
         shared = without_private(spec)
-        return draw(self.adapter, {n: t.shape for n, t in spec.items() if n not in shared}, rng)
+        return self.adapter.draw({n: t.shape for n, t in spec.items() if n not in shared}, rng, {})
 
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
         """n_k times the shared pair, and n_k."""

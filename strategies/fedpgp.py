@@ -41,7 +41,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters import prompts
+from fedveil.adapters import prompts, shared_prompt
 from fedveil.adapters.prompt import Prompt
 from fedveil.contract.layout import Layout, Payload
 from fedveil.contract.method import Method, RoundContext, State
@@ -49,7 +49,7 @@ from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.sums import Sums, Terms, weighted
 from fedveil.contract.trainer import Trainer
 from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, tensors_of
+from fedveil.wire.payloads import WireDtype, tensors_of
 
 
 @final
@@ -70,19 +70,17 @@ class FedPGP(Method):
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
         """p_G, drawn once for all clients."""
-        return State(prompts.alone(self.adapter, weights))
+        return State(shared_prompt.alone(self.adapter, weights))
 
     def broadcast(self, server: State, ctx: RoundContext) -> Payload:
         """The shared prompt, the same for every client."""
-        return Payload(cast_to(prompts.shared(server.tensors), self.wire_dtype))
+        return shared_prompt.broadcast(server, self.wire_dtype)
 
     def client(
         self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """Eq. 3: p_G is sent, the factors are kept."""
-        start = prompts.start(self.adapter, private, tensors_of(down), trainer.spec, ctx.rng("init"))
-        trained = trainer.train(start).weights
-        return State(prompts.own(trained)), Payload(cast_to(prompts.shared(trained), self.wire_dtype))
+        return shared_prompt.client(self.adapter, private, down, trainer, ctx, self.wire_dtype)
 
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
         """n_k times the shared prompt, and n_k."""
@@ -90,17 +88,14 @@ class FedPGP(Method):
 
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """Eq. 4."""
-        new = sums.means(prompts.shared(server.tensors))
-        return State(prompts.alone(self.adapter, {**server.tensors, **new}))
+        return shared_prompt.settled(self.adapter, server, sums)
 
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The shared prompt alone; with `private` also that client's prompt."""
-        clients = {"client": {**server.tensors, **private.tensors}} if private is not None else {}
-        return {"server": server.tensors, **clients}
+        """The shared prompt alone, and with a client's own part where that is given."""
+        return shared_prompt.deployed(server, private)
 
     def layout(self, spec: Spec) -> Layout:
         """The shared prompt, both ways."""
-        fields = prompts.shared(spec)
-        return Layout(dense_fields(fields, "down", self.wire_dtype) + dense_fields(fields, "up", self.wire_dtype))
+        return shared_prompt.layout(spec, self.wire_dtype)

@@ -54,8 +54,8 @@ from typing import Literal, cast, final
 import torch
 from torch import Tensor
 
-from fedveil.adapters.factors import FACTORS, Factor, factor, modules, of_factor
 from fedveil.adapters.lora import Lora
+from fedveil.algebra.factors import FACTORS, Factor, factor, modules, of_factor
 from fedveil.algebra.quantise import Quantiser
 from fedveil.contract.codec import Coded
 from fedveil.contract.layout import Layout, Payload, Word

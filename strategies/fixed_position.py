@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.kinds import Adapter
+from fedveil.adapters.kinds import AnyAdapter
 from fedveil.algebra import fedsgd
 from fedveil.algebra.fedsgd import Exchanged, Optimiser
 from fedveil.algebra.masks import check_pattern, keeps
@@ -71,7 +71,7 @@ class FixedPosition(Method):
     optimiser: Optimiser = "sgd"
     learning_rate: float | None = None
     weighted: bool = False
-    adapter: Adapter = field(default_factory=AllWeights)
+    adapter: AnyAdapter = field(default_factory=AllWeights)
     wire_dtype: WireDtype = "float32"
 
     @property

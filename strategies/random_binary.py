@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 
 from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.kinds import Adapter
+from fedveil.adapters.kinds import AnyAdapter
 from fedveil.algebra import fedsgd, masks
 from fedveil.algebra.fedsgd import Exchanged, Optimiser
 from fedveil.contract.layout import Field, Layout, Payload
@@ -100,7 +100,7 @@ class RandomBinary(Method):
     optimiser: Optimiser = "sgd"
     learning_rate: float | None = None
     weighted: bool = False
-    adapter: Adapter = field(default_factory=AllWeights)
+    adapter: AnyAdapter = field(default_factory=AllWeights)
     wire_dtype: WireDtype = "float32"
 
     @property

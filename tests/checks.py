@@ -1,4 +1,4 @@
-"""Types and shapes of the annotations, enforced: conftest.py's import hook puts `checked` around the library's functions."""
+"""Enforces annotations, types and shapes: conftest.py's import hook puts `checked` around the library's functions."""
 
 from __future__ import annotations
 

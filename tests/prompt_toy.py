@@ -6,7 +6,7 @@ import torch
 
 from fedveil.config import parse
 from fedveil.contract.spec import TensorSpec
-from fedveil.contract.task import Task, unwatched
+from fedveil.contract.task import Example, Task, unwatched
 from fedveil.rng import Stream
 from fedveil.training.local_training import LocalTraining
 
@@ -17,7 +17,7 @@ def examples(count: int, seed: int = 1, scale: float = 1.0):
     """Rows: features (classes, length x width) as lists, and a label."""
     generator = torch.Generator().manual_seed(seed)
     features = scale * torch.randn(count, CLASSES, LENGTH * WIDTH, generator=generator)
-    return [{"x": x.tolist(), "y": i % CLASSES, "fedveil row": f"row {i}"} for i, x in enumerate(features)]
+    return [Example({"x": x.tolist(), "y": i % CLASSES}, f"row {i}") for i, x in enumerate(features)]
 
 
 class PromptTask(Task):
@@ -38,8 +38,8 @@ class PromptTask(Task):
     def examples(self, data, split, share=None):
         return self.rows
 
-    def prepare(self, examples):
-        return [(torch.tensor(e["x"]), e["y"]) for e in examples]
+    def encode(self, examples):
+        return [(torch.tensor(e.values["x"]), e.values["y"]) for e in examples]
 
     def trainer(self, rows, rng: Stream, watch=unwatched):
         return LocalTraining(self, rows, rng, watch)
@@ -64,8 +64,8 @@ _TOWER = torch.randn(CLASSES * SPACE, LENGTH * WIDTH, generator=torch.Generator(
 class TextTask(PromptTask):
     """A text a class, all of them made from the prompt alone; a row is a direction of their space."""
 
-    def prepare(self, examples):
-        return [(torch.tensor(e["x"]).flatten()[:SPACE], e["y"]) for e in examples]
+    def encode(self, examples):
+        return [(torch.tensor(e.values["x"]).flatten()[:SPACE], e.values["y"]) for e in examples]
 
     def features(self, weights):
         texts = torch.tanh(_TOWER @ weights["prompt"].flatten()).reshape(CLASSES, SPACE)
@@ -81,4 +81,4 @@ class TextTask(PromptTask):
 def local_of(count: int = 12, seed: int = 1, scale: float = 1.0, kind=PromptTask, **config):
     """A client with `count` rows; config as batch_size = 4, epochs = 1."""
     task = kind(parse({f"train.{k.replace('_', '-')}": v for k, v in {"batch_size": 4, **config}.items()}))
-    return task.trainer(task.prepare(examples(count, seed, scale)), Stream(bytes(32)))
+    return task.trainer(task.encode(examples(count, seed, scale)), Stream(bytes(32)))

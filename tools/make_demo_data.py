@@ -2,8 +2,8 @@
 
     python tools/make_demo_data.py --data <folder> --out data/e2e
 
-Rows whose meaning representation the tiny base has seen (`tiny_text_generation.is_public`) are left out. The rest is put in the order
-of its SHA-256, so the choice is arbitrary but always the same; then the first rows are taken.
+Rows whose meaning representation the tiny base has seen (`tiny_text_generation.is_public`) are left out. The rest is
+put in the order of its SHA-256, so the choice is arbitrary but always the same; then the first rows are taken.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train_rows(rows: list[Row], count: int) -> list[Row]:
 
 
 def test_rows(rows: list[Row], sources: int, references: int) -> list[Row]:
-    """The first `references` distinct references, in file order, of each of `sources` unseen meaning representations."""
+    """The first distinct references, in file order, of each of `sources` unseen meaning representations."""
     unseen = {row["mr"]: list[str]() for row in rows if not is_public(row["mr"])}
     for row in rows:
         if row["mr"] in unseen and row["ref"] not in unseen[row["mr"]]:

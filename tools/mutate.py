@@ -3,10 +3,12 @@
     make mutate ROOM=algebra ARGS="--sample 40 --seed 1"
     python tools/mutate.py --code fedveil/mean.py --tests tests/fedveil/test_mean.py --sample 10
 
-cosmic-ray writes the mutants. This file runs them: cosmic-ray's runner takes a timeout for a kill, and mutates the tree that it
-stands in. Here each worker has a copy of what git tracks or does not ignore. A mutant in `x.py` first meets `test_x.py`, then the
-room's other tests. Annotations and lines that begin as one of _IDLE does stay as they are. A sample has one mutant a place.
-Two controls come first: the tests pass on the code as it is, and fail when a file raises at its import; an installed copy's would not.
+cosmic-ray writes the mutants. This file runs them: cosmic-ray's runner takes a timeout for a kill, and mutates the tree
+that it stands in. Here each worker has a copy of what git tracks or does not ignore. A mutant in `x.py` first meets
+`test_x.py`, then the room's other tests. Annotations and lines that begin as one of _IDLE does stay as they are. A
+sample has one mutant a place.
+Two controls come first: the tests pass on the code as it is, and fail when a file raises at its import; an installed
+    copy's would not.
 """
 
 import argparse
@@ -98,7 +100,8 @@ class Copies:
         run = f'ulimit -v {16 << 20} && exec "$0" -m pytest -x -q -p no:cacheprovider "$@"'
         own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         with copy.with_suffix(".log").open("w") as log, subprocess.Popen(
-            ["sh", "-c", run, sys.executable, *tests], cwd=copy, env=os.environ | own, stdout=log, stderr=log, start_new_session=True
+            ["sh", "-c", run, sys.executable, *tests], cwd=copy, env=os.environ | own, stdout=log, stderr=log,
+            start_new_session=True,
         ) as process:  # fmt: skip
             try:
                 return "killed" if process.wait(self.seconds) else "survived"

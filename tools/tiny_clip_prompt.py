@@ -3,14 +3,14 @@
     python -m tools.tiny_clip_prompt --caltech101 <folder> --cifar10 <folder> --out fedveil/assets/tiny-clip-prompt
 
 An image tower (4 layers, 96 wide, 16 patches of an image of 48 x 48) and a causal text tower (4 layers, 96 wide, 77
-positions, a byte-level BPE of 1024 tokens) into a common space of 64; 1 M parameters, kept as fp16. The image tower starts
-from that of the task vision-language. Both are trained contrastively on CIFAR-10 and on the part of Caltech-101 that
-`tiny_vision_language.is_public` names; federated data has no picture of that part.
+positions, a byte-level BPE of 1024 tokens) into a common space of 64; 1 M parameters, kept as fp16. The image tower
+starts from that of the task vision-language. Both are trained contrastively on CIFAR-10 and on the part of Caltech-101
+that `tiny_vision_language.is_public` names; federated data has no picture of that part.
 
     L = 1/2 sum_i -ln p(text of i's class | image i) / rows + 1/2 sum_c -ln p(images of class c | text c) / classes
 
-over the pictures and the distinct class names of a batch; -ln p of several pictures is the mean of theirs, and labels are
-smoothed by 0.1, so that the model is less sure of what it saw often.
+over the pictures and the distinct class names of a batch; -ln p of several pictures is the mean of theirs, and labels
+are smoothed by 0.1, so that the model is less sure of what it saw often.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ WIDTH, LAYERS, HEADS, SPACE, VOCABULARY, CONTEXT = 96, 4, 4, 64, 1024, 77
 BATCH, PEAK_RATE, WARM_UP_PART, LEAST_TEMPERATURE = 48, 1.5e-3, 0.05, 0.01
 SMOOTHING = 0.1
 TEMPLATES = (
-    "a photo of a {}.", "{}.", "a picture of the {}.", "a small {}.", "an image of one {} in the middle.", "this is a {}.",
+    "a photo of a {}.", "{}.", "a picture of the {}.", "a small {}.", "an image of one {} in the middle.",
+    "this is a {}.",
     "a photo of my {}.", "a drawing of a {}.", "a good photo of the {}.", "a low resolution photo of a {}.",
-    "a close-up photo of a {}.", "there is a {} in the scene.", "a photo of the large {}.", "one {}, seen from the side.",
+    "a close-up photo of a {}.", "there is a {} in the scene.", "a photo of the large {}.",
+    "one {}, seen from the side.",
 )  # fmt: skip
 
 
 def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> float:
-    """Trains tokenizer and model; returns the mean loss of the last 50 steps. One seed and machine give the same files."""
+    """Trains tokenizer and model; returns the mean loss of the last 50 steps. One seed repeats the files."""
     import torch
 
     from fedveil.models.library import quiet

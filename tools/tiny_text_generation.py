@@ -1,6 +1,7 @@
 """Makes the bundled base of the task text-generation: a small GPT-2 for offline use.
 
-    python -m tools.tiny_text_generation --data <folder with the E2E NLG train.jsonl> --out fedveil/assets/tiny-text-generation
+    python -m tools.tiny_text_generation --data <folder with the E2E NLG train.jsonl> --out
+    fedveil/assets/tiny-text-generation
 
 4 layers, 160 wide, 192 tokens of context, a byte-level BPE of 1024 tokens; 1.4 M parameters, kept as fp16. It is
 pre-trained as a plain language model on the public part of E2E NLG: meaning representations whose SHA-256 ends in a
@@ -38,7 +39,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def paragraphs(rows: Sequence[dict[str, str]], rng: random.Random) -> list[str]:
-    """One epoch of text: for each restaurant its sentences, two or three a paragraph, and its attributes in two orders."""
+    """One epoch of text: a restaurant's sentences, two or three a paragraph, and its attributes in two orders."""
     sentences: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         sentences[row["mr"]].append(row["ref"])

@@ -1,11 +1,12 @@
 """The bundled base of the task vision-language: a small LLaVA, and the script that made it.
 
-    python -m tools.tiny_vision_language --caltech101 <folder> --cifar10 <folder> --out fedveil/assets/tiny-vision-language
+    python -m tools.tiny_vision_language --caltech101 <folder> --cifar10 <folder> --out
+    fedveil/assets/tiny-vision-language
 
-A CLIP vision tower (4 layers, 96 wide, 16 patches of an image of 48 x 48) before a Llama (8 layers, 96 wide, a byte-level
-BPE of 512 tokens); 1.5 M parameters, kept as fp16. It is pre-trained on CIFAR-10 and on the part of Caltech-101 whose
-SHA-256 of the path ends in a digit that `is_public` names: captions of one sentence, and questions with four choices.
-Federated data has no public row.
+A CLIP vision tower (4 layers, 96 wide, 16 patches of an image of 48 x 48) before a Llama (8 layers, 96 wide, a
+byte-level BPE of 512 tokens); 1.5 M parameters, kept as fp16. It is pre-trained on CIFAR-10 and on the part of
+Caltech-101 whose SHA-256 of the path ends in a digit that `is_public` names: captions of one sentence, and questions
+with four choices. Federated data has no public row.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
     import torch
 
     from fedveil.models.library import quiet
-    from fedveil.tasks.vision_language import CAPTION_PROMPT, prompt_of_choices
+    from fedveil.tasks.vision_language import prompt_of_choices
 
     rng = random.Random(seed)
     own, other = pictures(caltech101, True), pictures(cifar10, False)
@@ -87,21 +88,7 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
     losses = []
     for step in range(steps):
         chosen = [rng.choice(own if rng.random() < 0.5 else other) for _ in range(BATCH)]
-        rows = []
-        for picture in chosen:
-            if rng.random() < 0.5:
-                question, answer = CAPTION_PROMPT, caption(picture.name)
-            else:
-                others = [n for n in names if n != picture.name]
-                options = rng.sample([picture.name, *rng.sample(others, CHOICES - 1)], CHOICES)
-                question = prompt_of_choices("What is in the image?", options)
-                answer = "ABCD"[options.index(picture.name)]
-            prompt = processor.tokenizer.encode(question + "\n", add_special_tokens=False)
-            rows.append((patches + prompt, [*processor.tokenizer.encode(answer, add_special_tokens=False), pad]))
-        width = max(len(p) + len(a) for p, a in rows)
-        ids = torch.tensor([p + a + [pad] * (width - len(p) - len(a)) for p, a in rows])
-        mask = torch.tensor([[1] * (len(p) + len(a)) + [0] * (width - len(p) - len(a)) for p, a in rows])
-        labels = torch.tensor([[-100] * len(p) + a + [-100] * (width - len(p) - len(a)) for p, a in rows])
+        ids, mask, labels = _batch(chosen, names, patches, pad, processor, rng)
         pixels = (torch.stack([augmented(picture.pixels, rng) for picture in chosen]) / 255 - mean) / std
         out_ = model(input_ids=ids, attention_mask=mask, pixel_values=pixels, use_cache=False)
         loss = torch.nn.functional.cross_entropy(
@@ -116,9 +103,8 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
         schedule.step()
         losses.append(float(loss.detach()))
         if step % 100 == 99:
-            sys.stdout.write(
-                f"step {step + 1} of {steps}: loss {sum(losses[-100:]) / 100:.3f}, classes {float(sorted_out.detach()):.2f}\n"
-            )
+            now = f"loss {sum(losses[-100:]) / 100:.3f}, classes {float(sorted_out.detach()):.2f}"
+            sys.stdout.write(f"step {step + 1} of {steps}: {now}\n")
             sys.stdout.flush()
         if step % 1000 == 999:
             with quiet():
@@ -131,6 +117,32 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
         processor.save_pretrained(out)
     last = losses[-50:]
     return sum(last) / len(last)
+
+
+def _batch(
+    chosen: Sequence[Picture], names: list[str], patches: list[int], pad: int, processor: Any, rng: random.Random
+) -> tuple[Any, Any, Any]:
+    """Ids, mask and labels of a caption, or of a question with choices, for each picture."""
+    import torch
+
+    from fedveil.tasks.vision_language import CAPTION_PROMPT, prompt_of_choices
+
+    rows = []
+    for picture in chosen:
+        if rng.random() < 0.5:
+            question, answer = CAPTION_PROMPT, caption(picture.name)
+        else:
+            others = [n for n in names if n != picture.name]
+            options = rng.sample([picture.name, *rng.sample(others, CHOICES - 1)], CHOICES)
+            question = prompt_of_choices("What is in the image?", options)
+            answer = "ABCD"[options.index(picture.name)]
+        prompt = processor.tokenizer.encode(question + "\n", add_special_tokens=False)
+        rows.append((patches + prompt, [*processor.tokenizer.encode(answer, add_special_tokens=False), pad]))
+    width = max(len(p) + len(a) for p, a in rows)
+    ids = torch.tensor([p + a + [pad] * (width - len(p) - len(a)) for p, a in rows])
+    mask = torch.tensor([[1] * (len(p) + len(a)) + [0] * (width - len(p) - len(a)) for p, a in rows])
+    labels = torch.tensor([[-100] * len(p) + a + [-100] * (width - len(p) - len(a)) for p, a in rows])
+    return ids, mask, labels
 
 
 def augmented(pixels: Any, rng: random.Random) -> Any:

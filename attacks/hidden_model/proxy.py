@@ -1,16 +1,16 @@
-"""How much of the server's model a proxy gives away (FedQSN, FedLPP, FedSP): gap, similarity, and what clients win back.
+"""How much of the server's model a proxy gives away (FedQSN, FedLPP, FedSP), and what clients win back of it.
 
-The adversary is one client, or several that collude. It knows what the client half of the method knows: its messages, the
-hyper-parameters, and where it is declared, the public base W_0 that the server started from.
+The adversary is one client, or several that collude. It knows what the client half of the method knows: its messages
+and the hyper-parameters. Where that is declared, it also knows the public base W_0 that the server started from.
 
 | attack | what it does |
 |---|---|
-| `average` | the mean of every entry over the proxies that showed it, their scale undone: rounds of one client, or colluders |
+| `average` | the mean of every entry over the proxies that showed it, of rounds or of colluders; their scale undone |
 | `filled` | what no proxy showed is taken from the public base |
 | `fine_tuned` | a client trains what it has on its own data |
 
-A proxy is read off the client half itself: it is what `Method.client` hands to training, and what is missing is what it
-holds still there. So the attacks need no knowledge of how a method hides.
+A proxy is read off the client half itself: it is what `Method.client` hands to training. What
+the client half holds still there is what the proxy misses. So the attacks need not know how a method hides.
 
     cosine(x, y) = <x, y> / (|x| |y|), 0 where one of them is all zero
     gap(metric) = the metric of the best server model - that of the best proxy, each chosen by its validation loss
@@ -25,7 +25,7 @@ holds still there. So the attacks need no knowledge of how a method hides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -45,8 +45,8 @@ class Proxy:
 
     Attributes:
         weights: every tensor of the spec; missing entries are 0.
-        missing: booleans that broadcast over the tensors that miss some; True where nothing is known.
-        scale: what the visible entries of these tensors were multiplied with.
+        missing: booleans that broadcast over the tensors with missing entries, True where an entry is missing.
+        scale: the factor by which the method multiplied the visible entries of these tensors.
     """
 
     weights: Weights
@@ -55,18 +55,18 @@ class Proxy:
 
     @property
     def undone(self) -> dict[str, Tensor]:
-        """The weights without the scale."""
+        """The weights, divided by the scale where the method multiplied them."""
         return {n: w / self.scale if n in self.missing else w for n, w in self.weights.items()}
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """Cosine similarity to the server's model, three forms.
+    """Cosine similarity to the server's model, in three forms.
 
     Attributes:
-        whole: of one long vector of the tensors as received.
-        visible: of one long vector of the visible entries, the scale undone.
-        mean: the mean over tensors as received.
+        whole: of all tensors as received, as one vector.
+        visible: of all visible entries, as one vector, the scale undone.
+        mean: of each tensor as received, the mean over tensors.
     """
 
     whole: float
@@ -92,11 +92,11 @@ class _Reader:
 
     spec: Spec
     num_examples: int = 1
-    weights: Weights | None = None
-    frozen: Weights | None = None
+    weights: Weights = field(default_factory=dict)
+    frozen: Weights = field(default_factory=dict)
 
     def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
-        self.weights, self.frozen = weights, frozen
+        self.weights, self.frozen = weights, frozen or {}
         raise _Started
 
     def gradient(self, weights: Weights) -> Trained:
@@ -107,8 +107,11 @@ def read(method: Method, spec: Spec, down: Payload, scale: float = 1.0, known: W
     """The proxy in a broadcast.
 
     Args:
-        scale: the method's own, 1 for one that does not scale.
-        known: what the site had before, for a method that sends the rest of its proxy once (fedsp).
+        scale: the method's; 1 for a method that does not scale.
+        known: the site's weights before this broadcast, for a method that sends a part of its proxy once (fedsp).
+
+    Raises:
+        ValueError: a method whose client half asks for no training.
     """
     reader = _Reader(spec)
     ctx = RoundContext(0, "adversary", True, bytes(32))
@@ -116,15 +119,17 @@ def read(method: Method, spec: Spec, down: Payload, scale: float = 1.0, known: W
         private = None if known is None else State(dict(known))
         method.client(private, down, cast("Trainer", reader), ctx)  # it asks for nothing but training
     except _Started:
-        assert reader.weights is not None
-        return Proxy(reader.weights, reader.frozen or {}, scale)
-    raise ValueError("method: expected a client half that trains, found one that asked for no training")
+        return Proxy(reader.weights, reader.frozen, scale)
+    raise ValueError(
+        f"method: expected a client half that trains, found {type(method).__name__}, which asked for no training; "
+        "this attack is for methods with a proxy"
+    )
 
 
 def proxies(view: View, sites: Sequence[str] | None = None, scale: float = 1.0) -> Iterator[Proxy]:
-    """Every proxy in the view, in the order of its messages; of `sites` that collude only, where they are given.
+    """Every proxy in the view, in the order of its messages. With `sites` only those of these sites, which collude.
 
-    What is sent once stays as it was sent: how a site's training changed it, the view does not show.
+    What a method sends once stays as it was sent: the view does not show how a site's training changed it.
     """
     known: dict[str, Weights] = {}
     for sighting in view.broadcasts():
@@ -136,7 +141,10 @@ def proxies(view: View, sites: Sequence[str] | None = None, scale: float = 1.0) 
 
 
 def average(seen: Iterable[Proxy]) -> Proxy:
-    """The mean over the proxies that showed an entry; one proxy in memory at a time. Raises ValueError for none."""
+    """The mean of every entry over the proxies that showed it. Raises ValueError where there is no proxy.
+
+    One proxy is in memory at a time.
+    """
     sums, hidden = RunningSums(), dict[str, Tensor]()
     for proxy in seen:
         for name, w in proxy.undone.items():
@@ -149,7 +157,7 @@ def average(seen: Iterable[Proxy]) -> Proxy:
 
 
 def filled(proxy: Proxy, base: Weights) -> Proxy:
-    """What is missing from the public base, the rest with its scale undone."""
+    """The proxy with its scale undone, and its missing entries taken from the public base."""
     known = proxy.undone
     return Proxy(
         {n: torch.where(proxy.missing[n], base[n], w) if n in proxy.missing else w for n, w in known.items()}, {}
@@ -157,14 +165,15 @@ def filled(proxy: Proxy, base: Weights) -> Proxy:
 
 
 def fine_tuned(proxy: Proxy, local: Trainer) -> Proxy:
-    """What training on a client's own data makes of it. Nothing is held still: the client may do as it likes."""
+    """The proxy after training on a client's own data. No entry is held still: a dishonest client may train all."""
     return Proxy(local.train(proxy.weights).weights, {})
 
 
 def similarity(proxy: Proxy, server: Weights, names: Iterable[str], base: Weights | None = None) -> Similarity:
-    """Over the protected tensors `names`; with `base` of the differences to it, W_t - W_0 and proxy - W_0.
+    """The similarity of a proxy to the server's model, over the protected tensors `names`.
 
-    As received, a missing entry is 0, and its difference to the base is -W_0.
+    With `base` it is that of the differences to the base, W_t - W_0 and proxy - W_0. As received, a missing entry is
+    0, and its difference to the base is -W_0.
     """
     as_received, visible, each = _Cosine(), _Cosine(), []
     undone = proxy.undone
@@ -198,6 +207,6 @@ class _Cosine:
 
 
 def gap(server: Sequence[Scored], clients: Sequence[Scored], metric: str) -> float:
-    """By how much the server's best model scores better than the best proxy, over rounds and clients."""
+    """The metric of the server's best model less that of the best proxy, over rounds and clients."""
     best, other = (min(scored, key=lambda s: s.validation_loss) for scored in (server, clients))
     return best.metrics[metric] - other.metrics[metric]

@@ -1,10 +1,10 @@
 """The adaptive attacker on partial uploads: does the sent factor's update point where this row would push it?
 
-The server knows the start of each sent tensor to the bit, for it broadcast it, and sees where the site left it. A row that
-was trained on has moved it along minus its own gradient. The factor that the site kept is put at the last value that the
-server saw of it, as `factor_pairing` does; where the method lets nothing be kept (FedRand w/o past) its start is the
-broadcast one, known to the bit. Gradients of single rows as membership signals: Nasr, Shokri, Houmansadr 2019,
-and Li, Rezaei, Liu 2023 (cosine attack).
+The server broadcast the start of each sent tensor, so it knows that start to the bit, and it sees where the site left
+the tensor. A row that was trained on has moved the tensor along minus the row's own gradient. A factor that the site
+kept is put at the last value that the server saw of it, as `factor_pairing` does. Where the method lets no site keep
+anything (FedRand w/o past) its start is the broadcast one, known to the bit. Gradients of single rows as membership
+signals: Nasr, Shokri, Houmansadr 2019, and Li, Rezaei, Liu 2023 (cosine attack).
 
     score(x) = mean over the last uploads of cos(-dL(x)/dS at the start, S_sent - S_broadcast),  S = the sent tensors
 """
@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
-from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.base import Knowledge, UploadAttack, View
 from fedveil.attacks.reconstruction.gradients import observed
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import Method
@@ -31,8 +32,16 @@ from fedveil.strategies.fedrand import FedRand
 from fedveil.wire.payloads import tensors_of
 
 
+class Alignment(UploadAttack):
+    """The score "alignment": the mean cosine over the site's last upload."""
+
+    @override
+    def scores(self, view: View, site: str, knowledge: Knowledge, rows: Rows) -> dict[str, NDArray[np.float64]]:
+        return {"alignment": alignment_scores(view, site, knowledge, rows)}
+
+
 def alignment_scores(view: View, site: str, knowledge: Knowledge, rows: Rows, uploads: int = 1) -> NDArray[np.float64]:
-    """Mean cosine of each row over the site's last `uploads` uploads; 0 where nothing moved.
+    """(rows,) mean cosine of each row over the site's last `uploads` uploads; 0 where nothing moved.
 
     The task must train by gradients of its own (`fedveil.training.local_training.Trainable`).
     """
@@ -46,7 +55,7 @@ def alignment_scores(view: View, site: str, knowledge: Knowledge, rows: Rows, up
 
 
 def _turns(view: View, site: str, initial: Weights) -> Iterator[tuple[Weights, Mapping[str, Tensor]]]:
-    """(start of every tensor as far as the server knows, moves of the sent ones) of each of the site's participations."""
+    """Of each participation: the start of every tensor as far as the server knows, and the moves of the sent ones."""
     seen: dict[str, Tensor] = {}
     for upload in view.uploads(site):
         answered = view.answered(upload)
@@ -60,7 +69,7 @@ def _turns(view: View, site: str, initial: Weights) -> Iterator[tuple[Weights, M
 
 
 def _left(exchange: Exchange, up: Payload, got: Weights) -> Weights:
-    """Where the site left each tensor that it sent; of a gradient, one step of rate 1 from what it got, withheld entries 0."""
+    """Where the site left each tensor that it sent; of a gradient: one step of rate 1 that moves no withheld entry."""
     if exchange.method.sends != "gradients":
         return tensors_of(up)
     shown = observed(exchange.method, up, exchange.spec)

@@ -1,4 +1,4 @@
-"""LiRA, the likelihood-ratio attack with shadow models: the modern yardstick.
+"""LiRA, the likelihood-ratio attack with shadow models: the yardstick for other membership attacks.
 
 Carlini, Chien, Nasr, Song, Terzis, Tramèr: Membership Inference Attacks From First Principles. IEEE S&P 2022.
 
@@ -6,13 +6,14 @@ Carlini, Chien, Nasr, Song, Terzis, Tramèr: Membership Inference Attacks From F
     online:  ln N(phi; mu_in, s_in) - ln N(phi; mu_out, s_out)                                  (Algorithm 1)
     offline: ln Phi((phi - mu_out) / s_out), where no shadow had the row                        (Eq. 4)
 
-The adversary draws rows like the target's, trains shadows on random halves of a pool that holds the target's candidates,
-and compares the target's confidence in a row with those of the shadows that had it and that had not.
+The adversary draws rows like the target's and trains shadows on random halves of a pool that holds the target's
+candidates. It compares the target's confidence in a row with that of the shadows that had the row, and of those that
+had not.
 
 | case | result |
 |---|---|
 | a row with fewer than 16 shadows a side | the variance pooled over all rows (Carlini et al., section VI-B) |
-| a row that no shadow had (or every one) | offline against the side that is there; a row without both sides: an error |
+| a row that no shadow had (or every one) | offline against the side that is there; a row without both: ValueError |
 | shadows that agree to the bit | a least standard deviation of 1e-3 |
 """
 
@@ -46,14 +47,19 @@ class Shadows:
 
 
 def confidence(losses: Numbers) -> Numbers:
-    """phi of mean target losses, stable for losses near 0."""
+    """(rows,) phi of mean target losses in nats. It is finite for losses of 0."""
     return np.asarray(-losses - np.log(-np.expm1(-np.maximum(losses, 1e-12))))
 
 
 def train_shadows(
     train: Callable[[list[int], int], Weights], pool: int, count: int, rng: np.random.Generator
 ) -> Shadows:
-    """`count` shadows, each on half of the pool; each row is in exactly half of them. `train` gets indices and the number.
+    """Trains shadows, each on half of the pool; each row is in exactly half of them.
+
+    Args:
+        train: gets the indices of a shadow's rows and the shadow's number, and returns its weights.
+        pool: number of rows.
+        count: number of shadows.
 
     Raises:
         ValueError: a count that is not even and at least 2, or a pool below 2 rows.
@@ -71,12 +77,15 @@ def train_shadows(
 
 
 def scores(target: Numbers, shadows: Numbers, members: NDArray[np.bool_]) -> Numbers:
-    """The likelihood ratio of each row.
+    """(rows,) log likelihood ratio of each row.
 
     Args:
         target: (rows,) phi under the attacked model.
         shadows: (shadows, rows) phi under each shadow.
         members: (shadows, rows) which shadow had which row.
+
+    Raises:
+        ValueError: a row that no shadow scored.
     """
     mean_in, std_in = _gaussian(shadows, members)
     mean_out, std_out = _gaussian(shadows, ~members)
@@ -108,7 +117,10 @@ def _log_normal(x: Numbers, mean: Numbers, std: Numbers) -> Numbers:
 
 def _log_cdf(z: Numbers) -> Numbers:
     """ln Phi(z), by the error function; far below by its asymptote, so that no score is minus infinity."""
-    return np.array([
-        math.log(0.5 * math.erfc(-v / math.sqrt(2))) if v > -30 else -0.5 * v * v - math.log(-v * math.sqrt(2 * math.pi))
-        for v in np.nan_to_num(z)
-    ])  # fmt: skip
+
+    def of(v: float) -> float:
+        if v > -30:
+            return math.log(0.5 * math.erfc(-v / math.sqrt(2)))
+        return -0.5 * v * v - math.log(-v * math.sqrt(2 * math.pi))
+
+    return np.array([of(v) for v in np.nan_to_num(z)])

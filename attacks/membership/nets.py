@@ -16,20 +16,20 @@ HIDDEN = 32
 
 @dataclass(frozen=True)
 class Net:
-    """Linear - ReLU - Linear, on standardised inputs."""
+    """A trained net: Linear - ReLU - Linear, on inputs that it standardises."""
 
     weights: Sequence[Tensor]
     mean: Tensor
     std: Tensor
 
     def logits(self, inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Of "out" and "in", under these weights."""
+        """(rows, 2) logits of "out" and "in" under `weights`; `inputs` is (rows, n)."""
         first, first_bias, second, second_bias = weights
         return ((inputs - self.mean) / self.std @ first + first_bias).relu() @ second + second_bias
 
     @torch.no_grad()
     def scores(self, inputs: Tensor) -> Scores:
-        """logit("in") - logit("out")."""
+        """(rows,) logit("in") - logit("out"); `inputs` is (rows, n)."""
         logits = self.logits(inputs, self.weights)
         return np.asarray((logits[:, 1] - logits[:, 0]).double().numpy())
 
@@ -42,9 +42,12 @@ def fit(
     patience: int,
     generator: torch.Generator,
 ) -> Net:
-    """Adam over all records at once, until the held-out loss has not fallen for `patience` epochs; the best weights.
+    """Trains a net by Adam over all records at once, and returns the one of least held-out loss.
 
-    `known` and `held` are (inputs, labels 0 or 1).
+    Args:
+        known, held: training and held-out records: inputs (rows, n) and labels (rows,), 0 for "out" or 1 for "in".
+        patience: the training ends once the held-out loss has not fallen for so many epochs.
+        generator: draws the first weights.
     """
     inputs, labels = known
     net = Net((), inputs.mean(0), inputs.std(0).clamp_min(1e-6))

@@ -2,7 +2,8 @@
 
 Li, Wu, Chen, Tonglet, ..., Cevher: Membership Inference Attacks against Large Vision-Language Models. NeurIPS 2024.
 
-For each position the Rényi entropy of the model's next-token distribution p, then the mean of the K % largest of a slice:
+Takes the Rényi entropy of the model's next-token distribution p at each position, then the mean of the K % largest of a
+slice:
 
     H_alpha(p) = ln(sum_v p_v^alpha) / (1 - alpha),  H_1 = -sum_v p_v ln p_v,  H_inf = -ln max_v p_v
     score = -mean of the k largest H_alpha,  k = max(1, int(K / 100 * T))
@@ -16,31 +17,38 @@ A row with a low score of entropy is called a member.
 | K = 100 | the mean over the slice |
 | uniform p | ln V for every alpha |
 
-Differences from the public code: entropies come from log-probabilities in double precision; the code clamps p at 1e-10, which
-adds up to V * 1e-5 to the sum for alpha = 0.5 (`clamp = 1e-10` gives it back).
+Differences from the public code: entropies come from log-probabilities in double precision. The code clamps p at 1e-10,
+which adds up to V * 1e-5 to the sum for alpha = 0.5 (`clamp = 1e-10` does the same here).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
-from fedveil.contract.task import Prediction
+from fedveil.attacks.base import Answer, ModelAttack
 
-# slice -> alpha -> entropies of each row's positions
-Table = dict[str, dict[float, list[NDArray[np.float64]]]]
+PERCENTS = (0, 10, 100)
 
 
 def renyi_entropy(
     logits: Float[Tensor, "positions classes"], alpha: float, clamp: float = 0.0
 ) -> Float[Tensor, " positions"]:
-    """H_alpha of each position, in nats, double precision. `clamp` is the least probability that the public code allows."""
+    """H_alpha of each position, in nats, double precision.
+
+    Args:
+        clamp: a least probability. The public code has 1e-10; 0 clamps nothing.
+
+    Raises:
+        ValueError: an alpha that is not above 0.
+    """
     if not alpha > 0:
         raise ValueError(f"alpha: expected a number above 0 or infinity, found {alpha}")
     log_p: Tensor = torch.log_softmax(logits.double(), -1)
@@ -56,24 +64,35 @@ def renyi_entropy(
 
 
 def max_k(entropies: NDArray[np.float64], percent: float) -> float:
-    """Mean of the k largest, k = max(1, int(percent / 100 * T)). Raises ValueError for no entropies."""
+    """Mean of the k largest of T entropies, k = max(1, int(percent / 100 * T)).
+
+    Raises:
+        ValueError: no entropies, or a percentage outside 0 to 100.
+    """
     if not 0 <= percent <= 100 or not len(entropies):
         raise ValueError(f"expected 0 to 100 per cent of at least one entropy, found {percent} of {len(entropies)}")
     k = max(1, int(percent * len(entropies) / 100))
     return float(np.sort(entropies)[-k:].mean())
 
 
-def entropy_table(predictions: Iterator[Prediction], alphas: Sequence[float]) -> Table:
-    """Entropies of every row under every alpha; the model runs once, and no logits are kept."""
-    table: Table = {}
-    for prediction in predictions:
-        for name, logits in prediction.logits.items():
-            of_slice = table.setdefault(name, {alpha: [] for alpha in alphas})
-            for alpha in alphas:
-                of_slice[alpha].append(renyi_entropy(logits, alpha).numpy())
-    return table
+@dataclass(frozen=True)
+class MaxRenyi(ModelAttack):
+    """MaxRényi-K% on every slice of the model's answer, for K = 0, 10 and 100; a score is called "<slice> <K>%".
 
+    The slice "target" is called "caption" where the model reads images.
 
-def scores(table: Table, name: str, alpha: float, percent: float) -> NDArray[np.float64]:
-    """MaxRényi-K% of each row on one slice; higher = more likely a member."""
-    return np.array([-max_k(entropies, percent) for entropies in table[name][alpha]])
+    Attributes:
+        alpha: 0.5 is the headline, chosen before any result was seen.
+    """
+
+    alpha: float = 0.5
+
+    @override
+    def score(self, answer: Answer) -> dict[str, float]:
+        slices = answer.prediction.logits
+        found: dict[str, float] = {}
+        for name, logits in slices.items():
+            shown = "caption" if name == "target" and "image" in slices else name
+            entropies = renyi_entropy(logits, self.alpha).numpy()
+            found |= {f"{shown} {percent}%": -max_k(entropies, percent) for percent in PERCENTS}
+        return found

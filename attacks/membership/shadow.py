@@ -2,27 +2,27 @@
 
 Shokri, Stronati, Song, Shmatikov: Membership Inference Attacks Against Machine Learning Models. IEEE S&P 2017.
 
-The adversary trains models like the target on random halves of rows of its own, records what each says of every row, and
-learns from these records to tell "in" from "out".
+The adversary has rows of its own, trains models like the target on random halves of them, records what each model says
+of every row, and learns from these records to tell "in" from "out".
 
     record = (softmax vector of a shadow on a row, the row's class, whether the shadow was trained on it)
     net_c  = Linear(C, 32) - ReLU - Linear(32, 2), logits, cross entropy; one for each class c     "per class"
     net    = the same on the vector and the one-hot class, Linear(2 C, 32)                         "global"
     score  = logit("in") - logit("out"); above 0 a row is called a member
 
-Each row of the pool is in exactly half of the shadows, so the records are balanced in every class. Early stopping: the nets
-of the epoch with the least cross entropy on held-out shadows, which no net was trained on.
+Each row of the pool is in exactly half of the shadows, so the records are balanced in every class. A net is kept from
+the epoch with the least cross entropy on held-out shadows, which no net was trained on.
 
 | case | result |
 |---|---|
 | a class with fewer than 5 rows in the pool | its rows are scored by the global net, and so marked |
 | a row of the pool that is one of the target's rows | refused: its shadows would have seen the answer |
-| a "member" that the target was not trained on | refused where the target's rows are given; a score near 1/2 would say nothing |
+| a "member" that the target was not trained on | refused: a score near 1/2 would say nothing |
 | a class that has members or non-members alone | no part of the outcome |
 | more members than non-members of a class, or the reverse | as many of each, chosen by the stream |
 
-Differences from the paper: vectors of all shadows feed one set of nets; no synthetic data; logits, not sigmoids, under the
-cross entropy (the code of Tran et al., DP-FPL, has both).
+Differences from the paper: vectors of all shadows feed one set of nets; there is no synthetic data; the cross entropy
+is of logits, not of sigmoids (the code of Tran et al., DP-FPL, has both).
 """
 
 from __future__ import annotations
@@ -51,14 +51,17 @@ FEWEST_ROWS = 5
 
 @dataclass(frozen=True)
 class Settings:
-    """How the attack is made.
+    """The attack's hyper-parameters.
 
     Attributes:
-        shadows: an even number.
-        held_out: part of the shadows that stop the training of the nets, at least one pair of them.
-        epochs: at most, over all records at once.
+        shadows: how many, an even number.
+        held_out: part of the shadows that decide when the training of the nets ends, at least one pair.
+        epochs: the most that a net is trained for, each over all records at once.
         learning_rate: of Adam.
-        patience: epochs without a better held-out loss after which a net stops.
+        patience: the training ends after so many epochs without a better held-out loss.
+
+    Raises:
+        ValueError: fewer than 4 shadows or an odd number, or another field out of range.
     """
 
     shadows: int = 50
@@ -81,9 +84,9 @@ class Records:
     """What the shadows say of the pool.
 
     Attributes:
-        vectors: (shadows, rows, classes).
-        labels: (rows,).
-        members: (shadows, rows) which shadow was trained on which row.
+        vectors: (shadows, rows, classes) softmax vectors.
+        labels: (rows,) classes.
+        members: (shadows, rows) whether a shadow was trained on a row.
     """
 
     vectors: NDArray[np.float64]
@@ -96,8 +99,8 @@ class Target:
     """What the attacked model says of rows that it was trained on, and of others of the same source.
 
     Attributes:
-        members, others: softmax vectors.
-        member_labels, other_labels: classes.
+        members, others: (rows, classes) softmax vectors.
+        member_labels, other_labels: (rows,) classes.
     """
 
     members: Vectors
@@ -108,14 +111,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How well one kind of net does.
+    """How well one kind of net tells members from non-members.
 
     Attributes:
-        accuracy, auroc, tpr_at_1: mean over classes with its 95 % interval; balanced accuracy at the threshold 0.
+        accuracy, auroc, tpr_at_1: mean over classes with its 95 % interval. The accuracy is balanced, at threshold 0.
         pooled_auroc, pooled_tpr_at_1: over the scores of all rows together, with bootstrap intervals.
-        classes: behind the means.
-        rows: members, as many as non-members.
-        by_global_net: classes that had too few rows for a net of their own.
+        classes: number of classes that the means are over.
+        rows: number of members; there are as many non-members.
+        by_global_net: number of classes that had too few rows for a net of their own.
     """
 
     accuracy: Estimate
@@ -129,7 +132,7 @@ class Outcome:
 
 
 def says(task: Task) -> Says:
-    """The softmax vectors of a classifier's task."""
+    """A function that gives the softmax vectors (rows, classes) of a classifier."""
 
     def vectors(weights: Weights, rows: Rows) -> Vectors:
         logits = torch.cat([prediction.logits["target"] for prediction in task.predict(weights, rows)])
@@ -141,7 +144,11 @@ def says(task: Task) -> Says:
 def records(
     train: Train, says: Says, pool: Rows, labels: Sequence[int], settings: Settings, rng: np.random.Generator
 ) -> Records:
-    """Trains the shadows, each on a random half of the pool. Raises ValueError for a pool of fewer than 2 rows."""
+    """Trains the shadows, each on a random half of the pool, and asks each about every row of the pool.
+
+    Raises:
+        ValueError: a pool of fewer than 2 rows.
+    """
     shadows = lira.train_shadows(lambda i, n: train([pool[j] for j in i], n), len(pool), settings.shadows, rng)
     vectors = np.stack([says(weights, pool) for weights in shadows.weights])
     return Records(vectors, np.asarray(labels, dtype=np.int64), shadows.members)
@@ -155,10 +162,10 @@ def target(
     others: tuple[Rows, Sequence[int]],
     pool: Rows,
 ) -> Target:
-    """What the attacked model says; (rows, classes) of each side.
+    """What the attacked model says of members and of other rows, each given with their classes.
 
     Raises:
-        ValueError: a member that is not one of `trained_on`, another row that is, or a row that the pool has too. Rows are
+        ValueError: a member that is not one of `trained_on`, another row that is one, or a row of the pool. Rows are
             compared as objects.
     """
     seen, pooled = {id(row) for row in trained_on}, {id(row) for row in pool}
@@ -178,7 +185,7 @@ def target(
 
 
 def attack(found: Records, at: Target, settings: Settings, rng: np.random.Generator) -> Mapping[str, Outcome]:
-    """The outcomes of "per class" and "global"."""
+    """The outcomes of the nets "per class" and "global". Raises ValueError where no class has both sides."""
     classes = found.vectors.shape[-1]
     pairs = settings.shadows // 2
     held = np.repeat(np.isin(np.arange(pairs), rng.permutation(pairs)[: max(1, round(settings.held_out * pairs))]), 2)

@@ -8,8 +8,8 @@ Where the embedded tokens z0 feed only the attention of block 0, with d = dL/d(q
     G = dL/dW     = d^T z0            3D x D
     A^T z0 = W^T G                               biases drop out
 
-Solve it for z0 by least squares, subtract E_pos, drop the class token, subtract the bias b of the patch embedding, and solve
-E X^T = (z - b)^T for the patches X.
+Solve it for z0 by least squares, subtract E_pos, drop the class token, subtract the bias b of the patch embedding, and
+solve E X^T = (z - b)^T for the patches X.
 
 | case | result |
 |---|---|
@@ -17,12 +17,12 @@ E X^T = (z - b)^T for the patches X.
 | the same, D < C P^2 | the patches of least norm: blurred |
 | the standard pre-norm block | fails even undefended: z0 reaches the loss by the residual and W by the layer norm |
 | batch above 1 | fails: A is a sum over the batch |
-| a mask on the gradient | fails: the zeros are taken as data, which says nothing about an adversary who knows the mask |
+| a mask on the gradient | fails: zeros are taken as data, which says nothing of an adversary who knows the mask |
 | dL/dE_pos withheld (zeros) | the image of z0 = 0, no information |
 
-The paper that this repository tests (random binary weights for ViT) took the attack from a public implementation whose
-"ViT-S for APRIL" has the modified block. A run on the standard block therefore proves nothing unless its undefended control
-succeeds.
+The paper on random binary weights for ViT, whose method this repository tests, took the attack from a public
+implementation whose "ViT-S for APRIL" has the modified block. A run on the standard block therefore proves nothing
+unless its undefended control succeeds.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ POSITION = r"embeddings\.position_embeddings"
 PATCH_WEIGHT = r"patch_embeddings\.projection\.weight"
 _PATCH_BIAS = r"patch_embeddings\.projection\.bias"
 # Both spellings of transformers 5: q_proj since the attention classes were merged, query before.
-_QKV = [rf"layers?\.0\..*\b({new}|{old})\.weight" for new, old in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))]  # fmt: skip
+_SPELLINGS = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
+_QKV = [rf"layers?\.0\..*\b({new}|{old})\.weight" for new, old in _SPELLINGS]
 
 
 class ModifiedBlock(nn.Module):
-    """Attention, then MLP; no layer norm, no residual. The attention and the MLP are those of the block it replaces."""
+    """A block of attention, then MLP, without layer norm and residual; both are those of the block that it replaces."""
 
     attention: nn.Module
     mlp: nn.Module
@@ -57,7 +58,7 @@ class ModifiedBlock(nn.Module):
         self.mlp = block.mlp
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The block's output."""
+        """The block's output (batch, tokens, width)."""
         attended, _ = self.attention(hidden_states, attention_mask, **kwargs)
         output: Tensor = self.mlp(attended)
         return output
@@ -66,8 +67,8 @@ class ModifiedBlock(nn.Module):
 def modified(model: nn.Module) -> nn.Module:
     """Replaces block 0 of a transformers ViT by a `ModifiedBlock`, in place, so that z0 feeds only the attention.
 
-    This is what public implementations of APRIL attack. It is not a ViT that anybody trains. Parameters keep their names and
-    values; the block's two layer norms are gone.
+    This is what public implementations of APRIL attack. It is not a ViT that anybody trains. Parameters keep their
+    names and values; the block's two layer norms are gone.
     """
     layers: Any = next(m for n, m in model.named_modules() if n.endswith(("vit.layers", "encoder.layer")))
     layers[0] = ModifiedBlock(layers[0])
@@ -78,10 +79,11 @@ def april(gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1
     """The image whose gradients these are, clipped to [low, high]. Zeros of a mask are taken as data.
 
     Args:
-        gradients: by parameter name; position embedding and q, k, v of block 0 are used.
+        gradients: by parameter name; those of the position embedding and of q, k, v of block 0 are used.
         model: the ViT at the weights that the gradients were taken at.
 
-    Raises ValueError for a gradient that is missing.
+    Raises:
+        ValueError: a gradient that is missing.
     """
     weights = dict(model.named_parameters())
     a = double(named(gradients, POSITION)).flatten(0, -2)
@@ -95,7 +97,10 @@ def april(gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1
 
 
 def named(tensors: Named, pattern: str) -> Tensor:
-    """The one tensor whose name ends in the pattern: by name, never by index, since the modified block has fewer tensors."""
+    """The one tensor whose name ends in the regular expression `pattern`. Raises ValueError for none or several.
+
+    Never by index: the modified block has fewer tensors.
+    """
     found = [n for n in tensors if re.search(rf"(^|\.){pattern}$", n)]
     if len(found) != 1:
         raise ValueError(f"expected one tensor named {pattern}, found {found or 'none'} of {len(tensors)}")
@@ -103,18 +108,18 @@ def named(tensors: Named, pattern: str) -> Tensor:
 
 
 def least_squares(a: Tensor, b: Tensor) -> Tensor:
-    """The X of least norm that minimises ||A X - B||; by singular values (gelsd), so that a lack of rank is no error."""
+    """The X of least norm that minimises ||A X - B||, by singular values (gelsd): a lack of rank is no error."""
     solution: Tensor = torch.linalg.lstsq(a, b, driver="gelsd").solution
     return solution
 
 
 def double(tensor: Tensor) -> Tensor:
-    """On the host in double precision, where gelsd runs."""
+    """The tensor on the host in double precision, where gelsd runs."""
     return tensor.detach().double().cpu()
 
 
 def assemble(patches: Tensor, model: nn.Module) -> Image:
-    """The image of flattened patches, by the model's configuration."""
+    """The image that flattened patches make, of the sizes in the model's configuration."""
     config: Any = model.config
     size, patch = (s if isinstance(s, int) else s[0] for s in (config.image_size, config.patch_size))
     return untile(patches, config.num_channels, size, size, patch)

@@ -12,7 +12,7 @@ Whatever comes after the embedding, layer norms and residuals too, plays no part
 | batch 1, D >= S and A[1:] of rank S | exact |
 | D < S | the patches of least norm |
 | batch above 1 | fails: A and dL/dE are sums over the batch, and the product of sums is not the sum of products |
-| a mask on the gradient | fails: the zeros are taken as data (see attacks/gradient_match.py) |
+| a mask on the gradient | fails: the zeros are taken as data (see `gradient_match`) |
 | dL/dE_pos withheld (zeros) | the zero image |
 """
 
@@ -25,9 +25,10 @@ from fedveil.attacks.reconstruction.images import Image
 
 
 def direct_inversion(gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1.0) -> Image:
-    """The image whose gradients these are, clipped to [low, high]. The model gives its sizes only.
+    """The image whose gradients these are, clipped to [low, high]. Of the model only the sizes are used.
 
-    Raises ValueError for a gradient that is missing.
+    Raises:
+        ValueError: a gradient that is missing.
     """
     a = double(named(gradients, POSITION)).flatten(0, -2)[1:]
     kernel = double(named(gradients, PATCH_WEIGHT)).flatten(1)

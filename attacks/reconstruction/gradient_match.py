@@ -1,23 +1,23 @@
 """Masked gradient matching: the adversary who knows which entries of a gradient were withheld.
 
-Zhu, Liu, Han: Deep Leakage from Gradients. NeurIPS 2019, with two changes: only observed entries are matched,
-and small images are found by Levenberg-Marquardt (Marquardt 1963). The prior is that of Geiping,
-Bauermeister, Dröge, Moeller: Inverting Gradients. NeurIPS 2020.
+Zhu, Liu, Han: Deep Leakage from Gradients. NeurIPS 2019, with two changes: only observed entries are matched, and small
+images are found by Levenberg-Marquardt (Marquardt 1963). The prior is that of Geiping, Bauermeister, Dröge, Moeller:
+Inverting Gradients. NeurIPS 2020.
 
     r(u) = m o (grad_w L(f_w(T u), y) - g) / ||m o g||         the residual is ||r||
     levenberg_marquardt:  (J^T J + mu t I) du = -J^T r,        J = dr/du,  t = mean diagonal of J^T J
     first_order:          min ||r(u)||^2 + tv TV(T u)          by Adam
 
-u: the unknown image, T: a known map into the model's input (an upsampling, else the identity), m: the mask, which anybody
-sees from the zeros, y: the label, known. An adversary who does not know y tries each and keeps the least residual. Among
-several starts the least residual is kept: nothing here sees the truth.
+u is the unknown image, T a known map into the model's input (an upsampling, else the identity), m the mask, which
+anybody sees from the zeros, and y the known label. An adversary who does not know y tries each label and keeps the
+least residual. Of several starts the one of least residual is kept. Nothing here sees the true image.
 
 | case | result |
 |---|---|
 | nothing observed | ValueError |
-| fewer observed entries than unknowns | the damped step of least norm: some image with a small residual, not the image |
+| fewer observed entries than unknowns | the damped step of least norm: an image of small residual, not the image |
 | pre-norm ViT with D <= C P^2 and D - 1 < S | a residual of 0 and not the image: layer norms do not see z + c 1 |
-| several exchanges | one residual over all; each is taken at its own weights, `gradients.union` merges those of the same weights |
+| several exchanges | one residual over all, each at its own weights; `gradients.union` merges those of equal weights |
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _EASED, _RAISED, _LEAST, _MOST = 1 / 5, 4.0, 1e-15, 1e6  # of the damping mu
 
 @dataclass(frozen=True)
 class Match:
-    """What was found.
+    """The image of least residual.
 
     Attributes:
         image: of the unknown's shape, clipped to the valid range.
         residual: ||r|| before the clipping; 1 = no better than a gradient of zeros.
-        iterations: of the start that was kept.
-        start: its number.
+        iterations: how many the start that was kept took.
+        start: the number of that start.
     """
 
     image: Tensor
@@ -78,12 +78,13 @@ def levenberg_marquardt(
 
     Args:
         model: in evaluation mode, its attention by `sdpa`: transformers' eager attention rounds to single precision.
-        labels: of the batch.
-        shape: of the unknown (batch, channels, height, width); without `upsample` the model's input.
-        starts: at most so many; no further one once a residual is below `tolerance`.
-        damping: mu of the first step; divided by 5 after a step that helps, times 4 after one that does not.
+        labels: (batch,) classes.
+        shape: of the unknown (batch, channels, height, width). Without `upsample` it is the shape of the model's input.
+        starts: the most; there is no further one once a residual is below `tolerance`.
+        damping: mu of the first step. A step that helps divides it by 5, a step that does not multiplies it by 4.
 
-    Raises ValueError where the Jacobian would be above 4 GiB.
+    Raises:
+        ValueError: a Jacobian above 4 GiB, or nothing observed.
     """
     residual, entries = _residual(model, observed, labels, upsample, torch.float64)
     unknowns = math.prod(shape)
@@ -92,37 +93,39 @@ def levenberg_marquardt(
             f"expected at most {_LARGEST_JACOBIAN} entries of a Jacobian, found {entries} x {unknowns}: match fewer "
             "tensors, or use first_order"
         )
-    device = labels.device
-    eye = torch.eye(unknowns, dtype=torch.float64, device=device)
-
-    def of(flat: Tensor) -> Tensor:
-        return residual(flat.reshape(*shape))
-
-    def jacobian(flat: Tensor) -> Tensor:
-        columns: Tensor = vmap(lambda along: jvp(of, (flat,), (along,))[1], chunk_size=_CHUNK)(eye)
-        return columns.T
 
     def descend(flat: Tensor) -> tuple[Tensor, float, int]:
-        mu, r = damping, of(flat)
-        for step in range(iterations):
-            if r.norm() < tolerance:
-                return flat, float(r.norm()), step
-            j = jacobian(flat)
-            normal, slope = j.T @ j, j.T @ r
-            scale = normal.diagonal().mean()
-            while mu < _MOST:
-                moved = flat - _solved(normal + mu * scale * eye, slope)
-                tried = of(moved)
-                if tried.norm() < r.norm():  # false for a NaN
-                    flat, r, mu = moved, tried, max(mu * _EASED, _LEAST)
-                    break
-                mu *= _RAISED
-            else:  # no damping helps: a minimum, of the world or of the place
-                return flat, float(r.norm()), step
-        return flat, float(r.norm()), iterations
+        return _damped(lambda at: residual(at.reshape(*shape)), flat, iterations, tolerance, damping)
 
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        return _least(descend, shape, generator, starts, tolerance, (low, high), device, torch.float64)
+        return _least(descend, shape, generator, starts, tolerance, (low, high), labels.device, torch.float64)
+
+
+def _damped(residual: Map, flat: Tensor, iterations: int, tolerance: float, mu: float) -> tuple[Tensor, float, int]:
+    """Levenberg-Marquardt from one start: where it ended, the residual's norm there, and the steps it took."""
+    eye = torch.eye(flat.numel(), dtype=flat.dtype, device=flat.device)
+
+    def jacobian(at: Tensor) -> Tensor:
+        columns: Tensor = vmap(lambda along: jvp(residual, (at,), (along,))[1], chunk_size=_CHUNK)(eye)
+        return columns.T
+
+    r = residual(flat)
+    for step in range(iterations):
+        if r.norm() < tolerance:
+            return flat, float(r.norm()), step
+        j = jacobian(flat)
+        normal, slope = j.T @ j, j.T @ r
+        scale = normal.diagonal().mean()
+        while mu < _MOST:
+            moved = flat - _solved(normal + mu * scale * eye, slope)
+            tried = residual(moved)
+            if tried.norm() < r.norm():  # false for a NaN
+                flat, r, mu = moved, tried, max(mu * _EASED, _LEAST)
+                break
+            mu *= _RAISED
+        else:  # no damping helps: a minimum, global or local
+            return flat, float(r.norm()), step
+    return flat, float(r.norm()), iterations
 
 
 def first_order(
@@ -141,9 +144,10 @@ def first_order(
     low: float = -1.0,
     high: float = 1.0,
 ) -> Match:
-    """The image by Adam with a cosine schedule and a total-variation prior, in the model's own precision, for large images.
+    """The image by Adam with a cosine schedule and a total-variation prior, in the model's own precision.
 
-    Arguments as in `levenberg_marquardt`; `variation` is the weight of the prior, on the mapped image.
+    For large images. The arguments are those of `levenberg_marquardt`; `variation` is the weight of the prior, which is
+    taken of the mapped image.
     """
     kind = next(model.parameters()).dtype
     residual, _ = _residual(model, observed, labels, upsample, kind)
@@ -175,7 +179,7 @@ def first_order(
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """Mean absolute difference of neighbours, across plus down."""
+    """Mean absolute difference of neighbouring pixels, across plus down; `images` is (..., height, width)."""
     return images.diff(dim=-1).abs().mean() + images.diff(dim=-2).abs().mean()
 
 
@@ -239,13 +243,11 @@ def _least(
     if starts < 1:
         raise ValueError(f"starts: expected at least 1, found {starts}")
     low, high = span
-    best: Match | None = None
+    matches: list[Match] = []
     for start in range(starts):
         noise = torch.randn(math.prod(shape), generator=generator, dtype=torch.float64).to(device, kind)
         found, residual, iterations = descend((low + high) / 2 + (high - low) * _START * noise)
-        if best is None or residual < best.residual:
-            best = Match(found.reshape(*shape).clamp(low, high), residual, iterations, start)
-        if best.residual < tolerance:
+        matches.append(Match(found.reshape(*shape).clamp(low, high), residual, iterations, start))
+        if residual < tolerance:
             break
-    assert best is not None  # at least one start
-    return best
+    return min(matches, key=lambda match: match.residual)

@@ -1,10 +1,10 @@
-"""What exchanges of gradients show: values, and which entries are known at all.
+"""What exchanges of gradients show: the values, and which entries were sent at all.
 
 | case | result |
 |---|---|
-| masks of random binary weights, whatever their form on the wire | public: their ones are what is seen |
+| masks of random binary weights, whatever their form on the wire | public: an entry is seen where its mask is one |
 | a tensor that was not sent (fixed position) | in no `Observed`: it is not matched |
-| a true zero under an implicit mask | not seen, as a masked one |
+| a true zero under an implicit mask | not seen, like a withheld entry |
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Observed:
     """What one exchange shows of a gradient.
 
     Attributes:
-        values: by parameter name; what stands at a withheld entry is not read.
+        values: the gradient by parameter name. What stands at a withheld entry is not read.
         seen: of the same names and shapes, true where an entry was sent. A tensor left out of both is not matched.
-        weights: what the gradient was taken at; None = the model's own.
+        weights: those that the gradient was taken at; None = the model's own.
     """
 
     values: Mapping[str, Tensor]
@@ -38,12 +38,13 @@ class Observed:
 
 
 def everything(gradients: Mapping[str, Tensor]) -> Observed:
-    """An exchange without a mask. On masked gradients: the attack that takes zeros as data."""
+    """Takes every entry as sent. On masked gradients this is the attack that takes zeros as data."""
     return Observed(gradients, {n: torch.ones_like(g, dtype=torch.bool) for n, g in gradients.items()})
 
 
 def observed(method: Method, payload: Payload, spec: Spec) -> Observed:
-    """What an upload of a gradient shows. Entries outside its masks are not seen; a tensor that was not sent is left out."""
+    """What an upload of a gradient shows. Masked entries are not seen, and a tensor that was not sent is left out."""
+    method = method
     if not isinstance(method, RandomBinary):
         return everything(tensors_of(payload))
     found = list(method.surviving(payload, {name: tuple(tensor.shape) for name, tensor in spec.items()}))
@@ -52,7 +53,7 @@ def observed(method: Method, payload: Payload, spec: Spec) -> Observed:
 
 
 def thinned(observed: Observed, most: int, generator: torch.Generator) -> Observed:
-    """At most about `most` of the observed entries, drawn at random: a smaller Jacobian, and more than enough equations."""
+    """Keeps about `most` of the observed entries, drawn at random: a smaller Jacobian with enough equations."""
     total = sum(int(seen.sum()) for seen in observed.seen.values())
     if total <= most:
         return observed
@@ -61,7 +62,11 @@ def thinned(observed: Observed, most: int, generator: torch.Generator) -> Observ
 
 
 def union(observed: Sequence[Observed]) -> Observed:
-    """Exchanges of the same image at the same weights as one; an entry seen more than once is the mean of what was seen."""
+    """Merges exchanges of the same image at the same weights. An entry that several show is their mean.
+
+    Raises:
+        ValueError: no exchanges, or weights that differ.
+    """
     if not observed or any(each.weights is not observed[0].weights for each in observed):
         raise ValueError(f"expected exchanges at the same weights, found {len(observed)} at weights that differ")
     values, seen = {}, {}

@@ -4,7 +4,7 @@
 |---|---|
 | `psnr` | 10 log10(L^2 / MSE), L = the width of the range of values |
 | `ssim` | Wang, Bovik, Sheikh, Simoncelli 2004, Image Quality Assessment, section III-B and III-C |
-| `mean_image` | what an adversary says who saw no message |
+| `mean_image` | the guess of an adversary who saw no message |
 
 Every image is (channels, height, width) with values in [low, high].
 
@@ -25,6 +25,8 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
+from PIL import Image as Pillow
+from PIL import ImageDraw
 from torch import Tensor
 from torch.nn import functional
 
@@ -36,7 +38,7 @@ _THUMB, _TEXT, _GAP = 96, 14, 4  # of a contact sheet, in pixels
 
 
 def psnr(mine: Image, true: Image, data_range: float) -> float:
-    """Peak signal to noise in dB; `data_range` = high - low, 2 for values in [-1, 1]."""
+    """Peak signal to noise ratio in dB; `data_range` = high - low, 2 for values in [-1, 1]."""
     _check(mine, true, data_range)
     error = (mine.double() - true.double()).square().mean().item()
     return math.inf if error == 0 else 10 * math.log10(data_range**2 / error)
@@ -47,7 +49,7 @@ def ssim(mine: Image, true: Image, data_range: float, low: float = 0.0) -> float
 
         SSIM = (2 mx my + C1)(2 sxy + C2) / ((mx^2 + my^2 + C1)(sx^2 + sy^2 + C2)),  C1 = (0.01 L)^2,  C2 = (0.03 L)^2
 
-    Means are of intensities counted from `low`: the formula is made for values in [0, L] and is not the same for shifted ones.
+    Intensities are counted from `low`: the formula is made for values in [0, L], and shifted values change it.
     """
     _check(mine, true, data_range)
     if min(true.shape[1:]) < _WINDOW:
@@ -65,7 +67,11 @@ def ssim(mine: Image, true: Image, data_range: float, low: float = 0.0) -> float
 
 
 def tile(image: Image, patch: int) -> Patches:
-    """Patches by rows, each flattened as a convolution kernel is: channel, row, column."""
+    """Patches row by row, each flattened as a convolution kernel is: channel, row, column.
+
+    Raises:
+        ValueError: a side that `patch` does not divide.
+    """
     channels, height, width = image.shape
     if height % patch or width % patch:
         raise ValueError(f"expected sides that {patch} divides, found {height} x {width}")
@@ -74,7 +80,7 @@ def tile(image: Image, patch: int) -> Patches:
 
 
 def untile(patches: Patches, channels: int, height: int, width: int, patch: int) -> Image:
-    """The image that `tile` cut."""
+    """The image that `tile` cut into these patches. Raises ValueError for patches of another number or size."""
     rows, columns = height // patch, width // patch
     if patches.shape != (rows * columns, channels * patch * patch):
         raise ValueError(
@@ -98,10 +104,11 @@ def mean_image(images: Float[Tensor, "images channels height width"], without: i
 def contact_sheet(
     images: Sequence[Image], labels: Sequence[str], low: float = 0.0, high: float = 1.0, columns: int = 8
 ) -> bytes:
-    """A PNG of the images in rows, each under its label; values outside [low, high] are clipped, a NaN is black."""
-    from PIL import Image as Pillow
-    from PIL import ImageDraw
+    """A PNG of the images in rows, each under its label; values outside [low, high] are clipped, a NaN is black.
 
+    Raises:
+        ValueError: no images, or another number of labels.
+    """
     if len(images) != len(labels) or not images:
         raise ValueError(f"expected a label for each image, found {len(images)} images and {len(labels)} labels")
     columns = min(columns, len(images))
@@ -125,7 +132,8 @@ def contact_sheet(
 def _check(mine: Tensor, true: Tensor, data_range: float) -> None:
     if mine.shape != true.shape or mine.ndim != 3:
         raise ValueError(
-            f"expected two images of one shape (channels, height, width), found {tuple(mine.shape)}, {tuple(true.shape)}"
+            f"expected two images of one shape (channels, height, width), found {tuple(mine.shape)} and "
+            f"{tuple(true.shape)}"
         )
     if not data_range > 0:
         raise ValueError(f"data_range: expected a width above 0, found {data_range}")

@@ -1,9 +1,11 @@
-"""Where the data of the presets lies: $FEDVEIL_DATA/<name>, or shared/data/<name> beside the repository."""
+"""Where the data of the presets lie: $FEDVEIL_DATA/<name>, else shared/data/<name> beside a checkout, else bundled."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fedveil import places
 from fedveil.errors import ConfigError
@@ -12,7 +14,7 @@ VARIABLE = "FEDVEIL_DATA"
 
 
 def folder(name: str) -> Path:
-    """The data folder of that name. Raises ConfigError with the places looked at."""
+    """The data folder of that name. Raises ConfigError with the places where it was looked for."""
     root = places.checkout()
     looked_in = [places.folder("data")]
     if VARIABLE in os.environ:
@@ -26,3 +28,9 @@ def folder(name: str) -> Path:
     raise ConfigError(
         f"data {name}: expected a folder, found none at {looked}; set {VARIABLE} to the folder that holds {name}"
     )
+
+
+def with_model(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat run config whose `task.model` is a path: the data folder of that name, unless it is "tiny"."""
+    model = flat.get("task.model", "tiny")
+    return dict(flat) if model == "tiny" else {**flat, "task.model": str(folder(model))}

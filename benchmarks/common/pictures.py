@@ -6,7 +6,7 @@
 | caltech-choice | the same, four choices a picture | question, choices, answer, label | caltech101 |
 | cifar-choice, cifar-caption | CIFAR-10, its test pictures | the same | cifar10 |
 | coco-caption | COCO 2017, five captions a picture | caption (a list), label | coco_captions_mini |
-| any other | train.parquet and test.parquet of the user, with columns as above for their form | | a folder of that name |
+| any other | train.parquet and test.parquet of the user, columns as above for their form | | a folder of that name |
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Example = Mapping[str, Any]
 
 
 def is_public(path: str) -> bool:
-    """Whether the base has seen the picture of this path; the federated data has none of them."""
+    """Whether the tiny base has seen the picture of this path. The federated data have no such picture."""
     return int(hashlib.sha256(path.encode()).hexdigest(), 16) % 10 in PUBLIC_DIGITS
 
 
@@ -44,13 +44,13 @@ def caption(name: str) -> str:
 
 
 def columns(name: str) -> dict[str, str]:
-    """The task section for examples of that name."""
+    """The columns of the task section for examples of that name."""
     chosen = {"task.choices-column": "choices", "task.source-column": "question", "task.target-column": "answer"}
     return {"task.label-column": "label", **(chosen if is_choice(name) else {"task.target-column": "caption"})}
 
 
 def is_choice(name: str) -> bool:
-    """Whether rows are questions with choices; else they are captions."""
+    """Whether the rows of that name are questions with choices. Else they are captions."""
     return name.endswith("-choice")
 
 

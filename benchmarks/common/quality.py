@@ -1,4 +1,4 @@
-"""Scores of written answers and captions with bootstrap replicates over the pictures."""
+"""Scores of the answers and captions that a model writes, with bootstrap replicates over the pictures."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from sacrebleu.metrics import BLEU
 
 from fedveil.attacks.membership.scores import loss_of
 from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.common.resampling import Figure, Numbers
 from fedveil.contract.spec import Weights
+from fedveil.contract.task import Example
 from fedveil.tasks.vision_language import LETTERS, VisionLanguage
 from fedveil.training import text_metrics
 
@@ -21,10 +23,15 @@ _TEST = 5  # the name of the draws
 def scores(
     task: VisionLanguage, weights: Weights, examples: Sequence[Mapping[str, Any]], metrics: Sequence[str], seed: int
 ) -> dict[str, Figure]:
-    """The `metrics` of the model on `examples`: "test loss" a token, and "accuracy", "cider", "bleu_4", "rouge_l" of what it
-    writes, in the papers' scale (100 x).
+    """The `metrics` of the model on `examples`, by name.
+
+    "test loss" is in nats a token. "accuracy", "cider", "bleu_4" and "rouge_l" are of what the model writes, in the
+    papers' scale (100 x).
+
+    Raises:
+        ValueError: another metric.
     """
-    written = task.generate(weights, examples)
+    written = task.generate(weights, Example.of(examples))
     targets = [_targets(task, example) for example in examples]
     found: dict[str, Figure] = {}
     for metric in metrics:
@@ -52,7 +59,7 @@ def scores(
 
 def _losses(task: VisionLanguage, weights: Weights, examples: Sequence[Mapping[str, Any]]) -> list[float]:
     """Mean loss of each example over its targets."""
-    rows = [task.prepare([example]) for example in examples]
+    rows = [task.encode(Example.of([example])) for example in examples]
     found = (loss_of(p) for p in task.predict(weights, [row for of_example in rows for row in of_example]))
     return [fmean(next(found) for _ in of_example) for of_example in rows]
 
@@ -66,17 +73,13 @@ def _targets(task: VisionLanguage, example: Mapping[str, Any]) -> list[str]:
 
 def bleu_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) -> Numbers:
     """(rows, 10): matching and all n-grams for n = 1 to 4, length, and length of the closest reference."""
-    from sacrebleu.metrics import BLEU
-
     scorer = BLEU(effective_order=True, force=True)
     found = [scorer.sentence_score(c, list(refs)) for c, refs in zip(written, targets, strict=True)]
     return np.array([[*f.counts, *f.totals, f.sys_len, f.ref_len] for f in found], dtype=float)
 
 
 def bleu(total: Numbers) -> float:
-    """Corpus BLEU of summed statistics."""
-    from sacrebleu.metrics import BLEU
-
+    """Corpus BLEU, 0 to 100, of the sum (10,) of `bleu_statistics`."""
     return float(
         BLEU.compute_bleu(
             correct=[int(n) for n in total[:4]],

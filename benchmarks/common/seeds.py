@@ -1,7 +1,12 @@
-"""Each seed of a preset in a process of its own, with one thread, as many at a time as there are cores."""
+"""Each seed of a preset in a process of its own, with one thread, as many at a time as there are cores.
+
+A process runs `python -m fedveil.benchmarks.common.seeds MODULE` and calls `of_seed(settings, seed, options)` of
+MODULE.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -17,7 +22,11 @@ OfSeed = Callable[[dict[str, Any], int, Options], Any]
 
 
 def run(module: str, settings: dict[str, Any], options: Options) -> list[Any]:
-    """What `serve` in `module` answers for each seed, in order. Raises ConfigError where one of them failed."""
+    """What `of_seed` of `module` returns for each seed, in order, by way of JSON.
+
+    Raises:
+        ConfigError: a seed that failed, with its reason.
+    """
     seeds = range(options.seeds or settings["seeds"])
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda seed: _one(module, settings, seed, options), seeds))
@@ -26,7 +35,7 @@ def run(module: str, settings: dict[str, Any], options: Options) -> list[Any]:
 def _one(module: str, settings: dict[str, Any], seed: int, options: Options) -> Any:
     asked = json.dumps({"settings": settings, "seed": seed, "device": options.device, "quick": options.quick})
     process = subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", __name__, module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -52,7 +61,10 @@ def _one(module: str, settings: dict[str, Any], seed: int, options: Options) -> 
 
 
 def serve(of_seed: OfSeed) -> None:
-    """One seed: settings as JSON on standard input; progress, and then the result as one line of JSON."""
+    """Answers for one seed.
+
+    It reads settings as JSON on standard input. It writes lines of progress, and then the result as one line of JSON.
+    """
     asked = json.load(sys.stdin)
 
     def say(text: str) -> None:
@@ -65,3 +77,7 @@ def serve(of_seed: OfSeed) -> None:
     except FedVeilError as error:
         answer = {"error": str(error)}
     say(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    serve(importlib.import_module(sys.argv[1]).of_seed)

@@ -1,9 +1,9 @@
-"""Texts of the presets as rows of a source and one reference, their split, and scores with bootstrap replicates over sources.
+"""Texts of the presets as rows of a source and one reference, and scores with bootstrap replicates over sources.
 
 | data | source | reference | train, validation, test |
 |---|---|---|---|
 | e2e_nlg, viggo | mr | ref | its own splits |
-| dart | "subject | predicate | object" joined by "; " | each of refs | its test part; the two halves of its dev part, by source |
+| dart | triples "s | p | o" joined by "; " | each of refs | its test part; two halves of its dev part, cut by source |
 | dialogsum | dialogue | summary, or summary1 to 3 | its own splits |
 """
 
@@ -19,6 +19,7 @@ from fedveil.attacks.membership.scores import loss_of
 from fedveil.benchmarks.common import data, quality, resampling
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.contract.spec import Weights
+from fedveil.contract.task import Example
 from fedveil.errors import ConfigError
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import text_metrics
@@ -58,7 +59,7 @@ def _digest(text: str) -> int:
 
 
 def chosen(found: Sequence[Row], sources: int, references: int, seed: int) -> list[Row]:
-    """The rows of so many sources, drawn, and at most so many rows of each; all where there are fewer."""
+    """The rows of `sources` sources, drawn by the seed, and of each the first `references` rows."""
     grouped: dict[str, list[Row]] = {}
     for row in found:
         grouped.setdefault(row["mr"], []).append(row)
@@ -67,7 +68,11 @@ def chosen(found: Sequence[Row], sources: int, references: int, seed: int) -> li
 
 
 def scores(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: int) -> dict[str, Figure]:
-    """METRICS of the model on `test`: loss a token, the others of the text that it writes for each source, x 100 but for cider."""
+    """METRICS of the model on `test`, by name.
+
+    "loss" is in nats a token. The others are of the text that the model writes for each source, in per cent but for
+    cider.
+    """
     targets: dict[str, list[str]] = {}
     for row in test:
         targets.setdefault(row["mr"], []).append(row["ref"])
@@ -88,13 +93,13 @@ def scores(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: in
 
 
 def loss(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: int) -> Figure:
-    """The loss alone."""
+    """The "loss" of `scores` alone."""
     return resampling.mean(losses_of(task, weights, test), _TEST, seed)
 
 
 def losses_of(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> list[float]:
-    """Mean loss of each source over its references, in order of appearance."""
+    """Mean loss of each source over its references, in nats a token, in the order of the sources' appearance."""
     found: dict[str, list[float]] = {}
-    for row, prediction in zip(test, task.predict(weights, task.prepare(test)), strict=True):
+    for row, prediction in zip(test, task.predict(weights, task.encode(Example.of(test))), strict=True):
         found.setdefault(row["mr"], []).append(loss_of(prediction))
     return [sum(each) / len(each) for each in found.values()]

@@ -16,8 +16,15 @@ _FIND_SECONDS = 0.25
 
 
 @dataclass
-class Seen:
-    """One process: what it is, and its figures so far. A process that has ended keeps its last ones."""
+class WatchedProcess:
+    """One process and its figures so far. A process that has ended keeps its last figures.
+
+    Attributes:
+        process: to read from.
+        kind: what it is, by `Usage.kind`.
+        cpu_seconds: user and system time since it started.
+        mb, peak_mb: resident memory at the last reading, and at most, in 10^6 bytes.
+    """
 
     process: psutil.Process
     kind: str
@@ -31,17 +38,18 @@ class Usage:
     """Watches processes while the `with` block runs.
 
     Attributes:
-        find: the processes to watch, asked four times a second; one that was found once is watched to its end.
-        kind: what a process is, from its command line.
+        find: returns the processes to watch. It is asked four times a second, and what it once returned is watched to
+            its end.
+        kind: names what a process is, from its command line.
         every: seconds between two readings.
-        seen: by process id.
-        timeline: (time.time(), {kind: resident MB of all its processes}), a reading each.
+        seen: the processes by their id.
+        timeline: of each reading (time.time(), {kind: resident MB of all its processes}).
     """
 
     find: Callable[[], Iterable[psutil.Process]]
     kind: Callable[[list[str]], str]
     every: float = 0.1
-    seen: dict[int, Seen] = field(default_factory=dict)
+    seen: dict[int, WatchedProcess] = field(default_factory=dict)
     timeline: list[tuple[float, dict[str, float]]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -61,12 +69,12 @@ class Usage:
         self._thread.join()
 
     def cpu_seconds(self, since_start: bool = True) -> float:
-        """User and system time of all processes since the block began; or of their whole lives."""
+        """User and system time of all processes: since the block began, or else of their whole lives."""
         whole = sum((seen.cpu_seconds for seen in list(self.seen.values())), 0.0)
         return whole - self._before if since_start else whole
 
     def peaks(self, kind: str) -> list[float]:
-        """Peak resident MB of every process of that kind, as far as the readings saw it."""
+        """Peak resident MB of every process of that kind, as far as the readings caught it."""
         return [seen.peak_mb for seen in list(self.seen.values()) if seen.kind == kind]
 
     def _watch(self) -> None:
@@ -87,10 +95,10 @@ class Usage:
         for process in self.find():
             if process.pid not in self.seen:
                 with contextlib.suppress(psutil.Error):
-                    self.seen[process.pid] = Seen(process, self.kind(process.cmdline()))
+                    self.seen[process.pid] = WatchedProcess(process, self.kind(process.cmdline()))
 
 
-def _read(seen: Seen) -> None:
+def _read(seen: WatchedProcess) -> None:
     """A process that has ended, but that its parent has not yet waited for, still tells its CPU time."""
     seen.mb = 0.0
     with contextlib.suppress(psutil.Error):

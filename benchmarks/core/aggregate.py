@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import resource
 import statistics
 import subprocess
@@ -37,7 +38,7 @@ _TENSORS = 8
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Rows: our fold at each N, the plain sum, and Flower's FedAvg; interleaved repeats in one run."""
+    """The rows: our fold at each N, the plain sum, and Flower's FedAvg. Repeats are interleaved."""
     megabytes, counts = settings["megabytes"], settings["uploads"]
     cases = [("gate-and-fold", n) for n in counts] + [("fold", n) for n in counts]
     cases += [("gate-and-fold-bf16", counts[0]), ("plain", counts[0]), ("flower", settings["flower_uploads"])]
@@ -67,8 +68,8 @@ def _verdicts(rows: list[dict[str, Any]], counts: list[int]) -> list[str]:
         f"Peak memory at N = {counts} is {', '.join(f'{p / peak[0]:.2f}' for p in peak)} times that at N = {counts[0]} "
         "(asked: at most 1.2).",
         *(
-            f"The slowest {case} takes {plain / value:.2f} times as long as the plain sum of the same bytes (asked: at most "
-            f"2) and is {value / flower:.1f} times as fast as Flower's FedAvg.aggregate_train (asked: at least 5)."
+            f"The slowest {case} takes {plain / value:.2f} times as long as the plain sum of the same bytes (asked: at "
+            f"most 2) and is {value / flower:.1f} times as fast as Flower's FedAvg.aggregate_train (asked: at least 5)."
             for case, value in slowest.items()
         ),
     ]
@@ -139,8 +140,7 @@ def _plain(n: int, megabytes: int) -> tuple[float, int]:
 
 def _flower(n: int, megabytes: int) -> tuple[float, int]:
     """Flower's own strategy on replies that are all there already, as its `start` hands them over."""
-    import logging
-
+    # Here alone: the other cases' peak memory is without Flower.
     from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
     from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
     from flwr.supercore.task_identity import TaskIdentity

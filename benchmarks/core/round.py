@@ -17,7 +17,11 @@ from fedveil.errors import ConfigError
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Rows: "fedveil" and "flower", with seconds a round; and the bytes beyond the payload."""
+    """The rows "fedveil" and "flower", with seconds a round and the bytes beyond the payload.
+
+    Raises:
+        ConfigError: no launcher, or a run that did not complete.
+    """
     if options.launch is None:
         raise ConfigError("core/round: expected a launcher, found none; run it as `fedveil bench core/round`")
     sites, rounds = settings["sites"], settings["rounds"] + 1
@@ -51,7 +55,8 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         rows,
         [
             f"A round that trains nothing takes {more:.1f} s more than stock Flower's with the same {payload} bytes.",
-            f"A message has at most {max(beyond)} bytes beyond its payload: {max(beyond) / payload:.3%} (asked: below 1 % at 1 MB).",
+            f"A message has at most {max(beyond)} bytes beyond its payload: {max(beyond) / payload:.3%} (asked: below "
+            "1 % at 1 MB).",
         ],
     )
 

@@ -1,8 +1,8 @@
 """Tokens a second of local LoRA training, beside a bare PyTorch loop over the same rows.
 
-The bare loop is plain transformers and peft, written without a line of FedVeil's training: its batches lie on the device
-before the clock starts, and it waits for the device once, at its end. Both have the same model, adapter, precision and
-rows in each batch; their repeats alternate in one process. A first repeat of each is not counted.
+The bare loop is plain transformers and peft, written without a line of FedVeil's training: its batches lie on the
+device before the clock starts, and it waits for the device once, at its end. Both have the same model, adapter,
+precision and rows in each batch; their repeats alternate in one process. A first repeat of each is not counted.
 
 "tokens" are those of the rows, padding apart. "seconds_around" is what a training needs besides its steps: weights
 in and out, and the loss of the weights received. "working_mb" is the peak on the GPU beyond what lay there before.
@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
-from fedveil import config, places, rng, tasks
+from fedveil import config, places, rng
 from fedveil.adapters.lora import Lora
+from fedveil.benchmarks.common.federations import task_of
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.contract.task import Step
 from fedveil.models import library, loading
 from fedveil.rows import batches
-from fedveil.rows.batches import Row
+from fedveil.rows.batches import TokenRow
 from fedveil.tasks.text_generation import TextGeneration
 
 _ASKED = 0.97  # of the bare loop's tokens a second, on a GPU
@@ -46,7 +47,7 @@ class _Measured:
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Rows: each variant, ours beside the bare loop's. `options.device` chooses the device and with it the size."""
+    """A row for each variant, ours beside the bare loop. `options.device` chooses the device, and with it the size."""
     device = loading.pick_device(options.device)
     is_cuda = device.type == "cuda"
     if not is_cuda:
@@ -77,7 +78,10 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
                 torch.cuda.empty_cache()
     found = [_row(name, pairs, is_cuda) for name, pairs in measured.items()]
     size = f"{settings['layers']} layers, {settings['width']} wide, a vocabulary of {settings['vocabulary']:,}"
-    about = f"Measured on {device.type} in {_precision(device)}: {size}; batches of {settings['batch']} rows of at most {settings['tokens']} tokens."
+    about = (
+        f"Measured on {device.type} in {_precision(device)}: {size}; batches of {settings['batch']} rows of at most "
+        f"{settings['tokens']} tokens."
+    )
     return Outcome(found, [about, *_verdicts(found, device)])
 
 
@@ -104,8 +108,8 @@ def _verdicts(rows: Sequence[Mapping[str, Any]], device: torch.device) -> list[s
     reached = "reached" if ratios["default"] >= _ASKED else "missed"
     asked = f"asked: at least {_ASKED}, {reached}" if device.type == "cuda" else f"at least {_ASKED} is asked on a GPU"
     lines = [
-        f"default: {default['tokens_per_second']:,.0f} tokens/s, the bare loop {default['bare_tokens_per_second']:,.0f}: "
-        f"a ratio of {ratios['default']:.3f} ({asked})."
+        f"default: {default['tokens_per_second']:,.0f} tokens/s, the bare loop "
+        f"{default['bare_tokens_per_second']:,.0f}: a ratio of {ratios['default']:.3f} ({asked})."
     ]
     for name, of in medians.items():
         if name != "default":
@@ -121,13 +125,13 @@ def _precision(device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
-def _rows(settings: Mapping[str, Any]) -> list[Row]:
+def _rows(settings: Mapping[str, Any]) -> list[TokenRow]:
     """Random tokens; lengths spread as sentences' are, two fifths of the longest in the middle; targets two thirds."""
     draw = random.Random(_SEED)
     rows = []
     for _ in range(settings["batch"] * settings["batches"]):
         length = min(settings["tokens"], max(8, round(draw.lognormvariate(0.0, 0.5) * 0.4 * settings["tokens"])))
-        rows.append(Row(draw.choices(range(1, settings["vocabulary"]), k=length), length // 3))
+        rows.append(TokenRow(draw.choices(range(1, settings["vocabulary"]), k=length), length // 3))
     return rows
 
 
@@ -156,7 +160,12 @@ class _Ours:
     """FedVeil's own training, as a client runs it."""
 
     def __init__(
-        self, folder: str, rows: list[Row], settings: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device
+        self,
+        folder: str,
+        rows: list[TokenRow],
+        settings: Mapping[str, Any],
+        keys: Mapping[str, Any],
+        device: torch.device,
     ) -> None:
         fixed = {
             "task.model": folder,
@@ -166,8 +175,8 @@ class _Ours:
             "train.learning-rate": _LEARNING_RATE,
             "train.weight-decay": _WEIGHT_DECAY,
         }
-        task = tasks.load(config.parse(fixed | dict(keys)), Lora(rank=settings["rank"]), str(device))
-        assert isinstance(task, TextGeneration)
+        lora = Lora(rank=settings["rank"])
+        task = task_of(TextGeneration, config.parse(fixed | dict(keys)), Options(device=str(device)), lora)
         self._task, self._rows = task, rows
         self._start = task.initial(rng.initial(_SEED, "benchmark"))
         self.parameters = sum(weight.numel() for weight in self._start.values())
@@ -184,7 +193,12 @@ class _Bare:
     """The loop that somebody would write who needs nothing else."""
 
     def __init__(
-        self, folder: str, rows: list[Row], settings: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device
+        self,
+        folder: str,
+        rows: list[TokenRow],
+        settings: Mapping[str, Any],
+        keys: Mapping[str, Any],
+        device: torch.device,
     ) -> None:
         self._rows, self._device, self._batch = rows, device, settings["batch"]
         self._accumulate, self._by_length = keys.get("train.accumulate", 1), keys.get("train.bucketing", False)
@@ -241,7 +255,7 @@ class _Bare:
             steps.append(([self._tensors(batch) for batch in group], torch.tensor(terms, device=self._device)))
         return steps
 
-    def _tensors(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def _tensors(self, rows: Sequence[TokenRow]) -> dict[str, torch.Tensor]:
         shape = len(rows), max(len(row.ids) for row in rows)
         batch = {
             "input_ids": torch.zeros(shape),

@@ -1,7 +1,8 @@
 """What the warm worker saves and costs, in rounds that train nothing: with it, without it, and stock Flower's own.
 
-Small messages: CPU seconds of a site and wall time, a round. A large base: seconds of loading. A large message: how often
-it exists in the client process and the worker together. All in one federation; the first round of each is left out.
+Small messages: CPU seconds of a site and wall time, a round. A large base: seconds of loading. A large message: how
+often it exists in the client process and the worker together. All in one federation; the first round of each is left
+out.
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ class _Bench:
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Rows: three ways with small messages, the large base, and the large message two ways."""
+    """The rows: small messages three ways, the large base, and the large message two ways.
+
+    Raises:
+        ConfigError: no launcher, or a run that did not complete.
+    """
     if options.launch is None:
         raise ConfigError("core/worker: expected a launcher, found none; run it as `fedveil bench core/worker`")
     rounds, sites = settings["rounds"], settings["sites"]
@@ -135,8 +140,8 @@ def _verdicts(
         f"The client process peaks at {max(warm.usage.peaks(_SHIM)):.0f} MB (asked: below 150 MB).",
         f"At {payload / 1e6:.0f} MB each way the client process and the worker together hold the payload at most "
         f"{copies['worker']['turn']:.2f} times while it is decoded, trained from and packed, and "
-        f"{copies['worker']['flower']:.2f} times while Flower pulls and pushes it (asked: at most 2); stock Flower's client "
-        f"process alone holds it {copies['flower']['flower']:.2f} times.",
+        f"{copies['worker']['flower']:.2f} times while Flower pulls and pushes it (asked: at most 2); stock Flower's "
+        f"client process alone holds it {copies['flower']['flower']:.2f} times.",
     ]
 
 
@@ -155,10 +160,11 @@ def _median_peak(way: _Run) -> float:
 
 
 def _copies(way: _Run, shim_mb: float, turns: Sequence[dict[str, Any]] = ()) -> dict[str, float]:
-    """How often the payload was held at one time, at most, by client process and worker together: what they had beyond a
+    """How often client process and worker together held the payload at one time, at most: what they had beyond a
     client process with a small message and a worker between two turns. From the second turn on, when it has its model.
 
-    Apart for "turn", what FedVeil does in the worker, and "flower", its client process's pulling, inflating and pushing.
+    Apart for "turn", what FedVeil does in the worker, and "flower", its client process's pulling, inflating and
+    pushing.
     """
     timeline = way.usage.timeline
     first = next(i for i, (_, mb) in enumerate(timeline) if mb.get(_SHIM))

@@ -1,15 +1,17 @@
 """Membership in DP-FPL: shadow federations against each site's own model, the loss beside them, and controls.
 
-A seed parts every site's rows, class by class, into members (trained on), others (held out, same source) and the adversary's
-pool. A shadow is a whole federation of the same sites and settings on half of the pool. An attack sees, for a row, the
-softmax vector of the model of the site that has the row's class.
+A seed parts every site's rows, class by class, into members (trained on), others (held out, same source) and the
+adversary's pool. A shadow is a whole federation of the same sites and settings on half of the pool. An attack sees,
+for a row, the softmax vector of the model of the site that has the row's class.
 
 | row | what |
 |---|---|
 | zero-shot | the CLIP as it is: attacks must lose |
 | <row>, noise only | gradients of zero, noise alone: attacks must lose |
-| <row> with `control = "win"` | undefended, known by heart: attacks must win. With `together` all rows are one site's: three \
-classes, as a site has here, are told apart without learning a row by heart |
+| <row> with `control = "win"` | undefended, known by heart: attacks must win |
+
+With `together` all rows of such a control are one site's: three classes, as a site has here, are told apart without
+learning a row by heart.
 
 | metric | what |
 |---|---|
@@ -18,8 +20,8 @@ classes, as a site has here, are told apart without learning a row by heart |
 | TPR at 1 % FPR, global | pooled over rows |
 | AUROC, loss | minus the loss of the row, no shadows |
 
-Of the nets' figures a seed has its own 95 % interval; over seeds values and ends are averaged, which is no narrower than the
-truth. The loss has the paired intervals of `resampling`.
+Of the nets' figures a seed has its own 95 % interval; over seeds values and ends are averaged, which is no narrower
+than the truth. The loss has the paired intervals of `resampling`.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from fedveil.attacks.membership import shadow
 from fedveil.attacks.statistics import Estimate
 from fedveil.benchmarks.common import resampling, seeds
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.dp_fpl import sites as prompt_sites
-from fedveil.benchmarks.dp_fpl.sites import Federated, Sites
-from fedveil.benchmarks.dp_fpl.tables import ZERO
+from fedveil.benchmarks.dp_fpl import federated_prompts
+from fedveil.benchmarks.dp_fpl.accuracy import ZERO
+from fedveil.benchmarks.dp_fpl.federated_prompts import Federated, Sites
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows
-from fedveil.models.clip_towers import Seen
+from fedveil.models.clip_towers import EncodedImage
 
 LOSS = "AUROC, loss"
 _MEMBERS, _OTHERS = 20, 21  # names of draws
@@ -53,12 +55,12 @@ _PARTS = ("members", "others", "pool")
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Every target, a run a seed."""
-    answers: list[dict[str, Any]] = seeds.run("fedveil.benchmarks.dp_fpl.membership", settings, options)
+    """Every target, one run for each seed."""
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
     rows = []
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
-        loss = resampling.over_seeds([Figure(v, np.array(r), n) for v, r, n in (each["loss"] for each in of_seeds)])
+        loss = resampling.over_seeds([Figure.from_json(found) for found in (each["loss"] for each in of_seeds)])
         metrics: dict[str, Any] = {
             metric: {
                 **dict(zip(("mean", "low", "high"), map(statistics.fmean, zip(*values, strict=True)), strict=True)),
@@ -76,15 +78,15 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[str]:
-    """Whether the controls hold, and where each target stands."""
-    blind = {prompt_sites.blind(name) for name in settings["rows"]} | {ZERO}
+    """Sentences on where each target stands, and on whether the controls hold."""
+    blind = {federated_prompts.blind(name) for name in settings["rows"]} | {ZERO}
     won = {name for name, row in settings["rows"].items() if row.get("control") == "win"}
     said = []
     for row in rows:
         for metric in ("AUROC, per class", "AUROC, global", LOSS):
             i = row["metrics"][metric]
             side = "above" if i["low"] > 0.5 else "below" if i["high"] < 0.5 else "not told from"
-            text = f"{row['name']}, {metric}: {i['mean']:.3f} [{i['low']:.3f}, {i['high']:.3f}], {side} 0.5"
+            text = f"{row['name']}, {metric}: {resampling.shown(i)}, {side} 0.5"
             if row["name"] in won:
                 text += f"; the control to win: {'held' if side == 'above' else 'NOT HELD'}"
             elif row["name"] in blind:
@@ -93,8 +95,9 @@ def verdicts(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
     return said
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
-    sites = prompt_sites.load(settings, seed, options)
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
+    sites = federated_prompts.load(settings, seed, options)
     parts = parted(sites.rows, np.random.default_rng(seed))
     said: dict[str, Any] = {ZERO: _attacked(settings, sites, parts, None, False, options)}
     for name, chosen in settings["rows"].items():
@@ -106,7 +109,7 @@ def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
         else:
             said[name] = _attacked(settings, sites, parts, chosen, False, options)
         if chosen.get("control") is True:
-            said[prompt_sites.blind(name)] = _attacked(settings, sites, parts, chosen, True, options)
+            said[federated_prompts.blind(name)] = _attacked(settings, sites, parts, chosen, True, options)
     return said
 
 
@@ -116,11 +119,13 @@ def _together(sites: Sites) -> Sites:
     return replace(sites, rows=rows, classes={_ALL: frozenset[int]().union(*sites.classes.values())})
 
 
-def parted(rows: Mapping[str, Sequence[Seen]], generator: np.random.Generator) -> dict[str, dict[str, list[Seen]]]:
+def parted(
+    rows: Mapping[str, Sequence[EncodedImage]], generator: np.random.Generator
+) -> dict[str, dict[str, list[EncodedImage]]]:
     """Members, others and pool of each site: of every class a third each, what is left over to the pool."""
-    found: dict[str, dict[str, list[Seen]]] = {part: {} for part in _PARTS}
+    found: dict[str, dict[str, list[EncodedImage]]] = {part: {} for part in _PARTS}
     for site, of_site in rows.items():
-        sides: tuple[list[Seen], ...] = ([], [], [])
+        sides: tuple[list[EncodedImage], ...] = ([], [], [])
         for label in sorted({row.label for row in of_site}):
             alike = [row for row in of_site if row.label == label]
             order = [alike[i] for i in generator.permutation(len(alike))]
@@ -135,7 +140,7 @@ def parted(rows: Mapping[str, Sequence[Seen]], generator: np.random.Generator) -
 def _attacked(
     settings: Mapping[str, Any],
     sites: Sites,
-    parts: Mapping[str, Mapping[str, list[Seen]]],
+    parts: Mapping[str, Mapping[str, list[EncodedImage]]],
     chosen: Mapping[str, Any] | None,
     dark: bool,
     options: Options,
@@ -146,10 +151,10 @@ def _attacked(
     site_of = {label: site for site, labels in sites.classes.items() for label in labels}
     federated: list[Federated] = []
 
-    def trained(rows: Mapping[str, Sequence[Seen]]) -> Weights:
+    def trained(rows: Mapping[str, Sequence[EncodedImage]]) -> Weights:
         if chosen is None:
             return {}
-        federated.append(prompt_sites.federate(sites, chosen, rows, dark))
+        federated.append(federated_prompts.federate(sites, chosen, rows, dark))
         return {f"{site}/{n}": w for site, model in federated[-1].models.items() for n, w in model.items()}
 
     def like_target(rows: Rows, number: int) -> Weights:
@@ -182,12 +187,12 @@ def _attacked(
         "TPR at 1 % FPR, global": whole.pooled_tpr_at_1,
     }
     options.say(
-        f"seed {sites.seed}: {'zero-shot' if chosen is None else chosen['name']}{', noise only' if dark else ''}: global AUROC "
-        f"{whole.pooled_auroc.value:.3f}, loss {loss.value:.3f}, {time.perf_counter() - started:.0f} s"
+        f"seed {sites.seed}: {'zero-shot' if chosen is None else chosen['name']}{', noise only' if dark else ''}: "
+        f"global AUROC {whole.pooled_auroc.value:.3f}, loss {loss.value:.3f}, {time.perf_counter() - started:.0f} s"
     )
     return {
         "nets": {metric: _triple(e) for metric, e in nets.items()},
-        "loss": [loss.value, loss.replicates.tolist(), loss.count],
+        "loss": loss.to_json(),
         "rows": whole.rows,
         "costs": federated[0].costs if federated else {},
         "privacy": federated[0].privacy if federated else "no row was seen",
@@ -204,7 +209,3 @@ def _confidence(vectors: shadow.Vectors, labels: shadow.Labels) -> resampling.Nu
 
 def _triple(found: Estimate) -> list[float]:
     return [found.value, found.low, found.high]
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

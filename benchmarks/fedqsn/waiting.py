@@ -16,7 +16,7 @@ The adversary holds the proxies that it got, and knows the hyper-parameters. Aft
 |---|---|
 | loss | a token, on test rows |
 | visible | part of the columns of masked layers that it has seen |
-| similarity, to the difference | cosine to the server's matrices of attention and MLP layers; of the differences to the public base |
+| similarity, to the difference | cosine to the server's attention and MLP matrices; of the differences to the base |
 
 The metrics are of the last round, `curve` has the loss of every round. Intervals are of 95 %, see `resampling`.
 """
@@ -31,31 +31,32 @@ from typing import Any
 
 import numpy as np
 
-from fedveil import rng, strategies
+from fedveil import rng
 from fedveil.attacks.base import View
 from fedveil.attacks.hidden_model import proxy as attack
 from fedveil.attacks.hidden_model.proxy import Proxy
 from fedveil.benchmarks.common import resampling, seeds, texts
+from fedveil.benchmarks.common.federations import federation, method_of, task_of
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.fedqsn import tables
+from fedveil.benchmarks.fedqsn.cut import Cut, configured, cut
+from fedveil.benchmarks.fedqsn.similarity import merged
 from fedveil.benchmarks.run import Options, Outcome
-from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
-from fedveil.contract.trainer import Trainer
+from fedveil.contract.task import Example
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
 from fedveil.strategies.fedqsn import FedQSN
+from fedveil.tasks.text_generation import TextGeneration
 from fedveil.wire.tap import Tap
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Every setting of `settings["methods"]`, a run a seed."""
-    answers = seeds.run("fedveil.benchmarks.fedqsn.waiting", settings, options)
+    """Every setting of `settings["methods"]`, one run for each seed."""
+    answers = seeds.run(__name__, settings, options)
     rows, last = [], {}
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
         curve = [
-            resampling.over_seeds([Figure(v, np.array(r), n) for v, r, n in each])
+            resampling.over_seeds([Figure.from_json(found) for found in each])
             for each in zip(*(a["loss"] for a in of_seeds), strict=True)
         ]
         last[name] = curve[-1]
@@ -79,12 +80,12 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
 
 def _told(name: str, mine: Figure, other: Figure, what: str) -> str:
     d = resampling.difference(mine, other)
-    told = "better" if d["high"] < 0 else "worse" if d["low"] > 0 else "not told apart"
-    return f"{name}: loss {d['mean']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}] beside {what}: {told}."
+    return f"{name}: loss {resampling.shown(d, '+.3f')} beside {what}: {resampling.told(d, 'better', 'worse')}."
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
-    found = tables.of_seed(settings["data"], settings, seed)
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
+    found = cut(settings["data"], settings, seed)
     rows: dict[str, Any] = {}
     for label, chosen in settings["methods"].items():
         started = time.perf_counter()
@@ -100,71 +101,65 @@ def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
 def _method(
     label: str,
     chosen: Mapping[str, Any],
-    found: tables.Texts,
+    found: Cut,
     settings: Mapping[str, Any],
     seed: int,
     options: Options,
     rows: dict[str, Any],
 ) -> None:
-    config = tables.configured(settings, chosen, seed)
-    method = strategies.create(config.method.name, config.method.fields)
-    assert isinstance(method, FedQSN)
-    task = tables.task_of(config, method.adapter, options)
-    clients = {site: task.prepare(of_site) for site, of_site in found.clients.items()}
+    """Adds to `rows` what the clients know after each round."""
+    config = configured(settings, chosen, seed)
+    method = method_of(FedQSN, config)
+    task = task_of(TextGeneration, config, options)
+    clients = {site: task.encode(Example.of(of_site)) for site, of_site in found.clients.items()}
     base = task.initial(rng.initial(seed, "weights"))
-    own = sorted(clients)[0]
-    matrices = list(tables.merged(task, base))
-    tap_folder = tempfile.TemporaryDirectory()
-    exchange, tap = Exchange(method, "fedqsn", task.spec), Tap(Path(tap_folder.name))
-
-    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
-        return task.trainer(clients[site], ctx.rng("batches"))
+    own, matrices = min(clients), list(merged(task, base))
 
     def note(name: str, weights: Weights, **more: float) -> None:
-        figure = texts.loss(task, weights, found.test, seed)
         row = rows.setdefault(name, {"loss": []})
-        row["loss"].append([figure.value, figure.replicates.tolist(), figure.count])
+        row["loss"].append(texts.loss(task, weights, found.test, seed).to_json())
         row |= more
 
     def tuned(weights: Weights) -> Weights:
         return attack.fine_tuned(Proxy(weights, {}), task.trainer(clients[own], rng.initial(seed, "attack"))).weights
 
     alone = tuned(base)
-    state = method.init(task.spec, base, rng.initial(seed, "method init"))
-    federation = Federation(exchange, config, trainer_for, list(clients), state, tap=tap)
-    for round_ in range(config.run.rounds):
-        server = federation.deployed()["server"]
-        federation.round(round_)
-        note(f"{label}, server", server)
-        if "public base" not in rows or len(rows["public base"]["loss"]) <= round_:
-            note("public base", base)
-            note("public base, fine-tuned", alone)
-        view = View.server(tap, exchange)
-        seen = list(attack.proxies(view, [own], method.scale))
-        kept = {
-            "received": seen[-1],
-            "averaged": attack.average(seen),
-            "colluding": attack.average(attack.proxies(view, None, method.scale)),
-        }
-        for name, proxy in kept.items():
-            true = {n: server[n] for n in matrices}
-            more = {
-                "visible": _visible(proxy, seen[0]),
-                "similarity": attack.similarity(proxy, true, matrices).visible,
-                "to the difference": attack.similarity(attack.filled(proxy, base), true, matrices, base).whole,
+    with tempfile.TemporaryDirectory() as folder:
+        exchange, tap = Exchange(method, "fedqsn", task.spec), Tap(Path(folder))
+        running = federation(exchange, config, task, clients, base, tap)
+        for round_ in range(config.run.rounds):
+            server = running.deployed()["server"]
+            running.round(round_)
+            note(f"{label}, server", server)
+            if "public base" not in rows or len(rows["public base"]["loss"]) <= round_:
+                note("public base", base)
+                note("public base, fine-tuned", alone)
+            view = View.server(tap, exchange)
+            received = list(attack.proxies(view, [own], method.scale))
+            kept = {
+                "received": received[-1],
+                "averaged": attack.average(received),
+                "colluding": attack.average(attack.proxies(view, None, method.scale)),
             }
-            note(f"{label}, {name}", proxy.weights, **more)
-            whole = attack.filled(proxy, base).weights
-            note(f"{label}, {name}, filled", whole)
-            note(f"{label}, {name}, filled, fine-tuned", tuned(whole))
-    tap_folder.cleanup()
+            for name, proxy in kept.items():
+                whole = attack.filled(proxy, base)
+                note(
+                    f"{label}, {name}", proxy.weights, visible=_visible(proxy, received[0]),
+                    **_alike(proxy, whole, {n: server[n] for n in matrices}, base),
+                )  # fmt: skip
+                note(f"{label}, {name}, filled", whole.weights)
+                note(f"{label}, {name}, filled, fine-tuned", tuned(whole.weights))
+
+
+def _alike(proxy: Proxy, whole: Proxy, true: Weights, base: Weights) -> dict[str, float]:
+    """Of the proxy, and of what it makes when it is filled from the base (`whole`), to the server's matrices `true`."""
+    return {
+        "similarity": attack.similarity(proxy, true, true).visible,
+        "to the difference": attack.similarity(whole, true, true, base).whole,
+    }
 
 
 def _visible(proxy: Proxy, masked: Proxy) -> float:
     """Part of the columns of masked tensors that are known; 1 where nothing was masked."""
     known = [1.0 - float(proxy.missing[n].float().mean()) if n in proxy.missing else 1.0 for n in masked.missing]
     return float(np.mean(known)) if known else 1.0
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

@@ -17,6 +17,9 @@ from fedveil.attacks.base import Knowledge, View
 from fedveil.attacks.controls import Overfitted
 from fedveil.attacks.membership import alignment, lira
 from fedveil.attacks.membership import scores as membership
+from fedveil.attacks.membership.calibrated import Calibrated
+from fedveil.attacks.membership.loss import Loss
+from fedveil.attacks.membership.renyi import MaxRenyi
 from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.common.resampling import Figure, Numbers
 from fedveil.config import RunConfig
@@ -25,6 +28,7 @@ from fedveil.contract.task import Rows, Task
 from fedveil.wire.tap import Tap
 
 _MEMBERS, _HELD_OUT, _SHIFTED = 1, 2, 3  # names of draws; those of a client's members have its number too
+_ATTACKS = (MaxRenyi(), Loss(), Calibrated())
 Figures = dict[str, Figure]
 
 
@@ -33,7 +37,9 @@ class Target:
     """A model that an adversary holds, and the rows it was trained on.
 
     Attributes:
-        name: of the draws; () for the server's model.
+        name: of its draws; () for the server's model.
+        weights: of the model.
+        members: the rows that it was trained on.
         labels: of the members, where scores are to be compared within a label; () for the server's model.
     """
 
@@ -45,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True)
 class NonMembers:
-    """Rows of no client: held out of the same distribution, with their labels, and shifted ones."""
+    """Rows of no client: held-out ones of the members' distribution, with their labels, and shifted ones."""
 
     held_out: Rows
     labels: Sequence[str]
@@ -53,7 +59,7 @@ class NonMembers:
 
 
 class Yardstick:
-    """LiRA: shadows of the same base on random halves of members and as many held-out rows."""
+    """LiRA, with shadows of the same base on random halves of `pool`: the members and as many held-out rows."""
 
     def __init__(self, task: Task, initial: Weights, pool: Rows, count: int, seed: int) -> None:
         def train(indices: list[int], number: int) -> Weights:
@@ -67,7 +73,7 @@ class Yardstick:
         self._index = {id(row): i for i, row in enumerate(pool)}
 
     def scores(self, rows: Rows, losses: Numbers) -> Numbers:
-        """Of those rows that are in the pool."""
+        """LiRA's scores of those of `rows` that are in the pool. `losses` are of `rows`, under the attacked model."""
         known = [i for i, row in enumerate(rows) if id(row) in self._index]
         at = [self._index[id(rows[i])] for i in known]
         return lira.scores(lira.confidence(losses[known]), self._phi[:, at], self._members[:, at])
@@ -81,14 +87,14 @@ class Adversary:
         settings: `settings.attack` of the preset.
     """
 
-    base: membership.Base
+    base: membership.PublicBase
     yardstick: Yardstick | None
     non_members: NonMembers
     settings: Mapping[str, Any]
     seed: int
 
     def attacked(self, task: Task, targets: Sequence[Target]) -> Figures:
-        """AUROC of each attack, the mean over `targets`; by attack, "shifted " before it for the shifted non-members.
+        """AUROC of each attack by name, the mean over `targets`. "shifted " before a name: against shifted non-members.
 
         The slice "generated" and LiRA are of the server's model alone.
         """
@@ -101,7 +107,7 @@ class Adversary:
     def _of_model(self, task: Task, target: Target) -> Figures:
         members, labels = self._some(target)
         generated = 0 if target.name else self.settings["generated_rows"]
-        mine = self.base.scores(task, target.weights, members, generated)
+        mine = self.base.scores(_ATTACKS, task, target.weights, members, generated)
         figures = {}
         for prefix, others, draw in (
             ("", self.non_members.held_out, _HELD_OUT),
@@ -109,7 +115,7 @@ class Adversary:
         ):
             if not others:
                 continue
-            theirs = self.base.scores(task, target.weights, others, generated)
+            theirs = self.base.scores(_ATTACKS, task, target.weights, others, generated)
             if self.yardstick and not target.name and not prefix:
                 mine["LiRA"] = self.yardstick.scores(members, -mine["loss"])
                 theirs["LiRA"] = self.yardstick.scores(others, -theirs["loss"])
@@ -158,7 +164,10 @@ class Adversary:
         return {name: resampling.average(each) for name, each in figures.items()}
 
     def overfitted(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, Overfitted]:
-        """Every attack on the control, a FedAvg that knows `members` by heart. `task` has `controls.settings(config)`."""
+        """Every attack on the control, a FedAvg that knows `members` by heart, and the control.
+
+        `config` is that of `controls.settings`, and `task` was loaded with it.
+        """
         with tempfile.TemporaryDirectory() as folder:
             done = controls.overfitted(task, members, config, Tap(Path(folder)))
             knowledge = Knowledge(task, self.base.initial)

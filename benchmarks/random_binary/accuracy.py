@@ -1,7 +1,7 @@
 """Accuracy of a ViT by epoch under methods that withhold entries of gradients, pre-trained and from scratch.
 
-A seed cuts the training pictures into a public part, on which the tiny ViT is pre-trained in one place, and a part for the
-clients; every method runs the same federation in process from the same weights. Rows of a result:
+A seed cuts the training pictures into a public part, on which the tiny ViT is pre-trained in one place, and a part for
+the clients; every method runs the same federation in process from the same weights. Rows of a result:
 
 | row | what |
 |---|---|
@@ -13,7 +13,7 @@ clients; every method runs the same federation in process from the same weights.
 | accuracy | per cent of the test pictures |
 | entries moved | mean share of epochs in which an entry of the weights changed |
 | expected | the same by Eq. 13, corrected: 1 - R^N |
-| count distance | total variation between the histogram of how often entries moved and Binomial(epochs, 1 - R^N), or, locked, and all or nothing |
+| count distance | total variation of how often entries moved from Binomial(epochs, 1 - R^N); locked: all or nothing |
 
 Intervals are of 95 %, bootstrapped over test pictures and averaged over seeds, see `resampling`.
 """
@@ -31,18 +31,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 
-from fedveil import rng, strategies, tasks
+from fedveil import rng, strategies
 from fedveil.benchmarks.common import data, resampling, seeds
+from fedveil.benchmarks.common.federations import federation, task_of
 from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.random_binary.vit import from_scratch
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.config import RunConfig, parse
-from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows, Share
-from fedveil.contract.trainer import Trainer
+from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
 from fedveil.rows import partition
 from fedveil.tasks.image_classification import ImageClassification
 
@@ -51,8 +52,8 @@ _BASES = ("pre-trained", "scratch")
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Every method from both bases, a run a seed, and the curves by epoch."""
-    answers: list[dict[str, Any]] = seeds.run("fedveil.benchmarks.random_binary.accuracy", settings, options)
+    """Every method from both bases, one run for each seed, and a figure of the curves by epoch."""
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
     rows: list[dict[str, Any]] = []
     last: dict[str, Figure] = {}
     for name in answers[0]:
@@ -86,20 +87,19 @@ def _verdicts(last: Mapping[str, Figure], settings: Mapping[str, Any]) -> list[s
                 continue
             d = resampling.difference(last[mine], last[other])
             held = {"lower": d["high"] < 0, "equal": d["low"] <= 0 <= d["high"]}[claim["is"]]
-            told = "lower" if d["high"] < 0 else "higher" if d["low"] > 0 else "not told apart"
             said.append(
-                f"Accuracy of {mine} less that of {claim['than']}: {d['mean']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}] "
-                f"points: {told}; the paper has {claim['is']}: {'holds' if held else 'does not hold'} here."
+                f"Accuracy of {mine} less that of {claim['than']}: {resampling.shown(d, '+.1f')} points: "
+                f"{resampling.told(d)}; the paper has {claim['is']}: {'holds' if held else 'does not hold'} here."
             )
     return said
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder) / "vit"
-        _scratch(settings["model"], settings["classes"], home)
-        bare = _task(settings, {"method.name": "random_binary"}, home, seed, options)
+        vit = from_scratch(settings["model"], settings["classes"], Path(folder) / "vit")
+        bare = _task(settings, vit | {"method.name": "random_binary"}, seed, options)
         public, clients, test = _parts(settings, bare, seed)
         started = time.perf_counter()
         drawn = bare.initial(rng.initial(seed, "weights"))
@@ -114,7 +114,7 @@ def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
         for base, weights in bases.items():
             rows[f"{base}, epoch 0"] = {"right": [_right(bare, weights, test)]}
             for label, chosen in settings["methods"].items():
-                rows[f"{base}, {label}"] = row = _method(settings, chosen, home, weights, clients, test, seed, options)
+                rows[f"{base}, {label}"] = row = _method(settings, chosen, vit, weights, clients, test, seed, options)
                 options.say(
                     f"seed {seed}: {base}, {label}: accuracy {' '.join(f'{np.mean(r):.1f}' for r in row['right'])} "
                     f"in {row['seconds']:.0f} s"
@@ -122,38 +122,22 @@ def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     return rows
 
 
-def _scratch(model: Mapping[str, Any], classes: int, home: Path) -> None:
-    """A folder with the configuration of a ViT and no weights."""
-    from transformers import ViTConfig
-
-    ViTConfig(**model, num_labels=classes).save_pretrained(home)
-
-
 def _new_head(trained: Weights, other: Weights) -> dict[str, torch.Tensor]:
     """The trained body under another head: pre-training leaves what it has seen, not the answer."""
     return {name: other[name] if name.startswith("classifier.") else w for name, w in trained.items()}
 
 
-def _task(
-    settings: Mapping[str, Any], method: Mapping[str, Any], home: Path, seed: int, options: Options
-) -> ImageClassification:
+def _task(settings: Mapping[str, Any], sections: Mapping[str, Any], seed: int, options: Options) -> ImageClassification:
+    """The task under the run config of the settings and of `sections` (task and method)."""
     flat = {
-        "task.name": "image-classification",
-        "task.model": str(home),
-        "task.from-scratch": True,
-        "task.target-column": "label",
-        "task.classes": settings["classes"],
         "task.label-column": "label",
         **settings["config"],
-        **method,
+        **sections,
         "run.seed": seed,
         "run.deterministic": True,
         "run.rounds": settings["epochs"] * _exchanges(settings),
     }
-    config = parse(flat)
-    task = tasks.load(config, strategies.create(config.method.name, config.method.fields).adapter, options.device)
-    assert isinstance(task, ImageClassification)
-    return task
+    return task_of(ImageClassification, parse(flat), options)
 
 
 def _exchanges(settings: Mapping[str, Any]) -> int:
@@ -165,20 +149,23 @@ def _exchanges(settings: Mapping[str, Any]) -> int:
 
 def _parts(settings: Mapping[str, Any], task: ImageClassification, seed: int) -> tuple[Rows, dict[str, Rows], Rows]:
     """The public part, the clients' rows and the test rows."""
-    from datasets import Dataset
-
     examples = list(task.examples(data.folder(settings["data"]), "train"))
     random.Random(seed).shuffle(examples)
     members, public = settings["members"], settings["public"]
     if len(examples) < members + public:
-        raise ValueError(f"{settings['data']}: expected {members + public} rows, found {len(examples)}")
-    table = Dataset.from_list([dict(row) for row in examples[public : public + members]])
+        raise ConfigError(
+            f"{settings['data']}: expected {members + public} rows, found {len(examples)}; lower members or public"
+        )
+    trained_on = examples[public : public + members]
+    table = Dataset.from_list([dict(example.values) for example in trained_on])
     clients: dict[str, Rows] = {}
     for i in range(settings["clients"]):
         share = Share(i, settings["clients"])
-        clients[f"client-{i}"] = task.prepare(partition.cut(table, share, task.config.task, seed).to_list())
+        clients[f"client-{i}"] = task.encode(
+            [trained_on[j] for j in partition.indices(table, share, task.config.task, seed)]
+        )
     test = task.examples(data.folder(settings["data"]), "test")[: settings["test_rows"]]
-    return task.prepare(examples[:public]), clients, task.prepare(test)
+    return task.encode(examples[:public]), clients, task.encode(test)
 
 
 def _right(task: ImageClassification, weights: Weights, rows: Rows) -> list[float]:
@@ -190,7 +177,7 @@ def _right(task: ImageClassification, weights: Weights, rows: Rows) -> list[floa
 def _method(
     settings: Mapping[str, Any],
     chosen: Mapping[str, Any],
-    home: Path,
+    vit: Mapping[str, Any],
     weights: Weights,
     clients: Mapping[str, Rows],
     test: Rows,
@@ -201,27 +188,18 @@ def _method(
     fields = settings["fields"] + chosen.get("fields", "")
     if chosen["name"] == "random_binary":
         fields += f"\nepoch_batches = {exchanges}" if "never" not in fields else ""
-    task = _task(settings, {"method.name": chosen["name"], "method.fields": fields}, home, seed, options)
+    task = _task(settings, {**vit, "method.name": chosen["name"], "method.fields": fields}, seed, options)
     config: RunConfig = task.config
     method = strategies.create(config.method.name, config.method.fields)
     exchange = Exchange(method, config.method.name, task.spec)
 
-    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
-        return task.trainer(clients[site], ctx.rng("batches"))
-
-    federation = Federation(
-        exchange,
-        config,
-        trainer_for,
-        list(clients),
-        method.init(exchange.spec, weights, rng.initial(seed, "method init")),
-    )
+    running = federation(exchange, config, task, clients, weights)
     right, moved = [_right(task, weights, test)], {n: torch.zeros(w.shape) for n, w in weights.items()}
     for epoch in range(settings["epochs"]):
-        before = federation.deployed()["server"]
+        before = running.deployed()["server"]
         for round_ in range(epoch * exchanges, (epoch + 1) * exchanges):
-            federation.round(round_)
-        after = federation.deployed()["server"]
+            running.round(round_)
+        after = running.deployed()["server"]
         for name, count in moved.items():
             count += after[name] != before[name]
         right.append(_right(task, after, test))
@@ -229,7 +207,7 @@ def _method(
     counted = _counted(moved, settings["epochs"], rate ** len(clients), "never" in fields) if rate is not None else {}
     return {
         "right": right,
-        "upload_bytes": federation.upload_bytes,
+        "upload_bytes": running.upload_bytes,
         "seconds": time.perf_counter() - started,
         **counted,
     }
@@ -267,7 +245,3 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> bytes:
     drawn = io.BytesIO()
     canvas.savefig(drawn, format="png", dpi=110)
     return drawn.getvalue()
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

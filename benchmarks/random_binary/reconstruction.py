@@ -1,15 +1,16 @@
 """Reconstruction of images from one client's gradients: closed forms, and matching by an adversary who knows the mask.
 
-Every image (or batch of images) is a site of its own in a federation in process; the adversary reads the tap of the server,
-knows the model at the weights that it broadcast, and knows the labels. Rows of a result:
+Every image (or batch of images) is a site of its own in a federation in process; the adversary reads the tap of the
+server, knows the model at the weights that it broadcast, and knows the labels. Rows of a result:
 
 | row | what |
 |---|---|
 | mean image | the mean of other pictures of the same data: what an adversary says who saw no message |
 | <case> | one attack on one method on one model, over all images of all seeds |
 
-PSNR is of values in [-1, 1], per image. "recovered" is the share of images above 30 dB. A seed draws the model's weights and
-has images of its own; intervals are of 95 %, bootstrapped over the images. A case with `expect` ends in a sentence.
+PSNR is of values in [-1, 1], per image. "recovered" is the share of images above 30 dB. A seed draws the model's
+weights and has images of its own; intervals are of 95 %, bootstrapped over the images. A case with `expect` ends in a
+sentence.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedveil import rng, strategies, tasks
+from fedveil import rng, strategies
 from fedveil.attacks.base import View
 from fedveil.attacks.reconstruction import gradient_match, gradients
 from fedveil.attacks.reconstruction.april import april, modified
@@ -36,13 +37,13 @@ from fedveil.attacks.reconstruction.direct_inversion import direct_inversion
 from fedveil.attacks.reconstruction.gradients import Observed
 from fedveil.attacks.reconstruction.images import contact_sheet, mean_image, psnr, ssim
 from fedveil.benchmarks.common import data, resampling, seeds
+from fedveil.benchmarks.common.federations import federation, task_of
 from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.random_binary.vit import from_scratch
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.config import RunConfig, parse
-from fedveil.contract.method import RoundContext
-from fedveil.contract.trainer import Trainer
+from fedveil.errors import ConfigError, StateError
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
 from fedveil.tasks.image_classification import ImageClassification, Picture
 from fedveil.wire.payloads import tensors_of
 from fedveil.wire.tap import Tap
@@ -57,9 +58,9 @@ Images = Tensor  # (images, channels, height, width)
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Every case of `settings["cases"]` but those named in `settings["skip"]`, on the images of every seed, and a sheet."""
+    """Every case of `settings["cases"]` that `settings["skip"]` does not name, on every seed's images, and a sheet."""
     settings["cases"] = [case for case in settings["cases"] if case["name"] not in settings.get("skip", [])]
-    answers: list[dict[str, Any]] = seeds.run("fedveil.benchmarks.random_binary.reconstruction", settings, options)
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
     names = list(answers[0]["rows"])
     rows: list[dict[str, Any]] = []
     figures: dict[str, dict[str, Figure]] = {}
@@ -88,18 +89,16 @@ def _verdict(case: Mapping[str, Any], figures: Mapping[str, Mapping[str, Figure]
             i = resampling.interval(mine)
             held, what = resampling.difference(mine, baseline)["high"] < 0, "below the mean image, image by image"
         case other:
-            raise ValueError(f"expect: expected recovered or fails, found {other}")
-    return (
-        f"{case['name']}: PSNR {i['mean']:.1f} [{i['low']:.1f}, {i['high']:.1f}] dB, expected {what}: "
-        f"{'held' if held else 'NOT HELD'}."
-    )
+            raise ConfigError(f"expect: expected recovered or fails, found {other}; mend the case in the preset")
+    return f"{case['name']}: PSNR {resampling.shown(i, '.1f')} dB, expected {what}: {'held' if held else 'NOT HELD'}."
 
 
 def _baseline(case: Mapping[str, Any]) -> str:
     return f"mean image, {case['model']}"
 
 
-def _of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
     rows: dict[str, Any] = {}
     sheet: list[tuple[Tensor, str]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -145,20 +144,12 @@ class _Target:
     def __init__(
         self, settings: Mapping[str, Any], case: Mapping[str, Any], seed: int, folder: Path, options: Options
     ) -> None:
-        from transformers import ViTConfig
-
         self.case, self.seed = case, seed
         self._matching = {**settings.get("matching", {}), **case.get("matching", {})}
         model = dict(settings["models"][case["model"]])
         self._modified, self._pixels = model.pop("modified", False), model.pop("pixels", 0)
-        home = folder / case["model"]
-        ViTConfig(**model, num_labels=settings["classes"]).save_pretrained(home)
         flat = {
-            "task.name": "image-classification",
-            "task.model": str(home),
-            "task.from-scratch": True,
-            "task.target-column": "label",
-            "task.classes": settings["classes"],
+            **from_scratch(model, settings["classes"], folder / case["model"]),
             "method.name": case["method"]["name"],
             "method.fields": case["method"].get("fields", ""),
             "train.batch-size": case.get("batch", 1),
@@ -168,9 +159,7 @@ class _Target:
         }
         self.config: RunConfig = parse(flat)
         self.method = strategies.create(self.config.method.name, self.config.method.fields)
-        task = tasks.load(self.config, self.method.adapter, options.device)
-        assert isinstance(task, ImageClassification)
-        self.task = task
+        self.task = task = task_of(ImageClassification, self.config, options, self.method.adapter)
         if self._modified:
             modified(task.base.model)
         examples = task.examples(data.folder(settings["data"]), "test")
@@ -178,10 +167,10 @@ class _Target:
         self._most = settings["images"]
         start = seed * settings["images"]
         self._batch = self.config.train.batch_size
-        self._pictures = [self._at_size(p) for p in task.prepare(examples[start : start + count])]
+        self._pictures = [self._at_size(p) for p in task.encode(examples[start : start + count])]
         last = settings["seeds"] * settings["images"]  # none of any seed is in the mean
         self.others = self._stacked(
-            [self._at_size(p) for p in task.prepare(examples[last : last + settings["mean_of"]])]
+            [self._at_size(p) for p in task.encode(examples[last : last + settings["mean_of"]])]
         )
         self.images = list(self._stacked(self._pictures))
 
@@ -209,27 +198,19 @@ class _Target:
         return [*images, *[blank] * count][:count]
 
     def attacked(self) -> tuple[list[Tensor], int, str]:
-        """A reconstruction of every image, mean bytes of a participation's upload, and what the attack says of itself."""
+        """A reconstruction of every image, the mean bytes of an upload, and what the attack says of itself."""
         sites = {
             f"site-{i:03d}": self._pictures[i : i + self._batch] for i in range(0, len(self._pictures), self._batch)
         }
         exchange = Exchange(self.method, self.config.method.name, self.task.spec)
-
-        def trainer_for(site: str, ctx: RoundContext) -> Trainer:
-            return self.task.trainer(sites[site], ctx.rng("batches"))
-
-        state = self.method.init(
-            exchange.spec,
-            self.task.initial(rng.initial(self.seed, "weights")),
-            rng.initial(self.seed, "method init"),
-        )
+        initial = self.task.initial(rng.initial(self.seed, "weights"))
         with tempfile.TemporaryDirectory() as folder:
             tap = Tap(Path(folder))
-            federation = Federation(exchange, self.config, trainer_for, list(sites), state, tap=tap)
-            federation.run()
+            done = federation(exchange, self.config, self.task, sites, initial, tap)
+            done.run()
             view = View.server(tap, exchange)
             found = [self._reconstructed(view, site, sites[site]) for site in sites]
-        sent = federation.upload_bytes // (len(sites) * self.config.run.rounds)
+        sent = done.upload_bytes // (len(sites) * self.config.run.rounds)
         images = [image for batch, _ in found for image in batch]
         return images, sent, "; ".join(note for _, note in found if note) + " "
 
@@ -238,7 +219,8 @@ class _Target:
         observed = []
         for upload in view.uploads(site):
             answered = view.answered(upload)
-            assert answered is not None  # the server's own
+            if answered is None:
+                raise StateError(f"tap: expected the broadcast that {site}'s upload answers, found none; record all")
             weights = {n: t.double() for n, t in tensors_of(answered.payload).items()}
             seen = gradients.observed(self.method, upload.payload, self.task.spec)
             observed.append(Observed(seen.values, seen.seen, weights))
@@ -276,7 +258,3 @@ def _in_order(images: Images, true: Images) -> list[Tensor]:
     orders = itertools.permutations(range(len(images)))
     best = min(orders, key=lambda order: float((images[list(order)] - true).square().sum()))
     return list(images[list(best)])
-
-
-if __name__ == "__main__":
-    seeds.serve(_of_seed)

@@ -47,7 +47,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedveil import places
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.node_config import Site
 from fedveil.config import RunConfig
 from fedveil.errors import PolicyError

@@ -25,7 +25,7 @@ from typing import IO
 
 import grpc
 
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker.cards import Card, Folder, app_digest
 from fedveil.client_app.worker.owner import Owner

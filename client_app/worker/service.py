@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import psutil
 
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.worker.cards import Folder
 from fedveil.client_app.worker.owner import Owner
 from fedveil.errors import FedVeilError, WorkerError

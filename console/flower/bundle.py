@@ -1,7 +1,7 @@
 """The app as Flower sends it: its source folder, the bundle that `flwr build` makes of it, and the digest of that.
 
-The app of this installation is the same, byte for byte, whether it is a checkout or a wheel: the bundle is made of a copy
-with pyproject.toml, LICENSE and the app's Python files, and of nothing else.
+The app of this installation is the same, byte for byte, whether it is a checkout or a wheel: the bundle is made of a
+copy with pyproject.toml, LICENSE and the app's Python files, and of nothing else.
 """
 
 from __future__ import annotations
@@ -18,14 +18,10 @@ from fedveil.console.flower.processes import Processes, environment
 from fedveil.errors import ConfigError
 
 _BESIDE = ("pyproject.toml", "LICENSE")
-_IN_IMAGE = Path("/opt/fedveil/app")  # where docker/Dockerfile puts a copy, made when the image was built
 
 
 def own_app(target: Path) -> Path:
     """Writes the app of this installation to the new folder `target`."""
-    if _IN_IMAGE.is_dir():
-        shutil.copytree(_IN_IMAGE, target)
-        return target
     sources = {name: places.file(name) for name in _BESIDE} | places.app_sources()
     for name, source in sources.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)

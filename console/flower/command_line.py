@@ -1,4 +1,4 @@
-"""Flower's command line against a running server: nodes, and what has become of a run. Each call costs a CPU-second."""
+"""Flower's command line against a running server: nodes, and runs. Each call costs a CPU-second: ask seldom."""
 
 from __future__ import annotations
 
@@ -9,21 +9,40 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.console.flower.bundle import copied
-from fedveil.console.flower.local_federation import CONNECTION
 from fedveil.console.flower.machine import Value, toml
 from fedveil.console.flower.processes import LaunchError, Processes, environment
 
+CONNECTION = "fedveil"
 _GONE = "unregistered"
 
 
-class Flower:
-    """`flwr` with the connection of a FLWR_HOME; by default the one that `fedveil provision` writes."""
+def write_connection(home: Path, address: str, ca: Path) -> None:
+    """Writes config.toml to a FLWR_HOME: the SuperLink's control port, HOST:PORT, and whom to trust there."""
+    about = toml({"address": address, "root-certificates": str(ca)})
+    (home / "config.toml").write_text(f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{about}')
 
-    def __init__(self, home: Path, connection: str = CONNECTION) -> None:
+
+class Flower:
+    """`flwr` with the connection of a FLWR_HOME.
+
+    Args:
+        home: the FLWR_HOME; its config.toml has the connection.
+        connection: its name; default: the one that `write_connection` wrote.
+        processes: who starts `flwr`; default: one for this object alone.
+        env: of `flwr`; default: this process's, as `environment` completes it.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        connection: str = CONNECTION,
+        processes: Processes | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         if not (home / "config.toml").is_file():
             raise LaunchError(f"FLWR_HOME: expected config.toml in {home}, found none; name the folder that has it")
-        self._home, self._connection = home, connection
-        self._processes = Processes(home)
+        self._connection = connection
+        self._processes, self._env = processes or Processes(home), env or environment(home)
 
     def nodes(self) -> dict[str, str]:
         """ "online", "offline" or "registered" by node id: Flower does not tell the names here."""
@@ -42,7 +61,10 @@ class Flower:
         self._call("supernode", "unregister", node_id, self._connection)
 
     def submit(self, app: Path | None, settings: Mapping[str, Value]) -> str:
-        """Submits the app in a folder, or this installation's own, with these of its run config; returns Flower's number of the run."""
+        """Submits the app in folder `app` with `settings` of its run config; returns Flower's number of the run.
+
+        None is this installation's own app.
+        """
         with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
             file.write(toml(settings))
             file.flush()
@@ -56,9 +78,16 @@ class Flower:
             raise LaunchError(f"run: expected one that the SuperLink knows, found {run}; flwr ls lists them")
         return str(runs[0]["status"])
 
+    def stop(self, run: str) -> None:
+        """Stops a run."""
+        self._call("stop", run, self._connection)
+
+    def log(self, run: str) -> str:
+        """What the run's ServerApp has printed."""
+        return self._flwr("log", run, self._connection, "--show")
+
     def _call(self, *arguments: str) -> dict[str, Any]:
-        command = ["flwr", *arguments, "--format", "json"]
-        text = self._processes.call("flwr", command, environment(self._home))
+        text = self._flwr(*arguments, "--format", "json")
         try:
             answer = json.loads(text[text.index("{") :])
         except ValueError:
@@ -66,3 +95,6 @@ class Flower:
         if not answer.get("success"):
             raise LaunchError(f"flwr {arguments[0]} failed: {answer.get('error-message', answer)}")
         return dict(answer)
+
+    def _flwr(self, *arguments: str) -> str:
+        return self._processes.call("flwr", ["flwr", *arguments], self._env)

@@ -1,6 +1,6 @@
 """A federation on this machine: one SuperLink, a SuperNode for each site, gRPC with TLS and node authentication.
 
-The only Python that knows Flower's ports and flags. Everything that it starts it stops, also after Ctrl-C or an error.
+Everything that it starts it stops, also after Ctrl-C or an error.
 
     with LocalFederation([LocalSite("north", data), LocalSite("south", data)]) as federation:
         run = federation.run(app, {"run.dir": str(runs), "run.name": "first"})
@@ -24,13 +24,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from fedveil.client_app.site.node_config import parse_site
-from fedveil.console.flower.bundle import copied
+from fedveil.console.flower.command_line import CONNECTION, Flower, write_connection
+from fedveil.console.flower.keys import write_node_key, write_tls
 from fedveil.console.flower.machine import Value, cores, free_ports, listens, toml
 from fedveil.console.flower.processes import LaunchError, Processes, environment, named_error
-from fedveil.console.flower.site_process import ONLINE, guarded, start_spare, supernode
-from fedveil.console.provisioning.keys import write_node_key, write_tls
+from fedveil.console.flower.programs import ONLINE, superlink, supernode
+from fedveil.console.flower.site_process import guarded, start_spare
 
-CONNECTION = "fedveil"
 SUPERLINK = "superlink"
 SERVER_APP = "flwr-serverapp"
 
@@ -109,13 +109,12 @@ class LocalFederation:
     # Runs
 
     def run(self, app: Path | None, overrides: Mapping[str, Value]) -> int:
-        """Submits the app in folder `app` (None: this installation's own) with `overrides` of its run config; returns the run's id."""
-        file = self.folder / "overrides.toml"
-        file.write_text(toml(overrides))
+        """Submits the app in folder `app` with `overrides` of its run config; returns the run's id.
+
+        None is this installation's own app.
+        """
         submitted = time.time()
-        with copied(app) as copy:
-            answer = self._flwr("run", str(copy), CONNECTION, "--format", "json", "-c", str(file))
-        run = int(answer["run-id"])
+        run = int(self.flower.submit(app, overrides))
         if overrides.get("run.dir") and overrides.get("run.name"):
             folder = Path(str(overrides["run.dir"])) / str(overrides["run.name"])
             self._status_files[run] = (folder / "status.json", submitted)
@@ -134,13 +133,13 @@ class LocalFederation:
             self._require_alive(SUPERLINK)
             now = time.monotonic()
             if now - asked >= 60.0 or (now - asked >= 2.0 and not self.processes.runs(SERVER_APP, SUPERLINK)):
-                flower = self.flower_status(run)
-                if flower.startswith("finished"):
-                    return self._ended(run, flower, now - started)
+                said = self.flower.run_status(str(run))
+                if said.startswith("finished"):
+                    return self._ended(run, said, now - started)
                 asked = time.monotonic()
             if now - started > timeout:
                 with suppress(LaunchError):
-                    self._flwr("stop", str(run), CONNECTION, "--format", "json")
+                    self.flower.stop(str(run))
                 last = status or "none"
                 raise LaunchError(f"run {run}: not finished within {timeout:.0f} s, stopped; last status: {last}")
             time.sleep(0.5)
@@ -153,15 +152,9 @@ class LocalFederation:
                 return dict(json.loads(file.read_text()))
         return {}
 
-    def flower_status(self, run: int) -> str:
-        """What Flower says of the run: "running", "finished:completed", "finished:failed"... Costs a CPU-second."""
-        answer = self._flwr("ls", CONNECTION, "--run-id", str(run), "--format", "json")
-        return str(answer["runs"][0]["status"])
-
     def server_log(self, run: int, lines: int = 15) -> str:
         """The last lines of what the ServerApp printed."""
-        text = self.processes.call("flwr", ["flwr", "log", str(run), CONNECTION, "--show"], self._env())
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(self.flower.log(str(run)).splitlines()[-lines:])
 
     # Sites
 
@@ -173,7 +166,7 @@ class LocalFederation:
         self.processes.kill(name, grace)
 
     def start_site(self, name: str) -> None:
-        """Starts a site's SuperNode and a spare worker; its key must be registered. Does not wait until it is online."""
+        """Starts a SuperNode and a spare worker, and does not wait until it is online. Its key must be registered."""
         log, env = self.processes.log(name), {**self._env(), "OMP_NUM_THREADS": str(self.client_threads)}
         if "policy" in dict(self.sites[name].node_config):
             env = guarded(env, self.folder / "guard")
@@ -216,22 +209,12 @@ class LocalFederation:
             write_node_key(self._key(name))
         self._control_port, self._fleet_port, *ports = free_ports(2 + len(self.sites))
         self._site_ports = dict(zip(self.sites, ports, strict=True))
-        address, certificate = f"127.0.0.1:{self._control_port}", str(self.folder / "ca.crt")
-        (self.folder / "flower" / "config.toml").write_text(
-            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-            + toml({"address": address, "root-certificates": certificate})
-        )
+        home = self.folder / "flower"
+        write_connection(home, f"127.0.0.1:{self._control_port}", self.folder / "ca.crt")
+        self.flower = Flower(home, processes=self.processes, env=self._env())
 
     def _start_superlink(self) -> None:
-        command = [
-            "flower-superlink", "--host", "127.0.0.1", "--port", str(self._control_port),
-            "--fleet-api-type", "grpc-rere", "--fleet-api-address", f"127.0.0.1:{self._fleet_port}",
-            "--ssl-ca-certfile", str(self.folder / "ca.crt"), "--ssl-certfile", str(self.folder / "server.pem"),
-            "--ssl-keyfile", str(self.folder / "server.key"),
-            "--enable-supernode-auth", "--disable-runtime-dependency-installation",
-        ]  # fmt: skip
-        if self._database:
-            command += ["--database", str(self.folder / "superlink.db")]
+        command = superlink(self.folder, self._control_port, self._fleet_port, self._database)
         self.processes.start(SUPERLINK, command, self._env())
         self._until(lambda: listens(self._control_port) and listens(self._fleet_port), SUPERLINK)
 
@@ -278,17 +261,6 @@ class LocalFederation:
                 log = self.server_log(run, 60)
                 reason = named_error(log) or " | ".join(log.splitlines()[-3:])
         return Ended(completed, reason or flower_status, seconds)
-
-    def _flwr(self, *arguments: str) -> dict[str, Any]:
-        """A `flwr` command with JSON output. Each costs about a CPU-second: ask seldom."""
-        text = self.processes.call("flwr", ["flwr", *arguments], self._env())
-        try:
-            answer = json.loads(text[text.index("{") :])
-        except ValueError:
-            raise LaunchError(f"flwr {arguments[0]}: expected JSON, found {text.strip()[:300]!r}") from None
-        if not answer.get("success"):
-            raise LaunchError(f"flwr {arguments[0]} failed: {answer.get('error-message', answer)}")
-        return dict(answer)
 
     def _env(self) -> dict[str, str]:
         local = "localhost,127.0.0.1"

@@ -1,4 +1,4 @@
-"""What runs at a site: Flower's SuperNode, behind the site's own entry point, and a warm worker beside it."""
+"""What runs at a site beside Flower's SuperNode: the site's own entry point, which decides, and a warm worker."""
 
 from __future__ import annotations
 
@@ -15,20 +15,10 @@ from fedveil.client_app.worker.owner import Owner
 from fedveil.console.flower.processes import LaunchError
 
 CLIENT_APP = "flwr-clientapp"
-ONLINE = "SuperNode ID:"  # a SuperNode logs this once the SuperLink has accepted its key
-
-
-def supernode(superlink: str, ca: Path, key: Path, port: int, node_config: Path) -> list[str]:
-    """The command of a site's SuperNode: gRPC with TLS and its own key to `superlink`, its own API on loopback."""
-    return [
-        "flower-supernode", "--grpc-rere", "--root-certificates", str(ca), "--superlink", superlink,
-        "--auth-supernode-private-key", str(key), "--host", "127.0.0.1", "--port", str(port),
-        "--node-config", str(node_config),
-    ]  # fmt: skip
 
 
 def write_guard(folder: Path, require_policy: bool = True) -> Path:
-    """Writes the site's entry point, a `flwr-clientapp` that goes before Flower's own on the PATH (guard/clientapp.py)."""
+    """Writes the site's `flwr-clientapp`, which goes before Flower's own on the PATH (guard/clientapp.py)."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / CLIENT_APP
     says = f"from fedveil.guard.clientapp import main\n\nmain(require_policy={require_policy})\n"

@@ -1,4 +1,7 @@
-"""What `fedveil doctor` looks at. A check gives its name, a verdict and what it found; none of them changes anything."""
+"""What `fedveil doctor` looks at. A check gives its name, a verdict and what it found; none of them changes anything.
+
+A check imports what it alone needs: a container asks for its health every ten seconds, and pays for no more than that.
+"""
 
 from __future__ import annotations
 

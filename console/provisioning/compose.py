@@ -5,7 +5,7 @@ of them can see and reach is what follows; compose.yaml of the repository is the
 
 | service | sees | reaches |
 |---|---|---|
-| pod | nothing | publishes the fleet port; superlink, serverapp and operator share its loopback, with the control port |
+| pod | nothing | publishes the fleet port; the next three share its loopback, where the control port is |
 | superlink | server certificate and key, its database | |
 | serverapp | the run folders, evaluation data, models | |
 | operator | what `fedveil provision` made | runs on demand |
@@ -45,7 +45,8 @@ x-tool: &tool
 
 _SERVER = """\
 # The server of {federation}. Publishes the fleet port; its control port is reached from `operator` alone.
-# Beside this file lie the server's own secrets, readable by user 10001: chown -R 10001:10001 . ; members.json goes there too.
+# Beside this file lie the server's own secrets. User 10001 must be able to read them, and to write members.json:
+# chown -R 10001:10001 . in the folder above.
 name: fedveil-{project}-server
 {head}services:
   pod:                        # keeps the loopback that the next three share, also while one of them starts anew

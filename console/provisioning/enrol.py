@@ -21,14 +21,15 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedveil.console.provisioning.keys import write_node_key
+from fedveil.console.flower.keys import write_node_key
 from fedveil.errors import ConfigError
 
 
 def make(folder: Path, about: dict[str, str], ca: bytes, renew: bool, secret: Path | None = None) -> tuple[Path, str]:
     """Writes node.key, node.key.pub, superexec-secret and request.json. Returns the request and the fingerprint.
 
-    `secret` is where superexec-secret goes, where not beside the key: the process that runs apps must reach the one only.
+    `secret` is where superexec-secret goes, where not beside the key: the process that runs apps must reach the one
+    only.
 
     Raises:
         ConfigError: there is a key, and `renew` is not set.

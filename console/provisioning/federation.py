@@ -9,10 +9,9 @@
     image = "fedveil:0.2.0"
 
     FOLDER/ca/ca.key             signs the server's certificate; move it off this machine between renewals
-           ca/ca.crt
-           server/               certificate, key, the SuperExec's secret, Flower's connection file: for the server alone
-           kits/SITE.tar.gz      for the site; nothing secret in it
-           members.json          each site: its public key, when it was registered, until when, revoked or not
+           ca/ca.crt server/               certificate, key, the SuperExec's secret, Flower's connection file: for the
+           server alone kits/SITE.tar.gz      for the site; nothing secret in it members.json          each site: its
+           public key, when it was registered, until when, revoked or not
 
 | a site | its entry in members.json |
 |---|---|
@@ -65,6 +64,11 @@ class FederationFile(BaseModel):
         """HOST:PORT for a site."""
         return f"{self.server[0]}:{self.fleet_port}"
 
+    @property
+    def server_names(self) -> list[str]:
+        """Every name by which the server is reached: those of the file, and those on its own host."""
+        return [*self.server, "superlink", "localhost", "127.0.0.1"]
+
 
 def parse(file: Path) -> FederationFile:
     """Raises ConfigError naming the key."""
@@ -113,7 +117,8 @@ class Members:
         """Raises ConfigError for a key that was revoked or replaced, or is another site's."""
         if public in self.retired:
             raise ConfigError(
-                f"{site}: expected a new key, found one that was {self.retired[public]}; fedveil site init --renew makes one"
+                f"{site}: expected a new key, found one that was {self.retired[public]}; fedveil site init --renew "
+                "makes one"
             )
         for other, entry in self.sites.items():
             if entry.get("key") == public:

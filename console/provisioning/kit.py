@@ -51,9 +51,9 @@ Before: a container engine with compose, and the image `{image}` (`docker load -
 
    Send `request.json` to the operator, and read the fingerprint that was printed to them over the telephone.
 
-2. Fill in `site-policy.toml`: as delivered it permits nothing. `FEDVEIL_DATA` names the folder of your rows (`train.jsonl` or
-   `train.parquet`), `FEDVEIL_MODELS` the base models; both are mounted read-only, into the container without a way out, and must
-   be readable by user 10001.
+2. Fill in `site-policy.toml`: as delivered it permits nothing. `FEDVEIL_DATA` names the folder of your rows
+   (`train.jsonl` or `train.parquet`), `FEDVEIL_MODELS` that of the base models. Both are mounted read-only, into the
+   container without a way out, and must be readable by user 10001.
 
 3. When the operator has registered your key:
 
@@ -66,7 +66,7 @@ Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing co
 | see whether all is well | `docker compose run --rm doctor` |
 | see what was sent, and what was refused | `docker compose exec clientapp fedveil log show /state/audit-log.jsonl` |
 | check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
-| make a new key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then as under 1 and 3 |
+| make a new key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then 1 and 3 |
 | use a GPU | `docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait`, with an image built for it |
 | leave | `docker compose down`, and tell the operator, who revokes your key |
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from fedveil.attacks.reconstruction import pictures
+from fedveil.attacks import base, findings
 from fedveil.console.report.page import Html, bullets, join, table, tag
 from fedveil.errors import StateError
 
 NOTE = (
-    "AUROC 0.5 is guessing, 1 is certainty; intervals of 95 % by bootstrap over the rows. Every attack stands beside the "
-    "overfitted control, which it must win, and round 0, which it must lose. One interval in twenty leaves 0.5 out by chance."
+    "AUROC 0.5 is guessing, 1 is certainty; intervals of 95 % by bootstrap over the rows. Every attack stands beside "
+    "the overfitted control, which it must win, and round 0, which it must lose. One interval in twenty leaves 0.5 "
+    "out by chance."
 )
-
-
-_MUST: dict[str, tuple[str, ...]] = {"round 0": ("contains",), "overfitted FedAvg": ("above",)}
+_MUST: dict[str, tuple[str, ...]] = {base.ROUND_0: ("contains",), base.OVERFITTED: ("above",)}
 
 
 def html(run: Path) -> Html | None:
     """The findings about the run in that folder; None where it was not audited."""
-    file = run / "audit.json"
+    file = run / findings.FILE
     if not file.is_file():
         return None
     try:
@@ -47,15 +48,25 @@ def html(run: Path) -> Html | None:
             tag("p", "What the server could rebuild of each site, from what the site sent:", "note"),
             table(["site", "tensors seen", "participations between them"], rebuilt),
         ]
-    if (sheet := pictures.html(run)) is not None:
+    if (sheet := pictures(run)) is not None:
         parts.append(sheet)
     return join(parts)
+
+
+def pictures(run: Path) -> Html | None:
+    """The sheet of rebuilt pictures of the run in that folder; None where there is none."""
+    file = run / findings.PICTURES
+    if not file.is_file():
+        return None
+    source = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
+    caption = "What the server can read off single gradients; on the right the nearest image of the site."
+    return Html(f'<figure><img alt="" src="{source}"><figcaption>{escape(caption)}</figcaption></figure>')
 
 
 def _row(finding: dict[str, Any]) -> list[object]:
     verdict = finding["verdict"]
     must = _MUST.get(finding["model"])
-    if finding["attack"].endswith("wrong site"):
+    if findings.is_beside(finding["attack"]):
         must = ("contains", "below")
     kind = "" if must is None else "tag completed" if verdict in must else "tag failed"
     return [

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; --mute: color-mix(in srgb, currentColor 65%, transparent);
+:root { color-scheme: light dark; --line: #8884; --soft: #8881;
+  --mute: color-mix(in srgb, currentColor 65%, transparent);
   --good: #1a7f4b; --bad: #c0392b; }
 @media (prefers-color-scheme: dark) { :root { --good: #4cc38a; --bad: #ff7b6b; } }
 body { font: 15px/1.55 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; max-width: 74rem; margin: 0 auto;
@@ -15,7 +16,8 @@ h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .3rem; } h2 { font-size: 1
 h3 { font-size: 1rem; margin: 1.5rem 0 .4rem; } p { margin: .5rem 0; max-width: 60rem; }
 .lead, .note, th, figcaption, summary { color: var(--mute); } .note { font-size: .88rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .92rem; margin: .5rem 0 .9rem; }
-th { text-align: left; font-weight: 600; font-size: .82rem; vertical-align: bottom; border-bottom: 2px solid var(--line); }
+th { text-align: left; font-weight: 600; font-size: .82rem; vertical-align: bottom; }
+th { border-bottom: 2px solid var(--line); }
 th, td { padding: .42rem .55rem; } td { border-bottom: 1px solid var(--line); vertical-align: top; }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 tbody tr:hover { background: var(--soft); }
@@ -24,7 +26,8 @@ figure { margin: 0; } .figures svg { width: 100%; height: auto; }
 .tag { display: inline-block; padding: .05rem .55rem; border-radius: 1rem; border: 1px solid; font-size: .82rem; }
 .completed { color: var(--good); } .failed { color: var(--bad); }
 .alert { border-left: 4px solid var(--bad); background: var(--soft); padding: .6rem .9rem; margin: .8rem 0; }
-details { margin: .5rem 0; } summary { cursor: pointer; } code, pre { font: .86rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
+details { margin: .5rem 0; } summary { cursor: pointer; }
+code, pre { font: .86rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
 td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem; } li { margin: .25rem 0; }
 """
 

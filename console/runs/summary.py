@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.table import Table
+
+from fedveil.benchmarks.run import commit, environment, intervals
 from fedveil.console.runs.folder import Run
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 BASELINE = "fedavg"
 
 
 def write(file: Path, preset: str, runs: Sequence[Run]) -> None:
     """Writes the runs in the schema of benchmarks/results."""
-    from fedveil.benchmarks.run import commit, environment
-
     content = {
         "preset": preset,
         "quick": True,
@@ -33,8 +31,6 @@ def write(file: Path, preset: str, runs: Sequence[Run]) -> None:
 
 
 def _row(run: Run) -> dict[str, Any]:
-    from fedveil.benchmarks.run import intervals
-
     return {
         "name": run.name,
         "metrics": intervals([run.final]),
@@ -62,8 +58,6 @@ def upload_ratio(run: Run, runs: Sequence[Run]) -> float | None:
 
 def table(runs: Sequence[Run]) -> Table:
     """The runs as a rich table, a column a run."""
-    from rich.table import Table
-
     shown = Table("", title="After the last round, on the server's test data", title_justify="left")
     for run in runs:
         shown.add_column(run.name, justify="right")

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, final
 
-from fedveil.contract.spec import Place
+from torch import Tensor, nn
+from typing_extensions import override
+
+from fedveil.contract.adapter import Adapter, Mount
+from fedveil.contract.spec import Place, Spec, TensorSpec, Weights
+from fedveil.rng import Stream
 
 
+@final
 @dataclass(frozen=True)
-class AllWeights:
+class AllWeights(Adapter):
     """Every parameter of the base model is trained and exchanged."""
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    mount: ClassVar[Mount] = "layers"
     kind: Literal["all"] = "all"
 
-    def example_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Four tensors of a small model: for wire tables and for tests over every method."""
-        return {"wte.weight": (11, 4), "position_embeddings": (6, 4), "h.0.mlp.weight": (4, 4), "h.0.mlp.bias": (4,)}
+    @property
+    @override
+    def trains_base(self) -> bool:
+        return True
 
-    def example_places(self) -> dict[str, Place]:
-        """The places of those that have one."""
-        mlp = Place("linear", "h.0.mlp", 1, closes=True), Place("linear", "h.0.mlp", 0, closes=True)
-        return {"wte.weight": Place("embedding", "wte", 1), "h.0.mlp.weight": mlp[0], "h.0.mlp.bias": mlp[1]}
+    @override
+    def example_spec(self) -> Spec:
+        return {
+            "wte.weight": TensorSpec((11, 4), place=Place("embedding", "wte", 1)),
+            "position_embeddings": TensorSpec((6, 4)),
+            "h.0.mlp.weight": TensorSpec((4, 4), place=Place("linear", "h.0.mlp", 1, closes=True)),
+            "h.0.mlp.bias": TensorSpec((4,), place=Place("linear", "h.0.mlp", 0, closes=True)),
+        }
+
+    @override
+    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
+        """The base's own weights: nothing is drawn."""
+        return {name: base[name].clone() for name in shapes}
+
+    @override
+    def attach(self, model: Any) -> dict[str, nn.Parameter]:
+        """All parameters of `model`; a tied one comes once."""
+        return dict(model.named_parameters())

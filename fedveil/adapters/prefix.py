@@ -1,25 +1,47 @@
-"""Keys and values before every layer of a causal language model."""
+"""A prefix before every layer of a causal language model, and the layer-sharing proxy that carries the same prefix.
+
+    prefix[l, 0], prefix[l, 1] = keys and values, heads x length x head width, that layer l finds in its cache
+    proxy: layer l is cell l mod c, so c layers stand for all of them and the prefix fits both models
+
+The prefix lies in the cache of transformers (past_key_values): tokens come after it, their positions too. Keys are as
+the cache keeps them, after the rotation of a model that rotates. Layers that share a cell share its parameters, and
+each keeps its own index.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, final
 
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from fedveil.config import TrainConfig
+from fedveil.contract.adapter import Adapter, Mount
+from fedveil.contract.spec import Spec, TensorSpec, Weights
 from fedveil.errors import ConfigError
+from fedveil.rng import Stream
+
+NAME = "prefix"  # the tensor that every prefix has
+_STD = 0.02
 
 
 @final
 @dataclass(frozen=True)
-class Prefix:
+class Prefix(Adapter):
     """Keys and values before every layer of a causal language model (Li, Liang 2021), of the model or of a proxy of it.
 
     Attributes:
         length: tokens' worth of keys and values.
-        cells: 0: the model's own layers, frozen; above: so many of its first layers, repeated to the model's depth. Then all
-            that the proxy consists of is trained and exchanged beside the prefix: cells, embeddings, norms, head.
+        cells: 0: the model's own layers, frozen; above: so many of its first layers, repeated to the model's depth.
+            Then all that the proxy consists of is trained and exchanged beside the prefix: cells, embeddings, norms,
+            head.
     """
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    mount: ClassVar[Mount] = "cache"
     length: int = 40
     cells: int = 0
     kind: Literal["prefix"] = "prefix"
@@ -31,7 +53,88 @@ class Prefix:
                     f"adapter.{name}: expected an integer of at least {least}, found {getattr(self, name)}"
                 )
 
-    def example_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A small model of two layers: for wire tables and for tests over every method."""
-        proxy = {"wte.weight": (11, 6), "h.0.mlp.weight": (6, 6)} if self.cells else {}
-        return {"prefix": (2, 2, 1, self.length, 6), **proxy}
+    @property
+    @override
+    def trains_base(self) -> bool:
+        return self.cells > 0
+
+    @property
+    @override
+    def positions(self) -> int:
+        return self.length
+
+    @override
+    def check(self, train: TrainConfig) -> None:
+        if train.checkpointing or train.compile:  # recomputed layers ignore the cache that a prefix lies in
+            raise ConfigError(
+                'train.checkpointing, train.compile: expected false with an adapter of kind "prefix", found true; set '
+                "false"
+            )
+
+    @override
+    def example_spec(self) -> Spec:
+        proxy = {"wte.weight": TensorSpec((11, 6)), "h.0.mlp.weight": TensorSpec((6, 6))} if self.cells else {}
+        return {NAME: TensorSpec((2, 2, 1, self.length, 6)), **proxy}
+
+    @override
+    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
+        """The prefix from N(0, 0.02^2); the proxy's tensors are those of `base`."""
+        prefix = _STD * torch.randn(shapes[NAME], generator=rng.torch_generator())
+        return {name: prefix if name == NAME else base[name].clone() for name in shapes}
+
+    @override
+    def attach(self, model: Any) -> dict[str, nn.Parameter]:
+        """Attaches the prefix and, where `cells` says so, has the layers share theirs.
+
+        Raises:
+            ConfigError: the model has no list of layers, or fewer than `cells`.
+        """
+        if self.cells:
+            _share(model, self.cells)
+        model.requires_grad_(self.cells > 0)
+        where = next(model.parameters()).device
+        model.register_parameter(NAME, nn.Parameter(torch.zeros(shape(model, self.length), device=where)))
+        model.register_forward_pre_hook(_before, with_kwargs=True)
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}  # a shared parameter comes once
+
+
+def shape(model: Any, length: int) -> tuple[int, ...]:
+    """(layers, 2, heads of keys and values, length, width of a head)."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, 2, heads, length, width
+
+
+def _share(model: Any, cells: int) -> None:
+    """Layer l becomes a copy of layer l mod `cells` with the same parameters and the index l."""
+    depth = model.config.get_text_config().num_hidden_layers
+    layers = next((m for m in model.base_model.children() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
+    if layers is None or cells > depth:
+        found = f"{depth} of them" if layers is not None else f"none in {type(model).__name__}"
+        raise ConfigError(f"adapter.cells: expected at most the model's layers, found {cells} and {found}; lower it")
+    for at in range(cells, depth):
+        cell = layers[at % cells]
+        layers[at] = copy.deepcopy(cell, {id(t): t for t in (*cell.parameters(), *cell.buffers())})
+        for module in layers[at].modules():
+            if "layer_idx" in vars(module):
+                vars(module)["layer_idx"] = at
+
+
+def _before(model: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Puts the prefix into an empty cache, ones before the mask, and tokens behind it."""
+    from transformers import DynamicCache
+
+    cache, mask, prefix = given.get("past_key_values"), given.get("attention_mask"), getattr(model, NAME)
+    ids = args[0] if args else given["input_ids"]
+    length = prefix.shape[3]
+    mask = torch.ones_like(ids) if mask is None else mask
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    positions = given.get("position_ids")
+    if positions is None:  # of the tokens that this call brings, padding before them apart
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    if cache.get_seq_length() == 0:
+        for at, (keys, values) in enumerate(prefix.to(model.base_model.dtype)):
+            cache.update(keys.expand(len(ids), -1, -1, -1), values.expand(len(ids), -1, -1, -1), at)
+    mask = torch.cat([mask.new_ones(len(ids), length), mask], 1)
+    return args, {**given, "past_key_values": cache, "attention_mask": mask, "position_ids": positions + length}

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, final
 
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from fedveil.contract.adapter import Adapter, Mount
+from fedveil.contract.spec import Spec, TensorSpec, Weights
 from fedveil.errors import ConfigError
+from fedveil.rng import Stream
 
 
 @final
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(Adapter):
     """Context vectors before the class names of a frozen CLIP, in the space of its token embeddings (Zhou et al. 2022).
 
     b = length, d = the width of the token embeddings, k = rank. All tensors start from N(0, std^2).
@@ -33,7 +41,7 @@ class Prompt:
         temperature: of the contrastive term.
     """
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    mount: ClassVar[Mount] = "texts"
     length: int = 16
     form: Literal["one", "sum", "factored", "transport"] = "one"
     rank: int = 4
@@ -48,8 +56,8 @@ class Prompt:
             raise ConfigError(f"adapter.length: expected an integer of at least 1, found {self.length}")
         if self.form == "factored" and not 1 <= self.rank <= self.length:
             raise ConfigError(
-                f"adapter.rank: expected 1 to {self.length}, the prompt's length, found {self.rank}; lower it, or raise "
-                "adapter.length"
+                f"adapter.rank: expected 1 to {self.length}, the prompt's length, found {self.rank}; lower it, or "
+                "raise adapter.length"
             )
         if not 0.0 < self.mass <= 1.0:
             raise ConfigError(f"adapter.mass: expected a part above 0 and at most 1, found {self.mass}")
@@ -74,6 +82,35 @@ class Prompt:
             case _:
                 return {"prompt": whole, "prompt.local": whole}
 
-    def example_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Prompts of a small model: for wire tables and for tests over every method."""
-        return self.shapes(width=12)
+    @override
+    def example_spec(self) -> Spec:
+        return {name: TensorSpec(shape) for name, shape in self.shapes(width=12).items()}
+
+    @override
+    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
+        """All entries from N(0, std^2)."""
+        generator = rng.torch_generator()
+        drawn = {name: torch.randn(shapes[name], generator=generator) * self.std for name in sorted(shapes)}
+        return {name: drawn[name] for name in shapes}
+
+    @override
+    def attach(self, model: Any) -> dict[str, nn.Parameter]:
+        """Freezes `model`. No layer of it carries the prompt: the parameters lie beside it, on its device.
+
+        Raises:
+            ConfigError: a model that is no CLIP, or a context that leaves no room for a name in the text tower.
+        """
+        if not hasattr(model, "text_model"):
+            raise ConfigError(
+                f'adapter.kind: expected "lora", "hadamard-lora" or "all" for {type(model).__name__}, found "prompt"; '
+                "a prompt goes with a CLIP"
+            )
+        tower = model.config.text_config
+        if self.length > tower.max_position_embeddings - 3:
+            raise ConfigError(
+                f"adapter.length: expected at most {tower.max_position_embeddings - 3}, which leaves room for a name "
+                f"in a text of {tower.max_position_embeddings} tokens, found {self.length}; lower it"
+            )
+        model.requires_grad_(False)
+        shapes = self.shapes(tower.hidden_size)
+        return {name: nn.Parameter(torch.zeros(shape, device=model.device)) for name, shape in shapes.items()}

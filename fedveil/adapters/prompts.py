@@ -1,11 +1,13 @@
-"""Prompts as tensors: which contexts a form of `fedveil.adapters.kinds.Prompt` has, and what is made of their texts.
+"""Prompts as tensors: which contexts a form of `fedveil.adapters.prompt.Prompt` has, and what is made of their texts.
 
-b = length, d = width of the token embeddings, D = of the common space, M = patches, C = classes. All features have norm 1.
+b = length, d = width of the token embeddings, D = of the common space, M = patches, C = classes. All features
+have norm 1.
 
     logit_c = s <f, t_c>                                                 one text a class, f the image
     logit_c = s sum_mp T_mp <f_m, t_cp>                                  two texts a class, f_m its patches      (1)
     T = argmin <T, 1 - F> - eps H(T),  T 1 <= 1 / M,  T^T 1 = gamma / 2   no gradient flows through T            (2)
-        by scaling: T = diag(u) K diag(v),  K = exp((F - 1) / eps),  u <- min(1, (1 / M) / K v),  v <- (gamma / 2) / K^T u
+        by scaling: T = diag(u) K diag(v),  K = exp((F - 1) / eps)
+                    u <- min(1, (1 / M) / K v),  v <- (gamma / 2) / K^T u
     R = mean_c ln(1 + exp((<t_G, t_own> - <t_G, t_0>) / tau))             the contrastive term                   (3)
 
 t_0: the text with the placeholder "X X ... X" as context, t_G: with the shared prompt, t_own: with the site's own.
@@ -16,58 +18,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fedveil.adapters.prompt import Prompt
-from fedveil.contract.method import State
-from fedveil.contract.spec import Spec
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
-from fedveil.wire.payloads import as_spec
 
-T = TypeVar("T")
-SHARED = "prompt"  # the tensor that every form has, and that a site sends
+SHARED = "prompt"  # the tensor that every form has, and that sites send
 EPSILON, ITERATIONS, TOLERANCE = 0.01, 100, 1e-3  # of Eq. 2; the last in ln u
-
-
-def draw(adapter: Prompt, shapes: Mapping[str, tuple[int, ...]], stream: Stream) -> dict[str, Tensor]:
-    """Initial tensors under the names of `shapes`, from N(0, std^2), drawn by sorted name."""
-    generator = stream.torch_generator()
-    drawn = {name: torch.randn(shapes[name], generator=generator) * adapter.std for name in sorted(shapes)}
-    return {name: drawn[name] for name in shapes}
-
-
-def shared(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The entry that is averaged."""
-    return {SHARED: tensors[SHARED]}
-
-
-def own(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The entries that stay at a site."""
-    return {name: t for name, t in tensors.items() if name != SHARED}
-
-
-def alone(adapter: Prompt, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors, such that the model is that of the shared prompt: own parts of zeros, or equal to it for "transport".
-
-    `tensors` gives the shared prompt and the shapes of the own parts.
-    """
-    prompt = tensors[SHARED]
-    if adapter.form == "transport":
-        return {SHARED: prompt, "prompt.local": prompt.clone()}
-    return {SHARED: prompt} | {name: torch.zeros_like(w) for name, w in own(tensors).items()}
-
-
-def start(
-    adapter: Prompt, private: State | None, received: Mapping[str, Tensor], spec: Spec, stream: Stream
-) -> dict[str, Tensor]:
-    """Where a site starts: the shared prompt as received, its own parts as kept, or drawn by the site at its first time."""
-    kept = private.tensors if private is not None else own(draw(adapter, {n: t.shape for n, t in spec.items()}, stream))
-    return as_spec({**kept, **shared(received)}, spec)
 
 
 def check_form(adapter: Prompt, forms: tuple[str, ...]) -> None:

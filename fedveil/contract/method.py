@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from fedveil.adapters.kinds import Adapter
+from fedveil.contract.adapter import Adapter
 from fedveil.contract.layout import Layout, Payload
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.sums import Sums, Terms

@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fedveil.config import TaskConfig
+from fedveil.contract.adapter import Mount
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.rng import Stream
 
-Examples = Sequence[Mapping[str, Any]]
-Rows = Sequence[Any]  # examples in the form that the task's model takes
+Rows = Sequence[Any]  # examples as the task's model takes them
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of a data set, as it was read. What is known of it beside its columns has fields of its own.
+
+    Attributes:
+        values: its columns by name, all of them.
+        origin: the row and its file, for messages; "" where it was not read from a file.
+        folder: where relative paths in its columns begin.
+        class_names: of all classes of its data set, by number; empty where the data set names none.
+    """
+
+    values: Mapping[str, Any]
+    origin: str = ""
+    folder: str = "."
+    class_names: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """How a message names it: by its origin, else by its columns."""
+        return self.origin or f"a row with {', '.join(self.values)}"
+
+    @staticmethod
+    def of(rows: Iterable[Mapping[str, Any]]) -> list[Example]:
+        """Examples of rows that were not read from a file."""
+        return [Example(row) for row in rows]
+
+
+Examples = Sequence[Example]
 
 
 @dataclass(frozen=True)
@@ -63,7 +94,23 @@ Watch = Callable[[Step], None]  # gets the progress; an exception that it raises
 
 
 def unwatched(step: Step) -> None:
-    """A `Watch` that does nothing."""
+    """Ignores the step: for a training that nobody follows."""
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """What a task says of itself before a model or a row is read. The module of each task has one, `INFO`.
+
+    Attributes:
+        mounts: what its models offer to adapters.
+        columns: the columns that it reads of every row, under that section of the run config.
+        tiny: where its own small model lies, for task.model = "tiny"; None where it makes one in code, or where the
+            folder is not installed.
+    """
+
+    mounts: tuple[Mount, ...]
+    columns: Callable[[TaskConfig], tuple[str, ...]]
+    tiny: Callable[[], Path | None]
 
 
 class Task(ABC):
@@ -91,8 +138,8 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def prepare(self, examples: Examples) -> Rows:
-        """The examples in the form that the model takes, tokenised or decoded. Slow: done once for all rounds.
+    def encode(self, examples: Examples) -> Rows:
+        """The examples as the model takes them, tokenised or decoded. Costs time: once for all rounds.
 
         Raises:
             TaskError: a row cannot be read; the message names its column.

@@ -1,8 +1,8 @@
 """A frozen CLIP: its texts under given contexts, and its images as features.
 
 A text is [SOS][context][class name].[EOS], the context given in the space of the token embeddings. The text tower is
-causal, so [SOS] and context are the same in the texts of all classes: they are computed once, and the names, in groups of
-equal length, see them.
+causal, so [SOS] and context are the same in the texts of all classes: they are computed once, and the names, in groups
+of equal length, see them.
 
     hidden(name) = layer(name; keys and values of [SOS], context and name)      each group: classes x tokens, no padding
 """
@@ -10,24 +10,26 @@ equal length, see them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedveil.adapters.prompt import Prompt
 from fedveil.config import RunConfig
-from fedveil.errors import ConfigError, TaskError
+from fedveil.contract.adapter import Adapter
+from fedveil.errors import TaskError
 from fedveil.models import loading
 from fedveil.models.library import quiet
+from fedveil.models.loaded_model import LoadedModel
 
 PLACEHOLDER = "X"
 
 
-def load(config: RunConfig, adapter: Prompt, device: torch.device) -> loading.Base:
+def load(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None) -> LoadedModel:
     """The CLIP of `config.task.model` with a prompt beside it, on `device`; nothing of the model itself is trained.
 
     Raises:
@@ -38,29 +40,21 @@ def load(config: RunConfig, adapter: Prompt, device: torch.device) -> loading.Ba
     with quiet():
         from transformers import AutoProcessor, CLIPModel
 
-        kind = "a CLIP with its processor"
-        model, processor = loading.loaded(config, adapter, device, CLIPModel, AutoProcessor, kind)
+        kind, where = "a CLIP with its processor", loading.find(name, tiny_folder)
+        model, processor = loading.loaded(config, adapter, device, where, CLIPModel, AutoProcessor, kind)
     if not hasattr(processor, "image_processor"):
         raise TaskError(f'task.model: expected a processor of images and text, found none in "{name}"; {loading.NEXT}')
     if processor.tokenizer.bos_token_id is None:
         raise TaskError(
             f'task.model: expected a tokenizer with a start token, found none in "{name}"; set its bos_token'
         )
-    model.requires_grad_(False)
     model = model.to(device).eval()
-    width: int = model.config.text_config.hidden_size
-    trained = {n: nn.Parameter(torch.zeros(s, device=device)) for n, s in adapter.shapes(width).items()}
     context: int = model.config.text_config.max_position_embeddings
-    if adapter.length > context - 3:
-        raise ConfigError(
-            f"adapter.length: expected at most {context - 3}, which leaves room for a name in a text of {context} tokens, "
-            f"found {adapter.length}; lower it"
-        )
-    return replace(loading.Base(model, processor.tokenizer, trained, context), processor=processor)
+    return LoadedModel(model, processor.tokenizer, adapter.attach(model), context, processor)
 
 
 @dataclass(frozen=True)
-class Seen:
+class EncodedImage:
     """One image as the frozen tower sees it, and its class.
 
     Attributes:
@@ -85,7 +79,7 @@ class Texts:
         TaskError: no names, two equal ones, or one that has no room after `length` vectors.
     """
 
-    def __init__(self, base: loading.Base, names: Sequence[str], length: int) -> None:
+    def __init__(self, base: LoadedModel, names: Sequence[str], length: int) -> None:
         if len(set(names)) != len(names) or not names:
             double = sorted({name for name in names if names.count(name) > 1})
             raise TaskError(
@@ -97,8 +91,8 @@ class Texts:
         for name, ids in zip(names, tokens, strict=True):
             if base.context is not None and 1 + length + len(ids) > base.context:
                 raise TaskError(
-                    f"task.class-names: expected at most {base.context} tokens in [SOS], {length} vectors, name and [EOS], "
-                    f'found {1 + length + len(ids)} with "{name}"; shorten the name, or lower adapter.length'
+                    f"task.class-names: expected at most {base.context} tokens in [SOS], {length} vectors, name and "
+                    f'[EOS], found {1 + length + len(ids)} with "{name}"; shorten the name, or lower adapter.length'
                 )
         by_length = sorted(range(len(names)), key=lambda i: len(tokens[i]))
         self._groups: list[Int[Tensor, "classes tokens"]] = [
@@ -137,7 +131,10 @@ class Texts:
 def _through(
     layer: Any, first: Float[Tensor, "prompts m d"], names: list[Tensor]
 ) -> tuple[Float[Tensor, "prompts m d"], list[Tensor]]:
-    """One layer of the text tower: [SOS] and context, which see themselves, and groups (prompts, classes, n, d) of names."""
+    """One layer of the text tower, on [SOS] and context, which see themselves, and on groups of names.
+
+    A group is (prompts, classes, n, d).
+    """
     attention = layer.self_attn
 
     def seen(hidden: Tensor, context: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,8 +160,8 @@ def _through(
 
 
 @torch.no_grad()
-def images(base: loading.Base, pictures: Sequence[Any], patches: bool) -> Float[Tensor, "rows points D"]:
-    """Features of norm 1 on the CPU, fp32: of the image as a whole, and with `patches` of each of its patches after it."""
+def images(base: LoadedModel, pictures: Sequence[Any], patches: bool) -> Float[Tensor, "rows points D"]:
+    """Features of norm 1, fp32, on the CPU: of each image as a whole, and with `patches` of its patches after it."""
     model = base.model
     with quiet():
         pixels = base.processor.image_processor(images=list(pictures), return_tensors="pt")["pixel_values"]

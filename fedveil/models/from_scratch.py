@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,19 @@ from fedveil.errors import TaskError
 from fedveil.models.library import quiet
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-TINY_VIT = {
-    "image_size": 32, "patch_size": 4, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "intermediate_size": 384,
-}  # fmt: skip
 
 
-def config_of(where: str, is_local: bool, config: RunConfig) -> Any:
-    """The config of a model that has no weights; None where it has some. Raises TaskError where it should have some."""
+def config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Mapping[str, int]) -> Any:
+    """The config of a model without weights: "tiny", of the sizes `tiny_vit`, or a folder's. None for one with weights.
+
+    Raises:
+        TaskError: a folder without weights that should have some.
+    """
     from transformers import AutoConfig, ViTConfig
 
     classes = config.task.classes
     if where == "tiny":
-        return ViTConfig(**TINY_VIT, num_labels=classes)
+        return ViTConfig(**tiny_vit, num_labels=classes)
     if not is_local or any(True for pattern in WEIGHTS for _ in Path(where).glob(pattern)):
         return None
     if not config.task.from_scratch:

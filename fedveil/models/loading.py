@@ -2,64 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from fedveil import rng
-from fedveil.adapters.kinds import Adapter, trains_base
 from fedveil.config import RunConfig
-from fedveil.contract.spec import Place, Weights
+from fedveil.contract.adapter import Adapter
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import from_scratch, tiny
 from fedveil.models import places as layers
-from fedveil.models.attach import attach
 from fedveil.models.library import first_line, quiet
+from fedveil.models.loaded_model import LoadedModel
 
 NEXT = 'give "tiny", a folder made with save_pretrained, or a hub id that this machine can reach or has cached'
 PREPROCESSOR = "preprocessor_config.json"
 
 
-@dataclass(frozen=True)
-class Base:
-    """A base model with its adapter.
-
-    Attributes:
-        model: in eval mode (4-bit layers apart, which drop nothing), so nothing is dropped out; only `trained` asks for gradients.
-        tokenizer: has an end token. None for a classifier of images.
-        trained: the adapter's parameters by their canonical names, fp32, in the model's order.
-        context: longest sequence of tokens; None where the model sets no limit.
-        processor: of a model that sees: images (and text) to its inputs. None where a model comes without one.
-        image_token: of a model that sees: the token id that stands for a part of an image.
-        places: of a language model whose own tensors are trained: where they stand in it.
-        draw: of a model that came without weights: all its parameters drawn from a stream.
-    """
-
-    model: Any
-    tokenizer: Any
-    trained: Mapping[str, nn.Parameter]
-    context: int | None
-    processor: Any = None
-    image_token: int | None = None
-    draw: Callable[[rng.Stream], Weights] | None = None
-    places: Mapping[str, Place] = field(default_factory=dict)
-
-
-def find(name: str, task: str = "text-generation") -> tuple[str, bool]:
+def find(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
     """Where `task.model` lies: (folder or hub id, whether it is a folder). The hub is not asked here.
 
-    "tiny" stays as it is for a task without such a folder: it makes its tiny base in code, or refuses it.
+    "tiny" is `tiny_folder`, the task's own. Without one "tiny" stays as it is: the task makes that model in code, or
+    refuses it.
 
     Raises:
         TaskError: a path has no folder with a model.
     """
     if name == "tiny":
-        return str(tiny.folder(task) or name), True
+        return str(tiny_folder or name), True
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -87,7 +61,7 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def load_causal(config: RunConfig, adapter: Adapter, device: torch.device) -> Base:
+def load_causal(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None) -> LoadedModel:
     """The causal language model of `config.task.model` with `adapter` attached, on `device`.
 
     A base that is only read is kept as bf16 under `train.precision = bf16`, or quantised; what is trained is fp32.
@@ -100,13 +74,14 @@ def load_causal(config: RunConfig, adapter: Adapter, device: torch.device) -> Ba
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         kind = "a causal language model with its tokenizer"
-        model, tokenizer = loaded(config, adapter, device, AutoModelForCausalLM, AutoTokenizer, kind)
-        trained = attach(model, adapter)
-    base = Base(_ready(model, config, device), tokenizer, trained, _context(model, config))
+        where = find(config.task.model, tiny_folder)
+        model, tokenizer = loaded(config, adapter, device, where, AutoModelForCausalLM, AutoTokenizer, kind)
+        trained = adapter.attach(model)
+    base = LoadedModel(_ready(model, config, device), tokenizer, trained, _context(model, config, adapter))
     return replace(base, places=layers.places(model, trained))
 
 
-def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device) -> Base:
+def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None) -> LoadedModel:
     """The image-text-to-text model of `config.task.model`; the adapter is on its language model, all else is frozen.
 
     Names of trained tensors are those inside the language model. Precision as in `load_causal`.
@@ -120,32 +95,37 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device) -> Ba
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         kind = "an image-text-to-text model with its processor"
-        model, processor = loaded(config, adapter, device, AutoModelForImageTextToText, AutoProcessor, kind)
+        where = find(name, tiny_folder)
+        model, processor = loaded(config, adapter, device, where, AutoModelForImageTextToText, AutoProcessor, kind)
         if not hasattr(processor, "image_processor"):
             raise TaskError(f'task.model: expected a processor of images and text, found none in "{name}"; {NEXT}')
         if not getattr(processor, "chat_template", None):
             raise TaskError(
-                f'task.model: expected a processor with a chat template, found none in "{name}"; add chat_template.jinja '
-                f"to its folder, or take an instruction-tuned model"
+                f'task.model: expected a processor with a chat template, found none in "{name}"; add '
+                f"chat_template.jinja to its folder, or take an instruction-tuned model"
             )
         language = getattr(model.base_model, "language_model", None)
         if language is None:
             raise TaskError(
-                f"task.model: expected a model made of vision tower and language model, found {type(model).__name__} in "
-                f'"{name}"; {NEXT}'
+                f"task.model: expected a model made of vision tower and language model, found {type(model).__name__} "
+                f'in "{name}"; {NEXT}'
             )
         model.requires_grad_(False)
-        trained = attach(language.requires_grad_(True), adapter)
-    base = Base(_ready(model, config, device), processor.tokenizer, trained, _context(model, config), processor)
+        trained = adapter.attach(language.requires_grad_(True))
+    context = _context(model, config, adapter)
+    base = LoadedModel(_ready(model, config, device), processor.tokenizer, trained, context, processor)
     image_token = getattr(model.config, "image_token_id", None)
     return replace(base, image_token=image_token, places=layers.places(language, trained))
 
 
-def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -> Base:
+def load_classifier(
+    config: RunConfig, adapter: Adapter, device: torch.device, tiny_vit: Mapping[str, int]
+) -> LoadedModel:
     """The image classification model of `config.task.model` with `adapter` attached, on `device`.
 
-    "tiny", and under task.from-scratch a folder with config.json but no weights, start from scratch with task.classes
-    classes: under an adapter the frozen weights are drawn from a public stream of run.seed, so that every site has the same.
+    "tiny", a ViT of the sizes `tiny_vit`, and under task.from-scratch a folder with config.json but no weights, start
+    from scratch with task.classes classes: under an adapter the frozen weights are drawn from a public stream of
+    run.seed, so that every site has the same.
 
     Raises:
         TaskError: a model of another kind or not whole, or one that cannot start from scratch.
@@ -155,9 +135,9 @@ def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -
     with quiet():
         from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-        where, is_local = find(name, config.task.name)
+        where, is_local = find(name, None)
         try:
-            bare = from_scratch.config_of(where, is_local, config)
+            bare = from_scratch.config_of(where, is_local, config, tiny_vit)
             processor = None
             if not is_local or (where != "tiny" and (Path(where) / PREPROCESSOR).is_file()):
                 processor = AutoImageProcessor.from_pretrained(where, local_files_only=is_local)
@@ -188,19 +168,29 @@ def load_classifier(config: RunConfig, adapter: Adapter, device: torch.device) -
                 )
             model = model.to(_precision(config, adapter, device)["dtype"])
             draw = partial(from_scratch.draw, bare)
-        trained = attach(model, adapter)
-    return Base(_ready(model, config, device), None, trained, None, processor, draw=draw)
+        trained = adapter.attach(model)
+    return LoadedModel(_ready(model, config, device), None, trained, None, processor, draw=draw)
 
 
 def loaded(
-    config: RunConfig, adapter: Adapter, device: torch.device, model_of: Any, processor_of: Any, kind: str
+    config: RunConfig,
+    adapter: Adapter,
+    device: torch.device,
+    found: tuple[str, bool],
+    model_of: Any,
+    processor_of: Any,
+    kind: str,
 ) -> tuple[Any, Any]:
-    """Model and processor (or tokenizer) by transformers' own classes, all weights in place."""
-    name = config.task.model
-    where, is_local = find(name, config.task.name)
+    """Model and processor (or tokenizer) from where `find` found them, by transformers' own classes.
+
+    Raises:
+        TaskError: they cannot be loaded whole; `kind` says in the message what was expected.
+    """
+    name, (where, is_local) = config.task.model, found
     if where == "tiny":
         raise TaskError(
-            f'task.model: expected the folder of the tiny base of "{config.task.name}", found none; {tiny.HOW_TO_GET_IT}'
+            f'task.model: expected the folder of the tiny base of "{config.task.name}", found none; '
+            f"{tiny.HOW_TO_GET_IT}"
         )
     try:
         processor = processor_of.from_pretrained(where, local_files_only=is_local)
@@ -219,14 +209,19 @@ def loaded(
     return model, processor
 
 
-def _context(model: Any, config: RunConfig) -> int | None:
+def _context(model: Any, config: RunConfig, adapter: Adapter) -> int | None:
+    """The tokens that the model has for a row. Raises ConfigError where they are fewer than task.max-tokens."""
     context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and config.task.max_tokens > context:
+    if context is None:
+        return None
+    left = context - adapter.positions
+    if config.task.max_tokens > left:
+        taken = f" less the {adapter.positions} of the {adapter.kind}" if adapter.positions else ""
         raise ConfigError(
-            f"task.max-tokens: expected at most {context}, the context of {config.task.model}, "
-            f"found {config.task.max_tokens}; lower it"
+            f"task.max-tokens: expected at most {left}, the context of {config.task.model}{taken}, found "
+            f"{config.task.max_tokens}; lower it{' or take a smaller adapter' if taken else ''}"
         )
-    return context
+    return left
 
 
 def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
@@ -236,13 +231,13 @@ def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
     model = (model.to(device) if config.train.quantized_base == "none" else model).eval()
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
-            # In eval mode bitsandbytes repacks the base on some CPUs: lossy, and only for widths that are multiples of 64.
+            # In eval mode bitsandbytes repacks the base on some CPUs: lossy, and only for widths of multiples of 64.
             module.training = True
     return model
 
 
 def _precision(config: RunConfig, adapter: Adapter, device: torch.device) -> dict[str, Any]:
-    is_frozen = not trains_base(adapter)
+    is_frozen = not adapter.trains_base
     dtype = torch.bfloat16 if is_frozen and config.train.precision == "bf16" else torch.float32
     if config.train.quantized_base == "none":
         return {"dtype": dtype}

@@ -1,7 +1,7 @@
 """Where the bundled bases lie: the folder `tiny-<task>` of a task's own small model, for offline use.
 
-The scripts that made them are in `tools/` of the repository. The bundle that Flower carries holds no weights, and inside a
-running app the app's own copy of `fedveil/` hides the installed one; `folder` looks in both places.
+The scripts that made them are in `tools/` of the repository. The bundle that Flower carries holds no weights, and
+inside a running app the app's own copy of `fedveil/` hides the installed one; `folder` looks in both places.
 
 Imports neither torch nor transformers.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -15,9 +15,10 @@ WINDOW = 32  # batches inside which bucketing sorts: wide enough for rows of lik
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-_Same = TypeVar("_Same")  # not `Self`: the checks in tests take a method by itself, without its class
+_Same = TypeVar("_Same")  # not Self, which the check of shapes in tests does not know
 
 
+@runtime_checkable
 class AnyBatch(Protocol):
     """What local training needs of a batch, whatever its task puts into it."""
 
@@ -41,7 +42,7 @@ class AnyBatch(Protocol):
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledBatch:
     """A batch of images, or of points of their features, with their classes."""
 
     inputs: Float[Tensor, "rows ..."]
@@ -57,15 +58,16 @@ class Labelled:
         """None."""
         return 0
 
-    def pinned(self) -> Labelled:
+    def pinned(self) -> LabelledBatch:
         """The batch in page-locked memory, from which a copy to a GPU need not be waited for."""
-        return Labelled(self.inputs.pin_memory(), self.labels.pin_memory())
+        return LabelledBatch(self.inputs.pin_memory(), self.labels.pin_memory())
 
-    def to(self, device: torch.device) -> Labelled:
+    def to(self, device: torch.device) -> LabelledBatch:
         """The batch on `device`; pinned memory is copied without waiting."""
-        return Labelled(self.inputs.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+        return LabelledBatch(self.inputs.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
 
 
+@runtime_checkable
 class AnyRow(Protocol):
     """What the order of an epoch needs of a row."""
 
@@ -79,7 +81,7 @@ _Batch = TypeVar("_Batch", bound=AnyBatch)
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """One encoded row: `ids` with the target from position `start` on."""
 
     ids: list[int]
@@ -92,7 +94,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """Rows padded on the right.
 
     Attributes:
@@ -115,21 +117,21 @@ class Batch:
         """Target tokens, the terms of the loss."""
         return len(self.wanted)
 
-    def pinned(self) -> Batch:
+    def pinned(self) -> TokenBatch:
         """The batch in page-locked memory, from which a copy to a GPU need not be waited for."""
         return self._each(Tensor.pin_memory)
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> TokenBatch:
         """The batch on `device`; pinned memory is copied without waiting."""
         return self._each(lambda t: t.to(device, non_blocking=True))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
         inputs = {name: change(value) for name, value in self.inputs.items()}
         ids, mask, positions, wanted = map(change, (self.ids, self.mask, self.positions, self.wanted))
-        return Batch(ids, mask, positions, wanted, self.tokens, inputs)
+        return TokenBatch(ids, mask, positions, wanted, self.tokens, inputs)
 
 
-def collate(rows: Sequence[Row], padding: int) -> Batch:
+def collate(rows: Sequence[TokenRow], padding: int) -> TokenBatch:
     """One batch of `rows`, padded with `padding` to the longest of them.
 
     Positions are counted here, on the CPU: a mask of target tokens would have to be counted on the GPU, and waited for.
@@ -140,15 +142,16 @@ def collate(rows: Sequence[Row], padding: int) -> Batch:
     positions = [i * width + at - 1 for i, row in enumerate(rows) for at in range(max(1, row.start), len(row.ids))]
     wanted = [token for row in rows for token in row.ids[max(1, row.start) :]]
     tokens = sum(len(row.ids) for row in rows)
-    whole = [torch.tensor(values, dtype=torch.int64) for values in (ids, mask, positions, wanted)]  # also where empty
-    return Batch(*whole, tokens)
+    # torch would make floats of an empty list.
+    where, target = (torch.tensor(found, dtype=torch.int64) for found in (positions, wanted))
+    return TokenBatch(torch.tensor(ids), torch.tensor(mask), where, target, tokens)
 
 
 def order(rows: Sequence[AnyRow], batch_size: int, generator: torch.Generator, bucketing: bool) -> list[int]:
     """Indices of one epoch, every row once: shuffled, or shuffled batches of rows of like length.
 
-    With `bucketing` the rows are shuffled, sorted by length inside windows of WINDOW batches and cut into batches, which
-    are then shuffled. Only the last batch is short.
+    With `bucketing` the rows are shuffled, sorted by length inside windows of WINDOW batches and cut into batches,
+    which are then shuffled. Only the last batch is short.
     """
     shuffled: list[int] = torch.randperm(len(rows), generator=generator).tolist()
     if not bucketing:

@@ -1,20 +1,20 @@
-"""Images of a data set: their bytes, decoding, a bound on what is kept decoded, and folders of images by class."""
+"""Images of a data set: their table with the names of classes, their bytes, decoding, a bound on what is kept."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fedveil.config import TaskConfig
+from fedveil.contract.task import Example
 from fedveil.errors import TaskError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from fedveil.rows import reading
+from fedveil.rows.reading import Table
 
 KEPT_BYTES = 1 << 30  # of decoded images; beyond it, an image is decoded again for every batch that has it
-FOLDER = "fedveil folder"  # the column that says where paths in the image column begin
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 
 
@@ -30,32 +30,28 @@ class Room:
         return self.left >= 0
 
 
-def folder_of(data: Path) -> str:
-    """Where relative paths of a data folder or file begin."""
-    return str(data if Path(data).is_dir() else Path(data).parent)
-
-
-def encoded(example: Mapping[str, Any], column: str, where: str) -> bytes:
+def encoded(example: Example, column: str) -> bytes:
     """The bytes of an example's image, which are kept as `datasets` does ({"bytes", "path"}), plainly, or at a path.
 
     Raises:
         TaskError: there is no image, or none at its path.
     """
-    value: object = example.get(column)
+    value: object = example.values.get(column)
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
         return value
     if isinstance(value, str) and value:
         try:
-            return (Path(str(example.get(FOLDER, "."))) / value).read_bytes()
+            return (Path(example.folder) / value).read_bytes()
         except OSError as error:
             raise TaskError(
-                f'task.data: expected an image at the path in "{column}", found {error} ({where}); correct the path'
+                f'task.data: expected an image at the path in "{column}", found {error} ({example.where}); correct '
+                "the path"
             ) from None
     raise TaskError(
-        f'task.data: expected an image in column "{column}": bytes or a path, found {value!r} in {where}; correct or drop '
-        f"the row"
+        f'task.data: expected an image in column "{column}": bytes or a path, found {value!r} in {example.where}; '
+        "correct or drop the row"
     )
 
 
@@ -71,14 +67,28 @@ def decoded(image: bytes, where: str, mode: str = "RGB") -> Any:
         ) from None
 
 
-def by_class(folder: Path, image_column: str, columns: Sequence[str]) -> tuple[Dataset, list[str], list[str]]:
-    """An image folder `<folder>/<class>/<image>`: its rows in the order of their paths, where each is, and the classes.
+def table(data: Path, split: str, task: TaskConfig) -> Table:
+    """Images with their classes: the file of a split, or an image folder `<split>/<class>/<image>`.
 
-    Each of `columns` holds the name of the class. The classes are the sorted names of the class folders, those without an
-    image among them. Hidden files and those that are not SUFFIXES are passed over.
+    Names of the classes are those that the target column keeps (ClassLabel), else its sorted texts, else none; of an
+    image folder the class folders.
 
     Raises:
-        TaskError: no class folder, or no image in any.
+        TaskError: as `reading.table`, or an image folder without an image.
+    """
+    if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in reading.SUFFIXES):
+        return _by_class(data / split, task)
+    found = reading.table(data, split, (task.image_column, task.target_column))
+    kept = getattr(found.rows.features[task.target_column], "names", None)
+    names = kept or sorted({value for value in found.rows[task.target_column] if isinstance(value, str)})
+    return replace(found, class_names=tuple(names))
+
+
+def _by_class(folder: Path, task: TaskConfig) -> Table:
+    """The images of class folders, in the order of their paths.
+
+    The class is in task.target-column and in task.label-column. Class folders without an image are classes too. Hidden
+    files and those that are not SUFFIXES are passed over.
     """
     from datasets import Dataset
 
@@ -94,6 +104,7 @@ def by_class(folder: Path, image_column: str, columns: Sequence[str]) -> tuple[D
             f'task.data: expected images at <class>/<name>.png or .jpg in "{folder}", found none in '
             f"{', '.join(names[:8]) or 'no folder'}; add them"
         )
-    paths: dict[str, list[str]] = {image_column: [str(file.relative_to(folder)) for file in files]}
-    rows = Dataset.from_dict(paths | {column: [file.parent.name for file in files] for column in columns})
-    return rows, [str(file) for file in files], names
+    columns = {task.image_column: [str(file.relative_to(folder)) for file in files]}
+    for column in sorted({task.target_column, task.label_column} - {task.image_column}):
+        columns[column] = [file.parent.name for file in files]
+    return Table(Dataset.from_dict(columns), [str(file) for file in files], str(folder), tuple(names))

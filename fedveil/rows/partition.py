@@ -32,16 +32,23 @@ if TYPE_CHECKING:
     from fedveil.contract.task import Share
 
 NO_LABEL = "none"
-_LABEL = "__fedveil_label__"
+_INDEX, _LABEL = "index", "label"
 
 
 def cut(rows: Dataset, share: Share, task: TaskConfig, seed: int) -> Dataset:
-    """The part of `rows` that is site `share.index` of `share.count`.
+    """The part of `rows` that is site `share.index` of `share.count`. Raises as `indices`."""
+    return rows.select(indices(rows, share, task, seed))
+
+
+def indices(rows: Dataset, share: Share, task: TaskConfig, seed: int) -> list[int]:
+    """The rows of the part that is site `share.index` of `share.count`, in its order.
 
     Raises:
         TaskError: the share is not one of the count, or the rows cannot be cut so that each site gets some and
             each row has a site.
     """
+    from datasets import Dataset
+
     if not 0 <= share.index < share.count:
         raise TaskError(
             f"share: expected an index from 0 to {share.count - 1}, found {share.index}; "
@@ -49,15 +56,18 @@ def cut(rows: Dataset, share: Share, task: TaskConfig, seed: int) -> Dataset:
         )
     if len(rows) < share.count:
         raise TaskError(f"task.data: expected at least one row a site ({share.count}), found {len(rows)}; add rows")
+    # The partitioners get a table of their own, so that no column of the user's can be taken for one of theirs.
+    table = Dataset.from_dict({_INDEX: range(len(rows))})
     if task.partition == "iid":
-        return _load(_partitioner([], share, task, seed), rows.shuffle(seed=seed), share, task)
+        part = _load(_partitioner([], share, task, seed), table.shuffle(seed=seed), share, task)
+        return list(part[_INDEX])
     found = labels(rows, task)
     if task.partition == "natural":
         found = _dealt(found, share)
     if _is_apart(task):
         found = _apart(found, share, seed)
-    labelled = rows.add_column(_LABEL, found)
-    return _load(_partitioner(found, share, task, seed), labelled, share, task).remove_columns(_LABEL)
+    part = _load(_partitioner(found, share, task, seed), table.add_column(_LABEL, found), share, task)
+    return list(part[_INDEX])
 
 
 def labels(rows: Dataset, task: TaskConfig) -> list[str]:
@@ -111,8 +121,8 @@ def _apart(found: list[str], share: Share, seed: int) -> list[str]:
     run = round(len(distinct) / share.count)
     if run == 0 or run * (share.count - 1) >= len(distinct):
         raise TaskError(
-            f"task.partition pathological: expected {max(1, run)} labels for every site and one for the last of {share.count} at "
-            f"least, found {len(distinct)} in all; use fewer sites, or set task.classes-per-site"
+            f"task.partition pathological: expected {max(1, run)} labels for every site and one for the last of "
+            f"{share.count} at least, found {len(distinct)} in all; use fewer sites, or set task.classes-per-site"
         )
     group = {label: f"{min(position // run, share.count - 1):09d}" for position, label in enumerate(distinct)}
     return [group[label] for label in found]

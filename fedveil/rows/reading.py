@@ -1,16 +1,15 @@
-"""Reading the rows of a split from a data folder or file: JSON Lines or Parquet, nothing written beside them.
-
-A row keeps where it came from under WHERE, so that a message about it names its file and number.
-"""
+"""Reading the rows of a split from a data folder or file: JSON Lines or Parquet, nothing written beside them."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedveil.contract.task import Example, Share
 from fedveil.errors import TaskError
 from fedveil.rows import partition
 
@@ -18,47 +17,50 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from fedveil.config import RunConfig
-    from fedveil.contract.task import Share
 
 SUFFIXES = (".jsonl", ".parquet")
-WHERE = "fedveil row"  # the column that says where an example came from, for messages
 
 
-def where(example: Mapping[str, Any]) -> str:
-    """The row of an example, for a message."""
-    return str(example.get(WHERE) or f"a row with {', '.join(example)}")
+@dataclass(frozen=True)
+class Table:
+    """The rows of one split, whole.
 
-
-def examples(
-    data: Path, split: str, columns: tuple[str, ...], share: Share | None, config: RunConfig
-) -> list[Mapping[str, Any]]:
-    """Rows of `split`, all columns, as `of_site` chooses them. Raises TaskError as `split_file`, `read` and a cut."""
-    file = split_file(Path(data), split)
-    table = read(file, columns)
-    return of_site(table, numbered(file, len(table)), split, share, config)
-
-
-def numbered(file: Path, count: int) -> list[str]:
-    """What WHERE says of the rows of a file."""
-    return [f"row {i + 1} of {file}" for i in range(count)]
-
-
-def of_site(
-    table: Dataset, origins: Sequence[str], split: str, share: Share | None, config: RunConfig
-) -> list[Mapping[str, Any]]:
-    """The rows of `table`, or of the part that is `share`; each row has its origin under WHERE.
-
-    Of the split "train" at most task.max-examples, a seeded choice in file order.
+    Attributes:
+        rows: all columns.
+        origins: of each row, for messages.
+        folder: where relative paths in the rows begin.
+        class_names: of all classes, by number; empty where the rows name none.
     """
-    task, seed = config.task, config.run.seed
-    table = table.remove_columns([WHERE] if WHERE in table.column_names else [])
-    table = table.add_column(WHERE, list(origins))
-    if share is not None:
-        table = partition.cut(table, share, task, seed)
-    if split == "train" and 0 < task.max_examples < len(table):
-        table = table.select(sorted(random.Random(seed).sample(range(len(table)), task.max_examples)))
-    found: list[Mapping[str, Any]] = table.to_list()
-    return found
+
+    rows: Dataset
+    origins: Sequence[str]
+    folder: str
+    class_names: tuple[str, ...] = ()
+
+    def examples(self, split: str, share: Share | None, config: RunConfig) -> list[Example]:
+        """The rows, or those of the part that is `share`.
+
+        Of the split "train" at most task.max-examples, a seeded choice in file order. Raises TaskError as
+        `partition.indices`.
+        """
+        task, seed = config.task, config.run.seed
+        chosen: Sequence[int] = range(len(self.rows))
+        if share is not None:
+            chosen = partition.indices(self.rows, share, task, seed)
+        if split == "train" and 0 < task.max_examples < len(chosen):
+            chosen = [chosen[i] for i in sorted(random.Random(seed).sample(range(len(chosen)), task.max_examples))]
+        found = self.rows.select(chosen).to_list()
+        return [
+            Example(row, self.origins[i], self.folder, self.class_names) for i, row in zip(chosen, found, strict=True)
+        ]
+
+
+def table(data: Path, split: str, columns: tuple[str, ...]) -> Table:
+    """The rows of the split's file. Raises TaskError as `split_file` and `read`."""
+    file = split_file(data, split)
+    rows = read(file, columns)
+    folder = data if data.is_dir() else data.parent
+    return Table(rows, [f"row {i + 1} of {file}" for i in range(len(rows))], str(folder))
 
 
 def split_file(data: Path, split: str) -> Path:

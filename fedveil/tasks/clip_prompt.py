@@ -2,8 +2,8 @@
 
     logits = exp(scale) cos(image, [SOS][context][class name].[EOS])          the scale is the model's
 
-Adapter: `Prompt`. Model: any CLIP of transformers, a local folder or a hub id, or "tiny", which saw no picture of the data
-that presets use. The loss is the mean cross entropy over images, and for a prompt with a contrast its term beside it.
+Adapter: `Prompt`. Model: any CLIP of transformers, a local folder or a hub id, or "tiny", which saw no picture of the
+data that presets use. The loss is the mean cross entropy over images; a prompt with a contrast adds its term.
 
 An image goes through the frozen tower once, without augmentation; its features are kept on the site, in memory, by the
 digest of its file. They are what a row is.
@@ -24,37 +24,43 @@ underscore of a name is a space.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from fedveil.adapters import prompts
-from fedveil.adapters.kinds import Adapter
 from fedveil.adapters.prompt import Prompt
 from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Examples, Prediction, Share, Task
+from fedveil.contract.task import Example, Examples, Prediction, Share, Task, TaskInfo
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import clip_towers, loading
-from fedveil.models.clip_towers import Seen
-from fedveil.rows import decoding, reading
-from fedveil.rows.batches import Labelled
+from fedveil.models import clip_towers, loading, tiny
+from fedveil.models.clip_towers import EncodedImage
+from fedveil.models.loaded_model import LoadedModel
+from fedveil.rows import decoding
+from fedveil.rows.batches import LabelledBatch
 from fedveil.training.adapted import AdaptedTask, check
 
-_NAMES = "fedveil classes"  # of an example: the names of all classes
+INFO = TaskInfo(
+    mounts=("texts",),
+    columns=lambda task: (task.image_column, task.target_column),
+    tiny=lambda: tiny.folder("clip-prompt"),
+)
 _AT_ONCE = 64  # images that the tower sees together
 ZERO_SHOT = "a photo of a"
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the model itself is loaded at the first need. Raises as text generation's."""
-    check(config, adapter)
-    assert isinstance(adapter, Prompt)
+    check(config, adapter, INFO)
     for key, value, wanted in (
         ("train.quantized-base", config.train.quantized_base, "none"),
         ("train.compile", config.train.compile, False),
@@ -62,7 +68,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     ):
         if value != wanted:
             raise ConfigError(f'{key}: expected {wanted} with the task "clip-prompt", found {value}; leave it out')
-    return ClipPrompt(config, adapter, loading.pick_device(device))
+    return ClipPrompt(config, cast(Prompt, adapter), loading.pick_device(device))  # no other adapter goes before texts
 
 
 @final
@@ -77,15 +83,16 @@ class ClipPrompt(AdaptedTask):
         self._names: tuple[str, ...] = self._given
         self._points: dict[bytes, Tensor] = {}
 
-    def _load(self) -> loading.Base:
-        return clip_towers.load(self.config, self.adapter, self.device)
+    @override
+    def _load(self) -> LoadedModel:
+        return clip_towers.load(self.config, self.adapter, self.device, INFO.tiny())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all classes, by number. Raises TaskError before any data was prepared, unless task.class-names says them."""
+        """Of all classes, by number. Raises TaskError before rows are encoded, unless task.class-names is set."""
         if not self._names:
             raise TaskError(
-                "task.class-names: expected the names of all classes, split by commas, found none there and none in the "
+                "task.class-names: expected the names of all classes, split by commas, found none there or in the "
                 "data; set it, or name a column of names as task.target-column"
             )
         return self._names
@@ -98,36 +105,22 @@ class ClipPrompt(AdaptedTask):
     def _placeholder(self) -> Float[Tensor, "classes D"]:
         """The texts with the placeholder as context."""
         with torch.no_grad():
-            return self._texts.features(
-                self._texts.written(" ".join([clip_towers.PLACEHOLDER] * self.adapter.length))[None]
-            )[0]
+            words = " ".join([clip_towers.PLACEHOLDER] * self.adapter.length)
+            return self._texts.features(self._texts.written(words)[None])[0]
 
     @cached_property
     def _scale(self) -> float:
         """exp of the model's logit scale."""
         return float(self.base.model.logit_scale.exp())
 
+    @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order.
+        """As `Table.examples`. An image folder has the class both as task.target-column and as task.label-column."""
+        table = decoding.table(data, split, self.config.task)
+        return replace(table, class_names=self._given or table.class_names).examples(split, share, self.config)
 
-        An image folder has the class both as task.target-column and as task.label-column.
-        """
-        task, data = self.config.task, Path(data)
-        if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in reading.SUFFIXES):
-            folder = str(data / split)
-            columns = sorted({task.target_column, task.label_column} - {task.image_column})
-            table, origins, names = decoding.by_class(data / split, task.image_column, columns)
-        else:
-            folder, file = decoding.folder_of(data), reading.split_file(data, split)
-            table = reading.read(file, (task.image_column, task.target_column))
-            origins = reading.numbered(file, len(table))
-            names = getattr(table.features[task.target_column], "names", None) or sorted(
-                {value for value in table[task.target_column] if isinstance(value, str)}
-            )
-        more = {decoding.FOLDER: folder, _NAMES: self._given or tuple(names)}
-        return [{**example, **more} for example in reading.of_site(table, origins, split, share, self.config)]
-
-    def prepare(self, examples: Examples) -> list[Seen]:
+    @override
+    def encode(self, examples: Examples) -> list[EncodedImage]:
         """A row for each image; those that the tower has not seen yet go through it.
 
         Raises:
@@ -138,15 +131,14 @@ class ClipPrompt(AdaptedTask):
         found: list[bytes] = []
         waiting: dict[bytes, Any] = {}
         for example in examples:
-            where = reading.where(example)
-            image = decoding.encoded(example, self.config.task.image_column, where)
+            image = decoding.encoded(example, self.config.task.image_column)
             found.append(hashlib.sha256(image).digest())
             if found[-1] not in self._points and found[-1] not in waiting:
-                waiting[found[-1]] = decoding.decoded(image, where)
+                waiting[found[-1]] = decoding.decoded(image, example.where)
             if len(waiting) == _AT_ONCE:
                 self._look(waiting)
         self._look(waiting)
-        return [Seen(self._points[digest], label) for digest, label in zip(found, labels, strict=True)]
+        return [EncodedImage(self._points[digest], label) for digest, label in zip(found, labels, strict=True)]
 
     def _look(self, waiting: dict[bytes, Any]) -> None:
         """Takes the images through the tower, and forgets them."""
@@ -156,30 +148,33 @@ class ClipPrompt(AdaptedTask):
             self._points |= dict(zip(waiting, points.unbind(), strict=True))
             waiting.clear()
 
-    def _label(self, example: Mapping[str, Any]) -> int:
+    def _label(self, example: Example) -> int:
         """The class of an example, whose names become the task's where it has none yet."""
-        task, where = self.config.task, reading.where(example)
-        names = tuple(example.get(_NAMES, self._names))
+        task, where = self.config.task, example.where
+        names = example.class_names or self._names
         if not self._names:
             self._names = names
         if names != self.names:
             raise TaskError(
-                f"task.data: expected the classes {', '.join(self.names[:8])} (in all {len(self.names)}) of the rows before, "
+                f"task.data: expected the classes {', '.join(self.names[:8])} (in all {len(self.names)}) of the rows "
+                "before, "
                 f"found {', '.join(names[:8])} (in all {len(names)}) in {where}; set task.class-names to all of them"
             )
-        value = example.get(task.target_column)
+        value = example.values.get(task.target_column)
         if isinstance(value, str) and value in names:
             return names.index(value)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(names):
             raise TaskError(
-                f'task.data: expected a class from 0 to {len(names) - 1}, or its name, in column "{task.target_column}", '
+                f"task.data: expected a class from 0 to {len(names) - 1}, or its name, in column "
+                f'"{task.target_column}", '
                 f"found {value!r} in {where}; correct or drop the row, or set task.target-column or task.class-names"
             )
         return value
 
-    def collate(self, rows: Sequence[Seen]) -> Labelled:
+    @override
+    def collate(self, rows: Sequence[EncodedImage]) -> LabelledBatch:
         """One batch, on the CPU."""
-        return Labelled(torch.stack([row.points for row in rows]), torch.tensor([row.label for row in rows]))
+        return LabelledBatch(torch.stack([row.points for row in rows]), torch.tensor([row.label for row in rows]))
 
     def texts(self, weights: Weights) -> Float[Tensor, "prompts classes D"]:
         """The texts that `weights` make, see `prompts.contexts`; differentiable."""
@@ -190,10 +185,10 @@ class ClipPrompt(AdaptedTask):
         """Of images by their points, (rows, points, D), under the texts, (prompts, classes, D); differentiable."""
         return self._scale * prompts.similarities(self.adapter, points, texts)
 
-    def loss_at(self, weights: Weights, batch: Labelled) -> Tensor:
+    def loss_at(self, weights: Weights, batch: LabelledBatch) -> Tensor:
         """Summed loss of a batch on the device, as a pure function of the weights: what torch.func differentiates.
 
-        One row's loss under vmap over rows is a batch of one row; the texts do not depend on the rows and are computed once.
+        Under vmap a row is a batch of one; the texts do not depend on the rows and are computed once.
         """
         texts = self.texts(weights)
         loss = torch.nn.functional.cross_entropy(self.logits(texts, batch.inputs), batch.labels, reduction="sum")
@@ -202,23 +197,23 @@ class ClipPrompt(AdaptedTask):
             loss = loss + self.adapter.contrast * batch.terms * term
         return loss
 
-    def samples(self, rows: Sequence[Seen]) -> tuple[Tensor, Tensor]:
-        """See per_sample.SampleLoss. Raises TaskError for a prompt whose loss branches on values."""
+    def samples(self, rows: Sequence[EncodedImage]) -> tuple[Tensor, Tensor]:
+        """Points and classes. Raises TaskError for a prompt whose loss branches on values."""
         if self.adapter.form == "transport":
             raise TaskError(
-                'adapter.form: expected "one", "sum" or "factored" for the gradients of single rows, found "transport", whose '
-                "plan is iterated until it converges"
+                'adapter.form: expected "one", "sum" or "factored" for the gradients of single rows, found '
+                '"transport", whose plan is iterated until it converges'
             )
         batch = self.collate(rows).to(self.device)
         return batch.inputs, batch.labels
 
     def sample_loss(self, weights: Weights, *sample: Tensor) -> Tensor:
-        """See per_sample.SampleLoss: of one image."""
+        """The loss of one image."""
         points, label = sample
-        return self.loss_at(weights, Labelled(points[None], label[None]))
+        return self.loss_at(weights, LabelledBatch(points[None], label[None]))
 
     def features(self, weights: Weights) -> Float[Tensor, "classes D"]:
-        """See per_sample.FeatureLoss: the texts, of norm 1. Raises TaskError for a loss that is not of them alone."""
+        """The texts, of norm 1, which rows meet alone. Raises TaskError for a loss that is not of them alone."""
         if self.adapter.form == "transport" or self.adapter.contrast:
             raise TaskError(
                 "adapter: expected one text a class and no contrast for gradients in the texts, found "
@@ -227,64 +222,70 @@ class ClipPrompt(AdaptedTask):
         return self.texts({name: w.to(self.device) for name, w in weights.items()})[0]
 
     def factors(self, features: Tensor, *samples: Tensor) -> tuple[Tensor, Tensor]:
-        """See per_sample.FeatureLoss: scale (softmax_i - onehot_i), and the image's feature."""
+        """scale (softmax_i - onehot_i), and the image's feature: their product is row i's gradient in the texts."""
         points, labels = samples
         said = self.logits(features[None], points).softmax(-1)
         return self._scale * (said - torch.nn.functional.one_hot(labels, said.shape[-1])), points[:, 0]
 
-    def loss_sum(self, batch: Labelled) -> Tensor:
+    @override
+    def loss_sum(self, batch: LabelledBatch) -> Tensor:
         """Summed loss of the images of `batch`, which lies on the device."""
         return self.loss_at(self.trained, batch)
 
+    @override
     @torch.no_grad()
-    def mean_loss(self, encoded: Sequence[Seen]) -> float:
+    def mean_loss(self, encoded: Sequence[EncodedImage]) -> float:
         """Mean loss an image with the weights put in last, the contrast's term among it."""
         return float(self.loss_at(self.trained, self.collate(encoded).to(self.device))) / len(encoded)
 
+    @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" (cross entropy alone) and "accuracy" over evaluate.max-examples examples, evenly spaced.
 
         Raises:
-            TaskError: no examples, rows as in `prepare`, or weights that are not the spec's.
+            TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
         """
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
         count = min(len(examples), self.config.evaluate.max_examples)
-        seen = self.prepare([examples[i * len(examples) // count] for i in range(count)])
+        seen = self.encode([examples[i * len(examples) // count] for i in range(count)])
         logits, labels = self._all(weights, seen)
         loss = float(torch.nn.functional.cross_entropy(logits, labels))
         return {"loss": loss, "accuracy": float((logits.argmax(-1) == labels).float().mean())}
 
-    def accuracies(self, weights: Weights, seen: Sequence[Seen], local: Collection[int]) -> dict[str, float]:
-        """ "accuracy_local" over the rows of a site's own classes, "accuracy_neighbour" over all others; all classes compete.
+    def accuracies(self, weights: Weights, rows: Sequence[EncodedImage], local: Collection[int]) -> dict[str, float]:
+        """ "accuracy_local" over the rows of a site's own classes, "accuracy_neighbour" over all others.
 
-        A part without rows is left out.
+        All classes compete. A part without rows is left out.
         """
-        return _by_side(*self._all(weights, seen), local)
+        return _by_side(*self._all(weights, rows), local)
 
     @torch.no_grad()
-    def zero_shot_logits(self, seen: Sequence[Seen], words: str = ZERO_SHOT) -> Float[Tensor, "rows classes"]:
+    def zero_shot_logits(self, rows: Sequence[EncodedImage], words: str = ZERO_SHOT) -> Float[Tensor, "rows classes"]:
         """What the model says as it is, with `words` as context; on the CPU."""
         texts = self._texts.features(self._texts.written(words)[None])[0].cpu()
-        return self._scale * torch.stack([row.points[0] for row in seen]) @ texts.T
+        return self._scale * torch.stack([row.points[0] for row in rows]) @ texts.T
 
-    def zero_shot(self, seen: Sequence[Seen], local: Collection[int], words: str = ZERO_SHOT) -> dict[str, float]:
+    def zero_shot(
+        self, rows: Sequence[EncodedImage], local: Collection[int], words: str = ZERO_SHOT
+    ) -> dict[str, float]:
         """The accuracies of the model as it is, with `words` as context: the control that nothing was learned for."""
-        return _by_side(self.zero_shot_logits(seen, words), torch.tensor([row.label for row in seen]), local)
+        return _by_side(self.zero_shot_logits(rows, words), torch.tensor([row.label for row in rows]), local)
 
     @torch.no_grad()
     def _all(
-        self, weights: Weights, seen: Sequence[Seen]
+        self, weights: Weights, rows: Sequence[EncodedImage]
     ) -> tuple[Float[Tensor, "rows classes"], Int[Tensor, " rows"]]:
         """Logits and labels, on the CPU."""
         self.put(weights)
         texts = self.texts(self.trained)
-        parts = (self.collate([seen[i] for i in part]) for part in self._parts(len(seen)))
+        parts = (self.collate([rows[i] for i in part]) for part in self._parts(len(rows)))
         logits = [self.logits(texts, batch.inputs.to(self.device)).cpu() for batch in parts]
-        return torch.cat(logits), torch.tensor([row.label for row in seen])
+        return torch.cat(logits), torch.tensor([row.label for row in rows])
 
-    def predict(self, weights: Weights, rows: Sequence[Seen], generate: bool = False) -> Iterator[Prediction]:
-        """See Task.predict. The slice "target" alone, of one position: nothing is generated."""
+    @override
+    def predict(self, weights: Weights, rows: Sequence[EncodedImage], generate: bool = False) -> Iterator[Prediction]:
+        """The slice "target" alone, of one position: nothing is generated."""
         if rows:
             logits, labels = self._all(weights, rows)
             for i in range(len(rows)):

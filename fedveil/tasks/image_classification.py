@@ -2,7 +2,8 @@
 
 | `task.model` | starts from | classes | images |
 |---|---|---|---|
-| a folder or hub id with weights | those | the model's own | by its preprocessor_config.json; a folder without: as below |
+| a folder or hub id with weights | those | the model's own | by its preprocessor_config.json; a folder without: as
+  below |
 | a folder with config.json, without weights | a draw | task.classes | as the one above |
 | "tiny" | a draw | task.classes | 32 x 32, in values from -1 to 1 |
 
@@ -24,26 +25,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
-from fedveil.adapters.kinds import Adapter
 from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Examples, Prediction, Share, Task
+from fedveil.contract.task import Example, Examples, Prediction, Share, Task, TaskInfo
 from fedveil.errors import TaskError
 from fedveil.models import library, loading
-from fedveil.rows import decoding, reading
-from fedveil.rows.batches import Labelled
+from fedveil.models.loaded_model import LoadedModel
+from fedveil.rows import decoding
+from fedveil.rows.batches import LabelledBatch
 from fedveil.training.adapted import AdaptedTask, check
 
+INFO = TaskInfo(mounts=("layers",), columns=lambda task: (task.image_column, task.target_column), tiny=lambda: None)
+TINY_VIT = {  # the tiny base, made in code
+    "image_size": 32, "patch_size": 4, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 384,
+}  # fmt: skip
 MEAN = STD = 0.5
 _KEPT_BYTES = decoding.KEPT_BYTES
-_NAMES = "fedveil classes"  # of an example whose class is a name: all names that there are, sorted
 _MODES = {1: "L", 3: "RGB"}  # PIL's name for images of that many channels
 
 Pixels = Float[Tensor, "channels height width"]
@@ -51,7 +58,7 @@ Pixels = Float[Tensor, "channels height width"]
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the model itself is loaded at the first need. Raises as text generation's."""
-    check(config, adapter)
+    check(config, adapter, INFO)
     return ImageClassification(config, adapter, loading.pick_device(device))
 
 
@@ -72,42 +79,32 @@ class Picture:
 class ImageClassification(AdaptedTask):
     """A model that says which class an image is of. The loss is the mean cross entropy over images."""
 
-    def _load(self) -> loading.Base:
-        return loading.load_classifier(self.config, self.adapter, self.device)
+    @override
+    def _load(self) -> LoadedModel:
+        return loading.load_classifier(self.config, self.adapter, self.device, TINY_VIT)
 
     @property
     def classes(self) -> int:
         """How many the model tells apart."""
         return int(self.base.model.config.num_labels)
 
+    @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order.
+        """As `Table.examples`. An image folder has the class both as task.target-column and as task.label-column."""
+        return decoding.table(data, split, self.config.task).examples(split, share, self.config)
 
-        An image folder has the class both as task.target-column and as task.label-column.
-        """
-        task, data = self.config.task, Path(data)
-        if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in reading.SUFFIXES):
-            folder = str(data / split)
-            columns = sorted({task.target_column, task.label_column} - {task.image_column})
-            table, origins, names = decoding.by_class(data / split, task.image_column, columns)
-        else:
-            folder, file = decoding.folder_of(data), reading.split_file(data, split)
-            table = reading.read(file, (task.image_column, task.target_column))
-            origins = reading.numbered(file, len(table))
-            names = sorted({value for value in table[task.target_column] if isinstance(value, str)})
-        more = {decoding.FOLDER: folder, _NAMES: tuple(names)}
-        return [{**example, **more} for example in reading.of_site(table, origins, split, share, self.config)]
-
-    def prepare(self, examples: Examples) -> list[Picture]:
+    @override
+    def encode(self, examples: Examples) -> list[Picture]:
         """A row for each image. Raises TaskError, by file and row, for one that does not decode or has no class."""
         room = decoding.Room(_KEPT_BYTES)
         return [self._picture(example, room) for example in examples]
 
-    def collate(self, rows: Sequence[Picture]) -> Labelled:
+    @override
+    def collate(self, rows: Sequence[Picture]) -> LabelledBatch:
         """One batch, on the CPU."""
-        return Labelled(torch.stack([row.pixels() for row in rows]), torch.tensor([row.label for row in rows]))
+        return LabelledBatch(torch.stack([row.pixels() for row in rows]), torch.tensor([row.label for row in rows]))
 
-    def _logits(self, batch: Labelled) -> Float[Tensor, "rows classes"]:
+    def _logits(self, batch: LabelledBatch) -> Float[Tensor, "rows classes"]:
         return self._forward({"pixel_values": batch.inputs}).float()
 
     def samples(self, rows: Sequence[Picture]) -> tuple[Tensor, Tensor]:
@@ -116,12 +113,13 @@ class ImageClassification(AdaptedTask):
         return batch.inputs, batch.labels
 
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
-        """See per_sample.SampleLoss: of one image."""
+        """The loss of one image."""
         pixels, label = sample
         logits = self._logits_at(weights, {"pixel_values": pixels[None]}).float()
         return torch.nn.functional.cross_entropy(logits, label[None])
 
-    def loss_sum(self, batch: Labelled) -> Tensor:
+    @override
+    def loss_sum(self, batch: LabelledBatch) -> Tensor:
         """Summed loss of the images of `batch`, which lies on the device.
 
         Raises:
@@ -129,21 +127,23 @@ class ImageClassification(AdaptedTask):
         """
         return torch.nn.functional.cross_entropy(self._logits(batch), batch.labels, reduction="sum")
 
+    @override
     def mean_loss(self, encoded: Sequence[Picture]) -> float:
         """Mean loss an image with the weights put in last."""
         return self._scores(encoded)["loss"]
 
+    @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """ "loss" and "accuracy" over evaluate.max-examples examples, evenly spaced: an image folder is sorted by class.
+        """ "loss" and "accuracy" over evaluate.max-examples examples, evenly spaced, as a folder is sorted by class.
 
         Raises:
-            TaskError: no examples, rows as in `prepare`, or weights that are not the spec's.
+            TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
         """
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
         self.put(weights)
         count = min(len(examples), self.config.evaluate.max_examples)
-        return self._scores(self.prepare([examples[i * len(examples) // count] for i in range(count)]))
+        return self._scores(self.encode([examples[i * len(examples) // count] for i in range(count)]))
 
     @torch.no_grad()
     def _scores(self, encoded: Sequence[Picture]) -> dict[str, float]:
@@ -155,9 +155,10 @@ class ImageClassification(AdaptedTask):
             right += float((logits.argmax(-1) == batch.labels).sum())
         return {"loss": loss / len(encoded), "accuracy": right / len(encoded)}
 
+    @override
     @torch.no_grad()
     def predict(self, weights: Weights, rows: Sequence[Picture], generate: bool = False) -> Iterator[Prediction]:
-        """See Task.predict. The slice "target" alone, of one position: a classifier generates nothing."""
+        """The slice "target" alone, of one position: a classifier generates nothing."""
         self.put(weights)
         for part in self._parts(len(rows)):
             chosen = [rows[i] for i in part]
@@ -165,28 +166,27 @@ class ImageClassification(AdaptedTask):
             for i, row in enumerate(chosen):
                 yield Prediction({"target": logits[i : i + 1]}, torch.tensor([row.label]))
 
-    def _picture(self, example: Mapping[str, Any], room: decoding.Room) -> Picture:
-        column, where = self.config.task.image_column, reading.where(example)
-        label = self._label(example, where)
-        image = decoding.encoded(example, column, where)
+    def _picture(self, example: Example, room: decoding.Room) -> Picture:
+        label = self._label(example)
+        image = decoding.encoded(example, self.config.task.image_column)
 
         def pixels() -> Tensor:
-            return self._pixels(image, where)
+            return self._pixels(image, example.where)
 
         decoded = pixels()
         return Picture((lambda: decoded) if room.holds(decoded.nbytes) else pixels, label)
 
-    def _label(self, example: Mapping[str, Any], where: str) -> int:
+    def _label(self, example: Example) -> int:
         """The class of an example."""
         column = self.config.task.target_column
-        value = example.get(column)
-        if isinstance(value, str) and (names := example.get(_NAMES)):
+        value = example.values.get(column)
+        if isinstance(value, str) and example.class_names:
             own = tuple(str(name) for _, name in sorted(self.base.model.config.id2label.items()))
-            value = _numbers(names, own, str(example.get(decoding.FOLDER, "the data"))).get(value, value)
+            value = _numbers(example.class_names, own, example.folder).get(value, value)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < self.classes:
             raise TaskError(
                 f'task.data: expected a class from 0 to {self.classes - 1} in column "{column}", found {value!r} in '
-                f"{where}; correct or drop the row, or set task.target-column"
+                f"{example.where}; correct or drop the row, or set task.target-column"
             )
         return value
 
@@ -213,8 +213,8 @@ class ImageClassification(AdaptedTask):
         channels = getattr(self.base.model.config, "num_channels", 3)
         if self.base.model.main_input_name != "pixel_values" or channels not in _MODES:
             raise TaskError(
-                f"task.model: expected a model of pixels in 1 or 3 channels, found {type(self.base.model).__name__} with "
-                f'{channels} in "{self.config.task.model}"; {loading.NEXT}'
+                f"task.model: expected a model of pixels in 1 or 3 channels, found {type(self.base.model).__name__} "
+                f'with {channels} in "{self.config.task.model}"; {loading.NEXT}'
             )
         return _MODES[channels]
 

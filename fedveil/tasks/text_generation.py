@@ -9,24 +9,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from fedveil.adapters import prefix_layers
-from fedveil.adapters.kinds import Adapter
-from fedveil.adapters.prefix import Prefix
 from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Examples, Share, Task
+from fedveil.contract.task import Example, Examples, Share, Task, TaskInfo
 from fedveil.errors import TaskError
-from fedveil.models import loading
+from fedveil.models import loading, tiny
+from fedveil.models.loaded_model import LoadedModel
 from fedveil.rows import reading
-from fedveil.rows.batches import Row
-from fedveil.training import adapted, causal
+from fedveil.rows.batches import TokenRow
+from fedveil.training import adapted, causal, text_metrics
 
 SEPARATOR = "\n"
+INFO = TaskInfo(
+    mounts=("layers", "cache"),
+    columns=lambda task: (task.source_column, task.target_column),
+    tiny=lambda: tiny.folder("text-generation"),
+)
 _TEXT_TYPES = (str, int, float, bool)
 
 
@@ -38,7 +43,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
             the rest, or a device that is not there.
         TaskError: no base model at that path.
     """
-    adapted.check(config, adapter)
+    adapted.check(config, adapter, INFO)
     return TextGeneration(config, adapter, loading.pick_device(device))
 
 
@@ -46,19 +51,20 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 class TextGeneration(causal.CausalTask):
     """A language model that continues a source."""
 
-    def _load(self) -> loading.Base:
-        base = loading.load_causal(self.config, self.adapter, self.device)
-        return prefix_layers.fitted(base, self.config, self.adapter) if isinstance(self.adapter, Prefix) else base
+    @override
+    def _load(self) -> LoadedModel:
+        return loading.load_causal(self.config, self.adapter, self.device, INFO.tiny())
 
+    @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
-        task = self.config.task
-        return reading.examples(data, split, (task.source_column, task.target_column), share, self.config)
+        return reading.table(data, split, INFO.columns(self.config.task)).examples(split, share, self.config)
 
-    def prepare(self, examples: Examples) -> list[Row]:
+    @override
+    def encode(self, examples: Examples) -> list[TokenRow]:
         """Every row tokenised. Raises TaskError for a row without text in one of the two columns."""
-        return [self._encode(*self._texts(example)) for example in examples]
+        return [self._row(*self._texts(example)) for example in examples]
 
+    @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" over the rows of the first evaluate.max-examples distinct sources; with `generate` also
         bleu, rouge_l, nist, meteor and cider (see text_metrics) of one text for each of those sources.
@@ -68,15 +74,13 @@ class TextGeneration(causal.CausalTask):
         """
         references = self._references(examples)
         self.put(weights)
-        encoded = [self._encode(source, target) for source, refs in references.items() for target in refs]
+        encoded = [self._row(source, target) for source, refs in references.items() for target in refs]
         scores = {"loss": self.mean_loss(encoded)}
         if generate:
-            from fedveil.training import text_metrics
-
             scores |= text_metrics.score(self._generate(list(references)), list(references.values()))
         return scores
 
-    def samples(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
+    def samples(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, the tokens that each position predicts, and 1 where such a token is a target; see `SampleLoss`."""
         batch = self.collate(rows)
         wanted, counted = torch.zeros_like(batch.ids).flatten(), torch.zeros(batch.ids.numel())
@@ -100,7 +104,7 @@ class TextGeneration(causal.CausalTask):
 
     def _generate(self, sources: Sequence[str]) -> list[str]:
         prompts = [self._prompt(source, self._prompt_limit) for source in sources]
-        return self._texts_of([Row(ids, len(ids)) for ids in prompts])
+        return self._texts_of([TokenRow(ids, len(ids)) for ids in prompts])
 
     def _references(self, examples: Examples) -> dict[str, list[str]]:
         """Targets by source, sources in order of appearance, at most evaluate.max-examples of them."""
@@ -113,16 +117,16 @@ class TextGeneration(causal.CausalTask):
                 grouped.setdefault(source, []).append(target)
         return grouped
 
-    def _texts(self, example: Mapping[str, Any]) -> tuple[str, str]:
+    def _texts(self, example: Example) -> tuple[str, str]:
         """(source, target) of a row. Raises TaskError naming the column that is missing or holds no text."""
         task = self.config.task
         for column in (task.source_column, task.target_column):
-            if not isinstance(example.get(column), _TEXT_TYPES):
+            if not isinstance(example.values.get(column), _TEXT_TYPES):
                 raise TaskError(
-                    f'task.data: expected text in column "{column}" of every row, found {example.get(column)!r} '
-                    f"in {reading.where(example)}; correct or drop the row"
+                    f'task.data: expected text in column "{column}" of every row, found {example.values.get(column)!r} '
+                    f"in {example.where}; correct or drop the row"
                 )
-        return str(example[task.source_column]), str(example[task.target_column])
+        return str(example.values[task.source_column]), str(example.values[task.target_column])
 
     @cached_property
     def _fixed_ids(self) -> tuple[list[int], list[int], int]:
@@ -138,10 +142,10 @@ class TextGeneration(causal.CausalTask):
         ids = self.base.tokenizer.encode(source, add_special_tokens=False)
         return [*begin, *ids[: max(0, limit - len(begin) - len(separator))], *separator][-max(1, limit) :]
 
-    def _encode(self, source: str, target: str) -> Row:
+    def _row(self, source: str, target: str) -> TokenRow:
         begin, separator, end = self._fixed_ids
         room = self.config.task.max_tokens
         least = len(begin) + len(separator)
         answer = [*self.base.tokenizer.encode(target, add_special_tokens=False), end][: room - least]
         prompt = self._prompt(source, room - len(answer))
-        return Row(prompt + answer, len(prompt))
+        return TokenRow(prompt + answer, len(prompt))

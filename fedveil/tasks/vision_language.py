@@ -3,7 +3,8 @@
 | form | when | prompt (behind the image) | target |
 |---|---|---|---|
 | caption | task.choices-column is empty | `CAPTION_PROMPT` | task.target-column: a text, or a list of them |
-| choice | task.choices-column is set | task.source-column, the choices as letters, `CHOICE_PROMPT` | task.target-column: index of the right choice |
+| choice | task.choices-column is set | task.source-column, the choices as letters, `CHOICE_PROMPT` |
+  task.target-column: index of the right choice |
 
 The prompts go through the processor's own chat template, image first. They are those with which LLaVA-style models are
 commonly tuned and scored. Trained is an adapter of the language model; vision tower and connector are frozen. Several
@@ -18,20 +19,22 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from fedveil.adapters.kinds import Adapter
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, TaskConfig
+from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Examples, Share, Task
+from fedveil.contract.task import Example, Examples, Share, Task, TaskInfo
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import library, loading
+from fedveil.models import library, loading, tiny
+from fedveil.models.loaded_model import LoadedModel
 from fedveil.rows import decoding, reading
-from fedveil.rows.batches import Batch, Row
-from fedveil.training import adapted, causal
+from fedveil.rows.batches import TokenBatch, TokenRow
+from fedveil.training import adapted, causal, text_metrics
 
 CAPTION_PROMPT = "Describe this image concisely."
 CHOICE_PROMPT = "Answer with the option's letter from the given choices directly."
@@ -39,12 +42,20 @@ LETTERS = string.ascii_uppercase
 _KEPT_BYTES = decoding.KEPT_BYTES
 _OF_TOKENS = {"input_ids", "attention_mask"}
 
+
+def _columns(task: TaskConfig) -> tuple[str, ...]:
+    question = (task.source_column, task.choices_column) if task.choices_column else ()
+    return (task.image_column, task.target_column, *question)
+
+
+INFO = TaskInfo(mounts=("layers",), columns=_columns, tiny=lambda: tiny.folder("vision-language"))
+
 Inputs = Mapping[str, Tensor]  # what the model takes of an image: (1, ...) each
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the base itself is loaded at the first need. Raises as text generation's."""
-    adapted.check(config, adapter)
+    adapted.check(config, adapter, INFO)
     return VisionLanguage(config, adapter, loading.pick_device(device))
 
 
@@ -55,14 +66,14 @@ def prompt_of_choices(question: str, choices: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class ImageRow(Row):
+class ImageRow(TokenRow):
     """A row with an image: `ids` hold one image token for each of its parts, `inputs` gives what stands behind them."""
 
     inputs: Callable[[], Inputs]
 
 
 @dataclass(frozen=True)
-class _Example:
+class _Asked:
     """One image with its prompt and right answers."""
 
     image: bytes
@@ -75,17 +86,16 @@ class _Example:
 class VisionLanguage(causal.CausalTask):
     """A model that captions images or chooses answers about them."""
 
-    def _load(self) -> loading.Base:
-        return loading.load_seeing(self.config, self.adapter, self.device)
+    @override
+    def _load(self) -> LoadedModel:
+        return loading.load_seeing(self.config, self.adapter, self.device, INFO.tiny())
 
+    @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        """Rows of `split`, all columns; of the split "train" at most task.max-examples, a seeded choice in file order."""
-        task = self.config.task
-        asked = (task.source_column, task.choices_column) if task.choices_column else ()
-        found = reading.examples(data, split, (task.image_column, task.target_column, *asked), share, self.config)
-        return [{**example, decoding.FOLDER: decoding.folder_of(data)} for example in found]
+        return reading.table(data, split, INFO.columns(self.config.task)).examples(split, share, self.config)
 
-    def prepare(self, examples: Examples) -> list[ImageRow]:
+    @override
+    def encode(self, examples: Examples) -> list[ImageRow]:
         """A row for each target of each image, tokenised, the image as the model takes it.
 
         Raises:
@@ -93,27 +103,26 @@ class VisionLanguage(causal.CausalTask):
             ConfigError: a prompt that leaves no room under task.max-tokens.
         """
         room = decoding.Room(_KEPT_BYTES)
-        return [row for example in examples for row in self._rows(self._example(example), room)]
+        return [row for example in examples for row in self._rows(self._asked(example), room)]
 
+    @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" over all targets of the first evaluate.max-examples images; with `generate` also exact_match, and for
         captions bleu_1 to bleu_4, rouge_l and cider of one text an image (see text_metrics).
 
         Raises:
-            TaskError: no examples, rows as in `prepare`, or weights that are not the spec's.
+            TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
         """
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
-        chosen = [self._example(example) for example in examples[: self.config.evaluate.max_examples]]
+        chosen = [self._asked(example) for example in examples[: self.config.evaluate.max_examples]]
         self.put(weights)
         room = decoding.Room(_KEPT_BYTES)
-        rows = [self._rows(example, room) for example in chosen]
+        rows = [self._rows(asked, room) for asked in chosen]
         scores = {"loss": self.mean_loss([row for of_image in rows for row in of_image])}
         if generate:
-            from fedveil.training import text_metrics
-
             written = self._texts_of([of_image[0] for of_image in rows])
-            targets = [example.targets for example in chosen]
+            targets = [asked.targets for asked in chosen]
             scores["exact_match"] = text_metrics.exact_match(written, targets)
             if not self.config.task.choices_column:
                 scores |= text_metrics.captions(written, targets)
@@ -123,21 +132,22 @@ class VisionLanguage(causal.CausalTask):
         """The text that the model with `weights` writes about each image: greedy, or evaluate.beams beams."""
         self.put(weights)
         room = decoding.Room(_KEPT_BYTES)
-        return self._texts_of([self._rows(self._example(example), room)[0] for example in examples])
+        return self._texts_of([self._rows(self._asked(example), room)[0] for example in examples])
 
-    def collate(self, rows: Sequence[Row]) -> Batch:
+    @override
+    def collate(self, rows: Sequence[TokenRow]) -> TokenBatch:
         """One batch, on the CPU, with what the model takes of its images."""
         batch = super().collate(rows)
         inputs = [row.inputs() for row in rows if isinstance(row, ImageRow)]
         return replace(batch, inputs={key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})
 
-    def _example(self, example: Mapping[str, Any]) -> _Example:
-        task, where = self.config.task, reading.where(example)
-        image = decoding.encoded(example, task.image_column, where)
+    def _asked(self, example: Example) -> _Asked:
+        task, where, values = self.config.task, example.where, example.values
+        image = decoding.encoded(example, task.image_column)
         if not task.choices_column:
-            return _Example(image, CAPTION_PROMPT, _captions(example, task.target_column, where), where)
-        choices, answer = example.get(task.choices_column), example.get(task.target_column)
-        question = example.get(task.source_column)
+            return _Asked(image, CAPTION_PROMPT, _captions(example, task.target_column), where)
+        choices, answer = values.get(task.choices_column), values.get(task.target_column)
+        question = values.get(task.source_column)
         if not isinstance(question, str) or not isinstance(choices, list) or not 2 <= len(choices) <= len(LETTERS):
             raise TaskError(
                 f'task.data: expected a text in "{task.source_column}" and 2 to {len(LETTERS)} choices in '
@@ -145,32 +155,32 @@ class VisionLanguage(causal.CausalTask):
             )
         if not isinstance(answer, int) or not 0 <= answer < len(choices):
             raise TaskError(
-                f'task.data: expected an index from 0 to {len(choices) - 1} in "{task.target_column}", found {answer!r} '
-                f"in {where}; correct or drop the row"
+                f'task.data: expected an index from 0 to {len(choices) - 1} in "{task.target_column}", found '
+                f"{answer!r} in {where}; correct or drop the row"
             )
-        return _Example(image, prompt_of_choices(question, [str(c) for c in choices]), [LETTERS[answer]], where)
+        return _Asked(image, prompt_of_choices(question, [str(c) for c in choices]), [LETTERS[answer]], where)
 
-    def _rows(self, example: _Example, room: decoding.Room) -> list[ImageRow]:
-        prompt, inputs = self._seen(example, room)
+    def _rows(self, asked: _Asked, room: decoding.Room) -> list[ImageRow]:
+        prompt, inputs = self._seen(asked, room)
         tokenizer, longest = self.base.tokenizer, self.config.task.max_tokens
         if len(prompt) + 2 > longest:
             raise ConfigError(
                 f"task.max-tokens: expected room for the {len(prompt)} tokens of image and prompt and an answer, found "
-                f"{longest} ({example.where}); raise it"
+                f"{longest} ({asked.where}); raise it"
             )
-        answers = [tokenizer.encode(target, add_special_tokens=False) for target in example.targets]
+        answers = [tokenizer.encode(target, add_special_tokens=False) for target in asked.targets]
         end = tokenizer.eos_token_id
         return [ImageRow([*prompt, *[*ids, end][: longest - len(prompt)]], len(prompt), inputs) for ids in answers]
 
-    def _seen(self, example: _Example, room: decoding.Room) -> tuple[list[int], Callable[[], Inputs]]:
+    def _seen(self, asked: _Asked, room: decoding.Room) -> tuple[list[int], Callable[[], Inputs]]:
         """The prompt's tokens, one for each part of the image, and what the model takes of the image."""
-        content = [{"type": "image"}, {"type": "text", "text": example.prompt}]
+        content = [{"type": "image"}, {"type": "text", "text": asked.prompt}]
         text = self.base.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
 
         def processed() -> dict[str, Tensor]:
-            image = decoding.decoded(example.image, example.where)
+            image = decoding.decoded(asked.image, asked.where)
             with library.quiet():
                 return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
 
@@ -188,14 +198,14 @@ class VisionLanguage(causal.CausalTask):
         return ids, lambda: {name: value for name, value in processed().items() if name in names}
 
 
-def _captions(example: Mapping[str, Any], column: str, where: str) -> list[str]:
+def _captions(example: Example, column: str) -> list[str]:
     """The captions of an image, at least one, none empty."""
-    value = example.get(column)
+    value = example.values.get(column)
     texts = value if isinstance(value, list) else [value]
     found = [text for text in texts if isinstance(text, str) and text.strip()]
     if not found or len(found) < len(texts):
         raise TaskError(
-            f'task.data: expected a caption, or a list of them, in column "{column}", found {value!r} in {where}; '
-            f"correct or drop the row"
+            f'task.data: expected a caption, or a list of them, in column "{column}", found {value!r} in '
+            f"{example.where}; correct or drop the row"
         )
     return found

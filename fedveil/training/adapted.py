@@ -11,58 +11,45 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import override
 
-from fedveil.adapters import factors, prefix_layers, prompts
-from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.kinds import Adapter, trains_base
-from fedveil.adapters.prefix import Prefix
-from fedveil.adapters.prompt import Prompt
 from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter, Mount
 from fedveil.contract.spec import Spec, TensorSpec, Weights
-from fedveil.contract.task import Rows, Task, Watch, unwatched
+from fedveil.contract.task import Rows, Task, TaskInfo, Watch, unwatched
 from fedveil.errors import ConfigError
-from fedveil.models import attach, library, loading, memory
+from fedveil.models import library, loading, memory
+from fedveil.models.loaded_model import LoadedModel
 from fedveil.rng import Stream
 from fedveil.rows.batches import AnyBatch
 from fedveil.training.local_training import LocalTraining
 
-PROMPTED = "clip-prompt"  # the one task that trains a prompt
 _NOTHING = contextlib.nullcontext()
+_OFFERED: Mapping[Mount, str] = {"layers": "LoRA pairs or all weights", "cache": "a prefix", "texts": "a prompt"}
 
 
-def check(config: RunConfig, adapter: Adapter) -> None:
+def check(config: RunConfig, adapter: Adapter, info: TaskInfo) -> None:
     """What can be said before a model is loaded.
 
     Raises:
-        ConfigError: a quantised base under an adapter that would train it, train.compile where it does not go, or a
-            prompt for a task that has none.
+        ConfigError: an adapter that the task's models do not take, a quantised base under an adapter that would train
+            it, or train.compile where it does not go.
         TaskError: no base model at that path.
     """
-    if isinstance(adapter, Prompt) != (config.task.name == PROMPTED):
-        wanted = "a prompt" if config.task.name == PROMPTED else "LoRA pairs or all weights"
+    if adapter.mount not in info.mounts:
         raise ConfigError(
-            f'adapter.kind: expected {wanted} for the task "{config.task.name}", found "{adapter.kind}"; set the adapter '
-            "in method.fields, or take a method that has such a one"
+            f"adapter.kind: expected {' or '.join(_OFFERED[mount] for mount in info.mounts)} for the task "
+            f'"{config.task.name}", found "{adapter.kind}"; set the adapter in method.fields, or take a method that '
+            "has such a one"
         )
-    if isinstance(adapter, Prefix):
-        if config.task.name != "text-generation":
-            raise ConfigError(
-                f'adapter.kind: expected "lora" or "all" for the task "{config.task.name}", found "prefix"; a prefix goes with '
-                'task.name = "text-generation"'
-            )
-        if (
-            config.train.checkpointing or config.train.compile
-        ):  # recomputed layers ignore the cache that a prefix lies in
-            raise ConfigError(
-                'train.checkpointing, train.compile: expected false with an adapter of kind "prefix", found true; set false'
-            )
-    if config.train.quantized_base != "none" and trains_base(adapter):
+    adapter.check(config.train)
+    if config.train.quantized_base != "none" and adapter.trains_base:
         raise ConfigError(
             f'train.quantized-base: expected "none" with an adapter of kind "{adapter.kind}", which trains the base, '
             f'found "{config.train.quantized_base}"; use an adapter of kind "lora"'
         )
     memory.check(config)
-    loading.find(config.task.model, config.task.name)
+    loading.find(config.task.model, info.tiny())
 
 
 class AdaptedTask(Task):
@@ -78,17 +65,17 @@ class AdaptedTask(Task):
         self.device = device
 
     @abstractmethod
-    def _load(self) -> loading.Base:
+    def _load(self) -> LoadedModel:
         """The base with its adapter."""
 
     @cached_property
-    def base(self) -> loading.Base:
+    def base(self) -> LoadedModel:
         """The base with its adapter. Its trained tensors hold whatever was put in last."""
         return self._load()
 
     @cached_property
     def _base_weights(self) -> Weights:
-        if not trains_base(self.adapter):
+        if not self.adapter.trains_base:
             return {}
         return {name: p.detach().to("cpu", copy=True) for name, p in self.base.trained.items()}
 
@@ -98,26 +85,21 @@ class AdaptedTask(Task):
         return self.base.trained
 
     @property
+    @override
     def spec(self) -> Spec:
         """Names in the order of the model's layers; fp32."""
         places = self.base.places
         return {name: TensorSpec(tuple(p.shape), p.dtype, places.get(name)) for name, p in self.base.trained.items()}
 
+    @override
     def initial(self, rng: Stream) -> Weights:
-        """LoRA: A uniform within 1/sqrt(d_in), B zero; a prompt: normal; all weights: the base's own, or drawn. On the CPU."""
-        if isinstance(self.adapter, AllWeights):
-            if self.base.draw is not None:
-                return self.base.draw(rng)
-            return {name: w.clone() for name, w in self._base_weights.items()}
-        shapes = {name: spec.shape for name, spec in self.spec.items()}
-        if isinstance(self.adapter, Prefix):
-            return {**self._base_weights, prefix_layers.NAME: prefix_layers.draw(shapes[prefix_layers.NAME], rng)}
-        if isinstance(self.adapter, Prompt):
-            return prompts.draw(self.adapter, shapes, rng)
-        return factors.draw(self.adapter, shapes, rng)
+        base: Weights = {}
+        if self.adapter.trains_base:
+            base = self._base_weights if self.base.draw is None else self.base.draw(rng)
+        return self.adapter.draw({name: spec.shape for name, spec in self.spec.items()}, rng, base)
 
+    @override
     def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> LocalTraining:
-        """Training on `rows`. Raises TaskError where there are none."""
         return LocalTraining(self, rows, rng, watch)
 
     @abstractmethod
@@ -134,9 +116,9 @@ class AdaptedTask(Task):
 
     def put(self, weights: Weights) -> None:
         """Puts weights into the model. Raises TaskError where they are not the spec's."""
-        if trains_base(self.adapter):
+        if self.adapter.trains_base:
             self._base_weights  # noqa: B018  # kept before they are overwritten
-        attach.put(weights, self.base.trained)
+        self.base.put(weights)
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:

@@ -7,27 +7,30 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Prediction
 from fedveil.errors import ConfigError
 from fedveil.models import library
 from fedveil.rows import batches
-from fedveil.rows.batches import Batch, Row
+from fedveil.rows.batches import TokenBatch, TokenRow
 from fedveil.training.adapted import AdaptedTask
 
 
 class CausalTask(AdaptedTask):
     """A causal language model with its adapter. The loss is the mean over target tokens (the end among them)."""
 
-    def collate(self, rows: Sequence[Row]) -> Batch:
+    @override
+    def collate(self, rows: Sequence[TokenRow]) -> TokenBatch:
         """One batch, on the CPU."""
         return batches.collate(rows, self.base.tokenizer.eos_token_id)
 
-    def _logits(self, batch: Batch) -> Tensor:
+    def _logits(self, batch: TokenBatch) -> Tensor:
         return self._forward({"input_ids": batch.ids, "attention_mask": batch.mask, "use_cache": False, **batch.inputs})
 
-    def loss_sum(self, batch: Batch) -> Tensor:
+    @override
+    def loss_sum(self, batch: TokenBatch) -> Tensor:
         """Summed loss of the target tokens of `batch`, which lies on the device.
 
         Raises:
@@ -36,8 +39,9 @@ class CausalTask(AdaptedTask):
         counted = self._logits(batch).flatten(0, 1)[batch.positions].float()
         return torch.nn.functional.cross_entropy(counted, batch.wanted, reduction="sum")
 
+    @override
     @torch.no_grad()
-    def mean_loss(self, encoded: Sequence[Row]) -> float:
+    def mean_loss(self, encoded: Sequence[TokenRow]) -> float:
         """Mean loss a target token with the weights put in last."""
         ordered = sorted(encoded, key=lambda row: len(row.ids))  # rows of like length waste no padding
         total = terms = 0.0
@@ -47,9 +51,10 @@ class CausalTask(AdaptedTask):
             terms += batch.terms
         return total / terms
 
+    @override
     @torch.no_grad()
-    def predict(self, weights: Weights, rows: Sequence[Row], generate: bool = False) -> Iterator[Prediction]:
-        """See Task.predict. The slice "image" is there where the model has image tokens."""
+    def predict(self, weights: Weights, rows: Sequence[TokenRow], generate: bool = False) -> Iterator[Prediction]:
+        """The slice "image" is there where the model has image tokens."""
         self.put(weights)
         image = self.base.image_token
         for part in self._parts(len(rows)):
@@ -65,7 +70,7 @@ class CausalTask(AdaptedTask):
                 yield Prediction(slices, torch.tensor(row.ids[max(1, row.start) :]))
 
     @torch.no_grad()
-    def _texts_of(self, prompts: Sequence[Row]) -> list[str]:
+    def _texts_of(self, prompts: Sequence[TokenRow]) -> list[str]:
         """The text that the model writes behind each prompt: greedy, or evaluate.beams beams."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
         texts = [""] * len(prompts)
@@ -87,8 +92,8 @@ class CausalTask(AdaptedTask):
             )
         return limit
 
-    def _written(self, rows: Sequence[Row]) -> list[tuple[Tensor, Tensor]]:
-        """What the model writes behind the prompt of each row, as one batch: tokens, and the logits behind each of them."""
+    def _written(self, rows: Sequence[TokenRow]) -> list[tuple[Tensor, Tensor]]:
+        """What the model writes behind each row's prompt, in one batch: tokens, and the logits behind each of them."""
         from transformers import GenerationConfig
 
         end = self.base.tokenizer.eos_token_id
@@ -119,10 +124,10 @@ class CausalTask(AdaptedTask):
         return found
 
 
-def _prompt(row: Row) -> Row:
+def _prompt(row: TokenRow) -> TokenRow:
     return replace(row, ids=row.ids[: row.start])
 
 
-def _padded(row: Row, width: int, token: int) -> Row:
+def _padded(row: TokenRow, width: int, token: int) -> TokenRow:
     """The row with `token` before it, up to that width."""
     return replace(row, ids=[token] * (width - len(row.ids)) + row.ids, start=width)

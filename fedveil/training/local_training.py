@@ -70,9 +70,9 @@ class Trainable(Protocol):
 class LocalTraining:
     """One client's training: AdamW anew at each call, a constant learning rate, every row once an epoch.
 
-    A step takes train.accumulate batches of train.batch-size rows. Its loss is the mean over the target tokens of all of
-    them, so that its gradient is that of one batch of all its rows. `watch` is told about twice a second, and once after
-    the last step.
+    A step takes train.accumulate batches of train.batch-size rows. Its loss is the mean over the target tokens of all
+    its batches, so that its gradient is that of one batch of all its rows. `watch` is called about twice a second, and
+    once after the last step.
     """
 
     def __init__(self, task: Trainable, rows: Rows, rng: Stream, watch: Watch = unwatched) -> None:
@@ -99,7 +99,7 @@ class LocalTraining:
         return LocalRows(self._task, self._rows)
 
     def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
-        """Trains from `weights`, which stay as they are; without a step they come back bit for bit. So does what is `frozen`.
+        """Trains from `weights`, which stay as they are. What no step moves, and what is `frozen`, comes back exact.
 
         The report has loss_received (of `weights`, on the site's first RECEIVED_ROWS rows), loss_trained (mean over the
         steps; without one, loss_received), steps, tokens (all that the steps read, padding apart) and train_seconds.
@@ -129,10 +129,10 @@ class LocalTraining:
         return Trained(after, report)
 
     def gradient(self, weights: Weights) -> Trained:
-        """The gradient of the mean loss of one batch at `weights`, which stay as they are. No optimiser has a part in it.
+        """The gradient of the mean loss of one batch at `weights`, which stay as they are. No optimiser takes part.
 
-        The batch is the first of the epoch that `train` would run now: train.batch-size rows, whatever train.accumulate,
-        train.epochs and train.max-steps are. A tensor that the loss does not reach has a gradient of zeros.
+        The batch is the first of the epoch that `train` would run now. It has train.batch-size rows; train.accumulate,
+        train.epochs and train.max-steps play no part. A tensor that the loss does not reach has a gradient of zeros.
         The report has loss_received (of this batch), steps (1), tokens and train_seconds.
 
         Raises:

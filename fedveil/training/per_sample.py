@@ -1,11 +1,12 @@
 """Steps on rows apart: which rows a step takes, and the gradient of each row's own loss.
 
-A task that offers `SampleLoss` has them; its loss must be a pure function of weights and one row, so that torch.func can
-differentiate all rows of a batch at once. Memory: the rows' gradients and what their backward passes hold, linear in the batch.
+A task that offers `SampleLoss` has them. Its loss must be a pure function of the weights and one row, so that
+torch.func can differentiate all rows of a batch at once. Memory: the rows' gradients and what their backward passes
+hold, linear in the batch.
 
-Where the rows meet the weights only in features T (n x m) that the weights make alone (`FeatureLoss`), row i's gradient in T
-has rank one, l_i r_i^T, and its norm is |l_i| |r_i|: no backward a row is needed. Time and memory: one backward, and n + m
-numbers a row.
+Where the rows meet the weights only in features T (n x m) that the weights make alone (`FeatureLoss`), row i's gradient
+in T has rank one, l_i r_i^T, and its norm is |l_i| |r_i|: a row needs no backward pass of its own. Time and memory: one
+backward pass, and n + m numbers a row.
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ def gradients(task: object, spec: Spec, rows: Rows, weights: Weights) -> PerSamp
     """
     if not isinstance(task, SampleLoss):
         raise TaskError(
-            f"task.name: expected a task with a loss of every single row, found {type(task).__name__}; this method needs "
-            "one that trains a prompt"
+            f"task.name: expected a task with a loss of every single row, found {type(task).__name__}; this method "
+            "needs one that trains a prompt"
         )
     _check(weights, spec)
     home = next(iter(weights.values())).device
@@ -162,8 +163,8 @@ def feature_gradients(task: object, spec: Spec, rows: Rows, weights: Weights) ->
     """
     if not isinstance(task, FeatureLoss):
         raise TaskError(
-            f"task.name: expected a task whose rows meet the weights in features alone, found {type(task).__name__}; use "
-            "clip-prompt, or clip every row's whole gradient"
+            f"task.name: expected a task whose rows meet the weights in features alone, found {type(task).__name__}; "
+            "use clip-prompt, or clip every row's whole gradient"
         )
     _check(weights, spec)
     home = next(iter(weights.values())).device

@@ -1,6 +1,7 @@
 """Scores of generated text against several references a source.
 
-`score` gives bleu, rouge_l, nist, meteor and cider, `captions` bleu_1 to bleu_4, rouge_l and cider, each in the scale of
+`score` gives bleu, rouge_l, nist, meteor and cider, `captions` bleu_1 to bleu_4, rouge_l and cider, each in the scale
+of
 its usual tool:
 
 | score | scale | made by |
@@ -77,7 +78,8 @@ def _plain(text: str) -> str:
 def _check(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> None:
     if not candidates or len(candidates) != len(references) or not all(references):
         raise ValueError(
-            f"expected as many candidates as non-empty lists of references, found {len(candidates)} and {len(references)}"
+            f"expected as many candidates as non-empty lists of references, found {len(candidates)} and "
+            f"{len(references)}"
         )
 
 
@@ -115,7 +117,7 @@ def _tf_idf(counts: Counter[Gram], documents: Counter[Gram], log_sources: float)
 
 
 def _clipped_cosine(own: list[dict[Gram, float]], other: list[dict[Gram, float]]) -> float:
-    """Mean over n of the cosine, each entry of the candidate clipped at the reference's: a repeated word gains nothing."""
+    """Mean over n of the cosine. The candidate's entries are clipped at the reference's, so repeating gains nothing."""
     total = 0.0
     for mine, theirs in zip(own, other, strict=True):
         lengths = _norm(mine.values()) * _norm(theirs.values())

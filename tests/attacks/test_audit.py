@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fedveil.attacks import audit
-from fedveil.attacks.audit import WRONG_SITE, Finding, Sample
+from fedveil.attacks import audit, findings
+from fedveil.attacks.base import Knowledge, ModelAttack, UploadAttack
+from fedveil.attacks.findings import Finding, beside
+from fedveil.attacks.samples import Sample
 
+WRONG_SITE = beside("alignment")
 CONTROL = SimpleNamespace(loss_share=0.08, rounds=4)
 
 
@@ -19,8 +22,8 @@ def found(model: str, attack: str, verdict: str) -> Finding:
     return Finding(model, attack, interval, interval, interval, 0.0, 30, 30, verdict)
 
 
-def note(attack: str, *findings: Finding) -> str:
-    (said,) = [n for n in audit._notes(findings, CONTROL) if n.startswith(f"{attack}:")]
+def note(attack: str, *given: Finding) -> str:
+    (said,) = [n for n in findings.notes(given, CONTROL) if n.startswith(f"{attack}:")]
     return said
 
 
@@ -59,12 +62,12 @@ def test_the_alignment_loses_on_wrong_sites_unless_it_wins_on_more_than_one_in_f
     assert "both controls hold" in note("alignment", won, seen, *one)
     two = [*wrong[:2], found("s2", WRONG_SITE, "above"), found("s3", WRONG_SITE, "above")]
     assert "NOT usable" in note("alignment", won, seen, *two)
-    assert not [n for n in audit._notes([won, seen, *wrong], CONTROL) if n.startswith(WRONG_SITE)]
+    assert not [n for n in findings.notes([won, seen, *wrong], CONTROL) if n.startswith(WRONG_SITE)]
 
 
 def test_a_finding_has_the_statistics_of_its_scores():
     rng = np.random.default_rng(3)
-    f = audit.finding("server", "loss", rng.normal(2.0, 1.0, 200), rng.normal(0.0, 1.0, 200), 0)
+    f = findings.finding("server", "loss", rng.normal(2.0, 1.0, 200), rng.normal(0.0, 1.0, 200), 0)
     assert (f.members, f.non_members, f.verdict) == (200, 200, "above")
     assert f.auroc[1] < f.auroc[0] < f.auroc[2]
     assert f.auroc[0] == pytest.approx(0.92, abs=0.04)  # Phi(2 / sqrt 2)
@@ -78,40 +81,78 @@ def test_a_sample_keeps_rows_with_the_labels_of_another():
     assert sample.alike(["q"], 5).rows == []
 
 
-class _Recorder:
-    """In place of the attacks: which models were attacked, and how."""
-
-    def __init__(self, *_) -> None:
-        self.done, self.calls = [], []
-
-    def attack(self, model, *_) -> None:
-        self.calls.append(("scores", model))
-
-    def align(self, model, name, *_) -> None:
-        self.calls.append((name, model))
+class _OnModels(ModelAttack):
+    def score(self, answer):
+        raise AssertionError("the public base below answers")
 
 
-@pytest.mark.parametrize(
-    "uploads,attacked,said",
-    [
-        ("weights", {("scores", "a"), ("alignment", "a"), (WRONG_SITE, "a")}, ""),
-        ("gradients", {("alignment", "a"), (WRONG_SITE, "a")}, "Sites send gradients"),
-        ("changes", set(), "uploads are NOT attacked"),
-    ],
-)
-def test_what_uploads_are_decides_how_sites_are_attacked(uploads, attacked, said, monkeypatch):
-    recorder = _Recorder()
-    monkeypatch.setattr(audit, "_Findings", lambda *_: recorder)
-    monkeypatch.setattr(audit, "Base", lambda *_: None)
+class _OnUploads(UploadAttack):
+    def scores(self, view, site, knowledge, rows):
+        return {"alignment": np.arange(float(len(rows)))}
+
+
+class _OnChanges(UploadAttack):
+    reads = frozenset({"changes"})
+
+    def scores(self, view, site, knowledge, rows):
+        return {"change": np.arange(float(len(rows)))}
+
+
+class _Base:
+    """In place of the public base: scores of each row without a model."""
+
+    def __init__(self, *_) -> None: ...
+
+    def scores(self, attacks, task, weights, rows):
+        assert [type(attack) for attack in attacks] == [_OnModels]
+        return {"loss": np.arange(float(len(rows)))}
+
+
+def audited(sends: str, monkeypatch, *more) -> tuple[set[tuple[str, str]], findings.Audit]:
+    """(attack, model) of every finding of two sites that send such uploads, and the audit."""
+    monkeypatch.setattr(audit, "installed", lambda: [_OnModels(), _OnUploads(), *more])
+    monkeypatch.setattr(audit, "PublicBase", _Base)
     rebuilt = SimpleNamespace(coverage=1.0, staleness=0, weights={})
     monkeypatch.setattr(audit.factor_pairing, "latest", lambda *_: rebuilt)
     monkeypatch.setattr(audit.factor_pairing, "merged", lambda *_: rebuilt)
-    view = SimpleNamespace(exchange=SimpleNamespace(method=SimpleNamespace(sends=uploads)))
+    view, plain = (
+        SimpleNamespace(exchange=SimpleNamespace(method=SimpleNamespace(sends=s))) for s in (sends, "weights")
+    )
     knowledge = SimpleNamespace(task=None, initial={}, server={})
-    control = SimpleNamespace(task=None, weights={}, members=[1], view=None, loss_share=0.1, rounds=4)
-    sample = Sample([1], [""])
+    control = SimpleNamespace(task=None, weights={}, members=[1, 2, 3], view=plain, loss_share=0.1, rounds=4)
+    sample = Sample([1, 2, 3], [""] * 3)
     result = audit.audit(view, knowledge, {"a": sample, "b": sample}, sample, control, 0)
-    assert {call for call in recorder.calls if call[1] == "a"} == attacked
-    assert ("scores", "server") in recorder.calls
+    return {(f.attack, f.model) for f in result.findings}, result
+
+
+CONTROLS = {("loss", "round 0"), ("loss", "overfitted FedAvg"), ("alignment", "overfitted FedAvg")}
+BY_UPLOAD = {(attack, site) for attack in ("alignment", WRONG_SITE) for site in "ab"}
+
+
+@pytest.mark.parametrize(
+    ("sends", "attacked", "said"),
+    [
+        ("weights", BY_UPLOAD | {("loss", "a"), ("loss", "b")}, ""),
+        ("gradients", BY_UPLOAD, "Sites send gradients"),
+        ("changes", set(), "uploads are NOT attacked"),
+    ],
+)
+def test_what_uploads_are_decides_how_sites_are_attacked(sends, attacked, said, monkeypatch):
+    found, result = audited(sends, monkeypatch)
+    assert found == CONTROLS | {("loss", "server")} | attacked
     assert said in " ".join(result.notes)
-    assert bool(result.rebuilt) == (uploads == "weights")
+    assert bool(result.rebuilt) == (sends == "weights")
+
+
+def test_an_attack_says_which_uploads_it_reads(monkeypatch):
+    """The overfitted control sends weights, so there is none for an attack on changes: it stays unusable."""
+    found, result = audited("changes", monkeypatch, _OnChanges())
+    assert found >= {("change", "a"), ("change, wrong site", "a")}
+    assert not [f for f in found if f[0] == "alignment" and f[1] in "ab"]
+    assert "NOT attacked" not in " ".join(result.notes)
+    assert any(n.startswith("change: NOT usable here, for it does not win") for n in result.notes)
+
+
+def test_an_audit_without_the_final_model_is_refused():
+    with pytest.raises(ValueError, match="knowledge.server: expected the server's final model"):
+        audit.audit(None, Knowledge(None, {}), {}, Sample([], []), CONTROL, 0)

@@ -1,4 +1,4 @@
-"""Against hand-computed values, published ones and naive twins. Statistical tests fix their seed and state their level."""
+"""Against values by hand, published ones and naive twins. Statistical tests fix their seed and state their level."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_tpr_equals_its_naive_twin(members, others, fpr):
     [(0.0, 0.25), (0.19, 0.25), (0.2, 0.5), (0.4, 0.75), (1.0, 1.0)],
 )
 def test_tpr_by_hand(fpr, expected):
-    """Five non-members 1 to 5: one may be exceeded from 20 % on. The member at 5 is a tie at 0 % and counts for nobody."""
+    """Five non-members 1 to 5: one may be exceeded from 20 % on. The member at 5 is a tie at 0 % and counts nowhere."""
     assert tpr_at_fpr(scores(6, 5, 4, 1), scores(1, 2, 3, 4, 5), fpr) == expected
 
 
@@ -91,7 +91,7 @@ def test_hanley_mcneil_at_300_against_300():
 
 
 def test_hanley_mcneil_equals_the_spread_of_samples():
-    """Exponential scores, for which its Q1 and Q2 are exact; 3,000 samples: the spread is within 5 % (about 4 sigma)."""
+    """Exponential scores, for which Q1 and Q2 are exact; 3,000 samples: the spread is within 5 % (about 4 sigma)."""
     rng = np.random.default_rng(20)
     areas = [auroc(rng.exponential(2.0, 60), rng.exponential(1.0, 40)) for _ in range(3000)]
     assert np.std(areas) == pytest.approx(hanley_mcneil(2 / 3, 60, 40), rel=0.05)
@@ -193,7 +193,8 @@ def test_clopper_pearson_of_no_binomial(successes, trials):
 def test_epsilon_bound_on_randomised_response(epsilon):
     """A bit told truthfully with probability e^eps / (1 + e^eps) is exactly (eps, 0)-private.
 
-    100 bounds of 95 %: at most 5 +- 2.2 may be above eps; 15 is 4.5 sigma. They are of use: the mean is above half of it.
+    100 bounds of 95 %: at most 5 +- 2.2 may be above eps; 15 is 4.5 sigma. They are of use: the mean is above half of
+    it.
     """
     rng = np.random.default_rng(271828)
     truth = math.exp(epsilon) / (1 + math.exp(epsilon))

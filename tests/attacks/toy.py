@@ -24,7 +24,7 @@ Point = tuple[torch.Tensor, int]
 
 
 def points(count: int, seed: int) -> list[Point]:
-    """Rows of one distribution. Labels are drawn apart from the inputs, so that only a row's own training can teach it."""
+    """Rows of one distribution. Labels are drawn apart from the inputs: only a row's own training can teach it."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator).tolist()
     return list(zip(torch.randn(count, WIDTH, generator=generator), labels, strict=True))

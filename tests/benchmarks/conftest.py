@@ -1,7 +1,11 @@
+"""One thread, and a data folder of texts."""
+
 from __future__ import annotations
 
 import pytest
 import torch
+
+from tests.benchmarks import text_folder
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +15,11 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """$FEDVEIL_DATA with a few texts."""
+    text_folder.write(tmp_path)
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
+    return tmp_path

@@ -1,3 +1,4 @@
+import argparse
 import signal
 import subprocess
 import sys
@@ -31,6 +32,12 @@ def test_an_unknown_method_is_an_error_that_names_the_known_ones(capsys):
     assert "fedrand" in error
 
 
+def test_a_path_that_cannot_be_used_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main.main(["site", "guard", "--bin", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file'}: file exists; name another\n"
+
+
 def test_interrupt_is_exit_code_130(monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt
@@ -41,11 +48,54 @@ def test_interrupt_is_exit_code_130(monkeypatch, capsys):
 
 
 def test_help_lists_every_sub_command_without_importing_torch():
-    code = "import sys; from fedveil.console.main import parser; print(parser('').format_help()); sys.exit('torch' in sys.modules)"
+    code = "import sys; from fedveil.console.main import parser; print(parser('').format_help())"
+    code += "; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in ("bench", "demo", "methods", "report"):
         assert f"  {name} " in done.stdout
+
+
+def test_every_command_says_what_it_does_in_a_line_of_the_help(capsys):
+    shown = main.parser("").format_help().splitlines()
+    for name, file in main.commands().items():
+        assert file.read_text().startswith(f'"""`fedveil {name}`: ')
+        (line,) = (line for line in shown if line.startswith(f"  {name} "))
+        assert len(line) <= 80
+        with pytest.raises(SystemExit):
+            main.main([name, "--help"])
+        said = capsys.readouterr().out
+        assert f"usage: fedveil {name} " in said
+        assert line.split(maxsplit=1)[1].casefold() in said.casefold()
+
+
+def without_help(parser: argparse.ArgumentParser, name: str) -> list[str]:
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for sub, its in action.choices.items():
+                found += without_help(its, f"{name} {sub}")
+        elif not action.help:
+            found.append(f"{name} {action.dest}")
+    return found
+
+
+def test_every_argument_says_what_it_is():
+    assert [line for name in main.commands() for line in without_help(main.parser(name), "fedveil")] == []
+
+
+@pytest.mark.parametrize("given,meant", [("dmo", "did you mean 'demo'? fedveil --help"), ("xyzzy", "; fedveil --help")])
+def test_a_wrong_command_is_one_line_that_names_the_nearest(given, meant, capsys):
+    assert main.main([given, "--rounds", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: command: expected one that fedveil has, found {given!r}; ")
+    assert meant in error
+    assert error.count("\n") == 1
+
+
+def test_no_command_shows_the_help(capsys):
+    assert main.main([]) == 2
+    assert "for whoever operates a federation:" in capsys.readouterr().err
 
 
 def test_methods_lists_every_method(capsys):

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil import rng, strategies
-from fedveil.adapters.kinds import example_spec
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
@@ -33,7 +32,7 @@ SECRET = bytes(range(32))
 
 def spec_for(method) -> dict[str, TensorSpec]:
     """What the method's adapter would train, tiny."""
-    return dict(example_spec(method.adapter))
+    return dict(method.adapter.example_spec())
 
 
 def weights_for(spec, seed: int = 271828):

@@ -58,8 +58,9 @@ class Compose:
         self("down", "-v", "-t", "2", "--remove-orphans", check=False)
 
 
-def until(ready: Callable[[], bool], seconds: float, what: str) -> None:
+def until(ready: Callable[[], bool], seconds: float, what: str, pause: float = 1.0) -> None:
+    """Waits for a condition, `pause` seconds between two looks; fails at the deadline."""
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-        time.sleep(1.0)
+        time.sleep(pause)

@@ -34,7 +34,7 @@ def in_process(flat: Mapping[str, Any], data: Path, sites: int) -> inprocess.Fed
     config = parse(dict(flat))
     method = strategies.create(config.method.name, config.method.fields)
     task = tasks.load(config, method.adapter, "cpu")
-    rows = {f"site-{i}": task.prepare(task.examples(data, "train", Share(i, sites))) for i in range(sites)}
+    rows = {f"site-{i}": task.encode(task.examples(data, "train", Share(i, sites))) for i in range(sites)}
     weights = initial(method, task, config)
     run = inprocess.Federation(
         Exchange(method, config.method.name, task.spec),

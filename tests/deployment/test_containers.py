@@ -76,7 +76,8 @@ def test_one_command_runs_the_demo_job_and_its_exit_code_is_true(trial):
     assert "round 1: 3 of 3 sites" in done.stdout
     assert done.stdout.rstrip().endswith("completed")
     failed = trial(
-        "run", "--rm", "-T", "operator", "fedveil", "submit", "--federation=/federation/trial", "--set=method.fields=rho = 1.5",
+        "run", "--rm", "-T", "operator", "fedveil", "submit", "--federation=/federation/trial",
+        "--set=method.fields=rho = 1.5",
         check=False, timeout=300,
     )  # fmt: skip
     assert failed.returncode == 1
@@ -91,7 +92,8 @@ def test_from_a_site_nothing_of_the_server_answers_but_the_fleet_port(trial):
     networks = json.loads(docker("inspect", "-f", "{{json .NetworkSettings.Networks}}", trial.container("pod")).stdout)
     others = {name: net["IPAddress"] for name, net in networks.items() if not name.endswith("north-fleet")}
     assert len(others) == 3
-    reach = "import socket, sys\ns = socket.socket(); s.settimeout(2.0)\nprint(s.connect_ex((sys.argv[1], int(sys.argv[2]))))"
+    reach = "import socket, sys\ns = socket.socket(); s.settimeout(2.0)\n"
+    reach += "print(s.connect_ex((sys.argv[1], int(sys.argv[2]))))"
     for address in others.values():
         for port in ("9092", "8000"):
             assert trial.python("north-supernode", reach, address, port).strip() != "0"
@@ -116,8 +118,9 @@ def test_without_a_key_no_message_is_served_and_plain_grpc_is_refused(trial, met
 def test_a_key_that_nobody_registered_is_not_let_in(trial):
     trial("exec", "-T", "north-supernode", "fedveil", "site", "init", "--kit", "/kit", "--out", "/tmp/other")
     tried = trial(
-        "exec", "-T", "north-supernode", "timeout", "60", "flower-supernode", "--grpc-rere", "--root-certificates=/kit/ca.crt",
-        "--superlink=superlink:9092", "--auth-supernode-private-key=/tmp/other/node.key", "--port=9199",
+        "exec", "-T", "north-supernode", "timeout", "60", "flower-supernode", "--grpc-rere",
+        "--root-certificates=/kit/ca.crt", "--superlink=superlink:9092",
+        "--auth-supernode-private-key=/tmp/other/node.key", "--port=9199",
         check=False, timeout=90,
     )  # fmt: skip
     assert tried.returncode not in (0, 124), tried.stdout
@@ -129,7 +132,8 @@ def test_without_the_secret_no_task_is_handed_out(trial):
     code = """
 import urllib.error, urllib.request
 HEADERS = {"Content-Type": "application/protobuf"}
-request = urllib.request.Request("http://supernode:9094/v1/runtime/acquire-task", data=b"", method="POST", headers=HEADERS)
+url = "http://supernode:9094/v1/runtime/acquire-task"
+request = urllib.request.Request(url, data=b"", method="POST", headers=HEADERS)
 try: print(urllib.request.urlopen(request, timeout=8).status)
 except urllib.error.HTTPError as error: print(error.code)
 """
@@ -137,7 +141,8 @@ except urllib.error.HTTPError as error: print(error.code)
 
 
 def test_the_root_is_read_only_and_the_user_has_no_power(trial):
-    code = "import os\nprint(os.getuid(), os.access('/opt/fedveil', os.W_OK))\ntry: open('/etc/x', 'w')\nexcept OSError as e: print(e.errno)"
+    code = "import os\nprint(os.getuid(), os.access('/opt/fedveil', os.W_OK))\n"
+    code += "try: open('/etc/x', 'w')\nexcept OSError as e: print(e.errno)"
     for service in ("superlink", "serverapp", "north-supernode", "north-clientapp"):
         assert trial.python(service, code).split() in (["10001", "False", "30"], ["10001", "False", "13"])
         assert json.loads(

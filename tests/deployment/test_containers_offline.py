@@ -33,8 +33,8 @@ def test_installation_with_no_network_at_all():
         assert main(["bundle", "make", str(bundle)]) == 0
         assert main(["bundle", "verify", str(bundle)]) == 0
         done = docker(
-            "run", "--rm", "--network", "none", "-v", f"{bundle}:/bundle:ro", "python:3.11-slim-bookworm", "sh", "-c", INSTALL,
-            timeout=1200,
+            "run", "--rm", "--network", "none", "-v", f"{bundle}:/bundle:ro", "python:3.11-slim-bookworm",
+            "sh", "-c", INSTALL, timeout=1200,
         )  # fmt: skip
         assert "as they left" in done.stdout
         assert "fedrand" in done.stdout

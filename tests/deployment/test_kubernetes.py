@@ -73,9 +73,8 @@ def test_the_message_pod_passes_the_guard_and_sees_no_key():
     assert "PATH=/opt/fedveil/guard:" in (ROOT / "docker" / "Dockerfile").read_text()
     secrets = [v["secret"]["secretName"] for v in pod["spec"]["volumes"] if "secret" in v]
     assert len(secrets) == 1  # Flower's token for this task
-    assert {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"] if m["name"] in ("data", "policy")} == {
-        "/data": True, "/kit": True
-    }  # fmt: skip
+    mounts = [m for m in container["volumeMounts"] if m["name"] in ("data", "policy")]
+    assert {m["mountPath"]: m.get("readOnly", False) for m in mounts} == {"/data": True, "/kit": True}
 
 
 def test_only_the_fleet_port_has_a_service_and_ways_are_closed():

@@ -1,10 +1,9 @@
-"""Members of a federation against a running SuperLink: a key is let in, shut out, and not let in again; runs are watched."""
+"""Members of a federation at a running SuperLink: a key is let in, shut out, not let in again; runs are watched."""
 
 from __future__ import annotations
 
 import re
 import shutil
-import time
 
 import pytest
 
@@ -12,9 +11,10 @@ from fedveil.console.flower.command_line import Flower
 from fedveil.console.flower.local_federation import LocalFederation, LocalSite
 from fedveil.console.flower.machine import free_ports
 from fedveil.console.flower.processes import LaunchError
-from fedveil.console.flower.site_process import supernode
+from fedveil.console.flower.programs import supernode
 from fedveil.console.main import main
 from tests.conftest import ROOT, extract
+from tests.deployment.engine import until
 
 
 @pytest.mark.slow
@@ -42,22 +42,19 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
             federation.processes.start(name, command, federation._env())
 
         started("unregistered")
-        while federation.processes.ended("unregistered") is None:
-            time.sleep(0.1)
+        until(lambda: federation.processes.ended("unregistered") is not None, 60, "an unregistered key is refused", 0.1)
         assert federation.processes.ended("unregistered") != 0  # no message is served without a registered key
         assert main(["members", "register", str(pilot), request, "--fingerprint", fingerprint]) == 0
         started("guest")
-        deadline = time.monotonic() + 60
-        while "online" not in (shown := _status(pilot, capsys)) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert re.search(r"guest +registered +online", shown)
+        until(
+            lambda: re.search(r"guest +registered +online", _status(pilot, capsys)) is not None, 60, "guest is online"
+        )
         assert main(["members", "revoke", str(pilot), "guest"]) == 0
         assert sorted(flower.nodes().values()).count("online") == 1  # north alone
         federation.processes.kill("guest")
         started("revoked")
-        while federation.processes.ended("revoked") is None and time.monotonic() < deadline + 60:
-            time.sleep(0.1)
-        assert federation.processes.ended("revoked") not in (None, 0)
+        until(lambda: federation.processes.ended("revoked") is not None, 60, "a revoked key is refused", 0.1)
+        assert federation.processes.ended("revoked") != 0
         assert main(["members", "register", str(pilot), request, "--fingerprint", fingerprint]) == 2
         assert main(["members", "sync", str(pilot)]) == 0
 
@@ -70,7 +67,7 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
         waiting = {"cohort.sites": 5, "run.dir": str(tmp_path / "runs"), "run.name": "long"}
         run = str(federation.run(ROOT, waiting))
         assert main(["watch", run, "--flower-home", str(home), "--timeout", "1"]) == 4
-        federation._flwr("stop", run, "fedveil", "--format", "json")
+        federation.flower.stop(run)
         assert main(["watch", run, "--flower-home", str(home), "--timeout", "60"]) == 3
         with pytest.raises(LaunchError):
             flower.run_status("123")

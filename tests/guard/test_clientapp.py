@@ -48,7 +48,8 @@ def app(tmp_path_factory) -> Path:
     (root / "client_app" / "server.py").write_text("app = 1\n")
     (root / "client_app" / "__init__.py").touch()
     (root / "pyproject.toml").write_text(
-        '[project]\nname = "toy"\nversion = "0.1.0"\nlicense = "Apache-2.0"\ndependencies = []\n[tool.flwr.app]\npublisher = "us"\n'
+        '[project]\nname = "toy"\nversion = "0.1.0"\nlicense = "Apache-2.0"\ndependencies = []\n'
+        '[tool.flwr.app]\npublisher = "us"\n'
         '[tool.flwr.app.components]\nserverapp = "client_app.server:app"\nclientapp = "fedveil.client_app.app:app"\n'
     )
     return root
@@ -98,7 +99,9 @@ class Site:
             install_from_fab=install_from_fab,
             push_message=lambda client, message, context: self.sent.append(message),
         )
-        self.guard = Guard(self.runtime, require_policy=True)
+        guard = Guard(self.runtime, require_policy=True)
+        assert self.runtime.install_from_fab is install_from_fab  # nothing is changed by making one
+        guard.install()
         self.message = self.runtime.pull_task_input(None)[0]
 
     @property
@@ -274,8 +277,9 @@ def test_a_signature_is_of_one_key_and_one_digest():
 
 def test_the_modules_of_the_installation_make_room_for_the_bundles():
     code = (
-        "import sys; import fedveil.client_app.site.policy, fedveil.records.audit_log; from fedveil.guard.clientapp import forget; forget();"
-        "print(sorted(n for n in sys.modules if n.split('.')[0] in ('client_app', 'fedveil', 'strategies')))"
+        "import sys; import fedveil.client_app.site.policy, fedveil.records.audit_log; from fedveil.guard.clientapp "
+        "import forget; forget();print(sorted(n for n in sys.modules if n.split('.')[0] in ('client_app', 'fedveil', "
+        "'strategies')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "[]\n"
@@ -288,7 +292,8 @@ def test_the_entry_point_imports_no_torch_and_refuses_another_flower(tmp_path, m
     code = (
         f"import sys; sys.argv = ['flwr-clientapp', '--help']; exec(compile(open({str(script)!r}).read(), 'x', 'exec'))"
     )
-    wrapped = f"import sys\ntry:\n    exec({code!r})\nexcept SystemExit: pass\nprint([m for m in ('torch', 'transformers') if m in sys.modules])"
+    wrapped = f"import sys\ntry:\n    exec({code!r})\nexcept SystemExit: pass\n"
+    wrapped += "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", wrapped], capture_output=True, text=True, check=True, cwd=ROOT)
     assert "Runtime API" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"

@@ -39,7 +39,7 @@ class ToyTask(Task):
     def examples(self, data: Path, split: str, share=None):
         return [{"mr": "a", "ref": "b"}] * (3 + (share.index if share else 0))
 
-    def prepare(self, examples):
+    def encode(self, examples):
         return examples
 
     def trainer(self, rows, rng, watch=None):

@@ -51,7 +51,7 @@ class Toy(Task):
     def examples(self, data, split, share=None):
         return [{"folder": str(data), **DEFAULTS, **json.loads((data / "orders.json").read_text())}] * 3
 
-    def prepare(self, examples):
+    def encode(self, examples):
         return examples
 
     def trainer(self, rows, rng, watch=None):

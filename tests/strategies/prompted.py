@@ -47,7 +47,7 @@ class Run:
         self.locals = {s: Drawn(method.adapter, t, n) for s, t, n in zip("xyz", targets, counts, strict=False)}
         spec = self.locals["x"].spec
         self.exchange = Exchange(method, name, spec)
-        initial = prompts.draw(method.adapter, {n: t.shape for n, t in spec.items()}, rng.initial(0, "weights"))
+        initial = method.adapter.draw({n: t.shape for n, t in spec.items()}, rng.initial(0, "weights"), {})
         self.server = method.init(spec, initial, rng.initial(0, "method init"))
         self.private, self.bytes, self.uploads = {}, b"", []
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.adapters.factors import without_private
-from fedveil.adapters.hadamard import HadamardLora
-from fedveil.adapters.hadamard_layers import change
+from fedveil.adapters.hadamard import HadamardLora, change
+from fedveil.algebra.factors import without_private
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
@@ -25,7 +24,7 @@ from tests.conftest import ToyTrainer, aggregated
 
 SITES = ["a", "b", "c", "d"]
 ADAPTERS = {form: HadamardLora(rank=3, alpha=4.5, form=form) for form in ("plus-one", "product")}
-SPEC = {n: TensorSpec(s) for n, s in ADAPTERS["product"].example_shapes().items()}
+SPEC = ADAPTERS["product"].example_spec()
 PRIVATE = {n for n in SPEC if ".private_" in n}
 
 

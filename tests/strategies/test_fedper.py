@@ -23,7 +23,7 @@ from fedveil.wire.tap import Tap
 from tests.conftest import ToyTrainer, aggregated
 
 SITES = ["a", "b", "c", "d", "e"]
-SPEC = {n: TensorSpec(s) for n, s in Lora(rank=2).example_shapes().items()}  # layers 0, 1 and 2
+SPEC = Lora(rank=2).example_spec()  # layers 0, 1 and 2
 LOWER = {n for n in SPEC if n.startswith("h.0.")}
 TOP = set(SPEC) - LOWER
 

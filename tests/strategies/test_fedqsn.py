@@ -14,6 +14,7 @@ from fedveil.contract.codec import Coded
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, Upload
 from fedveil.contract.spec import Place, TensorSpec
+from fedveil.contract.task import Example
 from fedveil.errors import ConfigError, WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
@@ -284,7 +285,7 @@ def test_tiny_gpt2_trains_a_proxy_and_its_masked_columns_stay_zero(tmp_path):
         parse({"train.learning-rate": 1e-2, "train.weight-decay": 0.5, "train.max-steps": 3}), AllWeights(), "cpu"
     )
     method = FedQSN(0.2, 0.2, "all")
-    rows = task.prepare([{"mr": f"name[{i}], food[{i}]", "ref": f"{i} serves {i}."} for i in range(8)])
+    rows = task.encode(Example.of({"mr": f"name[{i}], food[{i}]", "ref": f"{i} serves {i}."} for i in range(8)))
     exchange = Exchange(method, "fedqsn", task.spec)
     state = method.init(task.spec, task.initial(rng.initial(0, "w")), rng.initial(0, "x"))
     down = exchange.broadcast(state, CTX)
@@ -305,7 +306,9 @@ def test_tiny_gpt2_trains_a_proxy_and_its_masked_columns_stay_zero(tmp_path):
             missing = ~veil.seen(name, visible).expand(old.shape)
             assert torch.equal(new[name][missing], old[missing])
     scored = method.deployed(state, down=unpack(down, exchange.layout, Stamp.of(method, "fedqsn", 0, "down")).payload)
-    rows = [{"mr": "name[Blue Spice], food[Thai]", "ref": "Blue Spice is a restaurant that serves Thai food."}]
+    rows = Example.of(
+        [{"mr": "name[Blue Spice], food[Thai]", "ref": "Blue Spice is a restaurant that serves Thai food."}]
+    )
     assert task.evaluate(scored["proxy"], rows, False)["loss"] > task.evaluate(scored["server"], rows, False)["loss"]
 
 

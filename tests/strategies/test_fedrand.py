@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.adapters.factors import of_factor
+from fedveil.algebra.factors import of_factor
 from fedveil.algebra.quantise import Quantiser
 from fedveil.config import parse
 from fedveil.contract.codec import Coded

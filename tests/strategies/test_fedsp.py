@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from fedveil import rng, strategies, tasks
-from fedveil.adapters.kinds import example_spec
 from fedveil.adapters.prefix import Prefix
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.contract.task import Example
 from fedveil.errors import ConfigError, StateError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
@@ -21,8 +21,8 @@ from tests.conftest import ToyTrainer, aggregated
 CTX = RoundContext(0, "a", True, bytes(32))
 LATER = RoundContext(1, "a", False, bytes(32))
 E2E = [
-    {"mr": "name[Blue Spice], food[Thai]", "ref": "Blue Spice serves Thai food."},
-    {"mr": "name[Aromi]", "ref": "Aromi."},
+    Example({"mr": "name[Blue Spice], food[Thai]", "ref": "Blue Spice serves Thai food."}),
+    Example({"mr": "name[Aromi]", "ref": "Aromi."}),
 ]
 
 
@@ -43,7 +43,7 @@ def model(config):
 
 def stated(method=None):
     method = method or FedSP(adapter=Prefix(3, cells=1))
-    spec = example_spec(method.adapter)
+    spec = method.adapter.example_spec()
     weights = {n: torch.randn(t.shape, generator=torch.Generator().manual_seed(7)) for n, t in spec.items()}
     return method, spec, method.init(spec, weights, rng.initial(0, "x"))
 
@@ -105,7 +105,7 @@ def test_distillation_brings_the_hidden_states_together(proxy, model):
     """Only the proxy moves, its prefix apart; with as many cells as layers there is nothing to learn."""
     weights = proxy.initial(rng.initial(0, "w"))
     before = {n: p.detach().clone() for n, p in model.base.model.named_parameters()}
-    rows = proxy.prepare(E2E)
+    rows = proxy.encode(E2E)
     teaching = Distillation(proxy, model, rows, rng.initial(0, "p"))
     batch = proxy.collate(rows)
     proxy.put(weights)
@@ -126,7 +126,7 @@ def test_nothing_of_the_other_layers_leaves_the_server(config, proxy, model, tmp
     method = FedSP(distil_steps=0, adapter=proxy.adapter)
     exchange = Exchange(method, "fedsp", proxy.spec)
     server = method.init(proxy.spec, proxy.initial(rng.initial(0, "w")), rng.initial(0, "x"))
-    rows, tap = proxy.prepare(E2E), Tap(tmp_path)
+    rows, tap = proxy.encode(E2E), Tap(tmp_path)
     trainer_for = lambda site, ctx: proxy.trainer(rows, ctx.rng("batches"))  # noqa: E731
     federation = Federation(exchange, config, trainer_for, ["a", "b"], server, tap=tap)
     federation.round(0)

@@ -1,18 +1,23 @@
-"""`fedveil app`: the digest of the app's bundle, and a signature of it, for what sites permit."""
+"""`fedveil app`: prints the digest of the app's bundle, or signs it.
+
+A site's policy names either: app-digests, or the signers that it trusts.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedveil.console.flower.bundle import digest
 from fedveil.errors import ConfigError
+from fedveil.guard import signature
 
 
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser("app", help="digest or sign the app's bundle, as a site's policy names it")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     shown = actions.add_parser("digest", help="print the SHA-256 of the bundle that `flwr run` would send")
     shown.set_defaults(run=_digest)
@@ -35,16 +40,11 @@ def _digest(args: argparse.Namespace) -> int:
 
 
 def _sign(args: argparse.Namespace) -> int:
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    from fedveil.guard import signature
-
     try:
         key = serialization.load_ssh_private_key(args.key.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"--key: expected an OpenSSH private key without a passphrase, found none ({error})"
+            f"--key: expected an OpenSSH private key without a passphrase, found none ({error}); ssh-keygen makes one"
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(

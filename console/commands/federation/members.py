@@ -1,8 +1,8 @@
-"""`fedveil members`: who belongs to a federation, until when; register, renew, revoke, expire.
+"""`fedveil members`: lets sites' keys in, shuts them out, renews the server's.
 
 The registry is changed after Flower has been: what it says of a key is what Flower does. Flower is asked through its
-command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database is
-lost or not there yet; `fedveil members sync` then brings Flower to what the registry says.
+command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database
+is lost or not there yet; `fedveil members sync` then brings Flower to what the registry says.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from __future__ import annotations
 import argparse
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedveil.console.flower import keys
+from fedveil.console.flower.command_line import Flower
+from fedveil.console.provisioning import enrol
+from fedveil.console.provisioning.federation import Members
 from fedveil.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fedveil.console.flower.command_line import Flower
-    from fedveil.console.provisioning.federation import Members
 
 _SOON = timedelta(days=30)
 
 
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser("members", help="the sites of a federation: list, register, revoke, expire, renew")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listed = actions.add_parser("list", help="each site with its state and its last day; 1 where one is soon or over")
     listed.set_defaults(run=_list)
@@ -43,7 +45,7 @@ def add_parser(sub: Any) -> None:
     register.add_argument(
         "--fingerprint", required=True, help="SHA256:..., as the site read it to you; - to register without"
     )
-    revoke.add_argument("site")
+    revoke.add_argument("site", help="its name")
     renew.add_argument("--ca-key", type=Path, help="ca.key, where it is not in the folder any more")
     for action in (register, revoke, expire):
         action.add_argument(
@@ -52,14 +54,10 @@ def add_parser(sub: Any) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from cryptography import x509
-
-    from fedveil.console.provisioning.federation import Members
-
     members, now = Members(args.folder), datetime.now(UTC)
     over = False
     for name in ("ca.crt", "server.pem"):
-        ends = x509.load_pem_x509_certificate((args.folder / "server" / name).read_bytes()).not_valid_after_utc
+        ends = _certificate(args.folder / "server" / name).not_valid_after_utc
         over |= ends - now < _SOON
         print(f"{name:<20} until {ends:%Y-%m-%d}{_remark(ends, now)}")
     for site, entry in sorted(members.sites.items()):
@@ -72,17 +70,24 @@ def _list(args: argparse.Namespace) -> int:
     return int(over)
 
 
+def _certificate(file: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file}: expected a certificate that fedveil provision made, found none ({error}); bring it back"
+        ) from None
+
+
 def _remark(ends: datetime, now: datetime) -> str:
     return "  EXPIRED" if ends <= now else "  soon" if ends - now < _SOON else ""
 
 
 def _register(args: argparse.Namespace) -> int:
-    from fedveil.console.provisioning import enrol
-    from fedveil.console.provisioning.federation import Members
-
     members = Members(args.folder)
-    ca = (args.folder / "server" / "ca.crt").read_bytes()
-    site, public = enrol.check(args.request, members.federation.name, ca)
+    ca = args.folder / "server" / "ca.crt"
+    _certificate(ca)  # there, or an error that names it
+    site, public = enrol.check(args.request, members.federation.name, ca.read_bytes())
     members.entry(site)
     members.require_new(site, public)
     shown = enrol.fingerprint(public)
@@ -100,8 +105,6 @@ def _register(args: argparse.Namespace) -> int:
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    from fedveil.console.provisioning.federation import Members
-
     members = Members(args.folder)
     members.entry(args.site)
     if (flower := _flower(args)) is not None:
@@ -112,8 +115,6 @@ def _revoke(args: argparse.Namespace) -> int:
 
 
 def _expire(args: argparse.Namespace) -> int:
-    from fedveil.console.provisioning.federation import Members
-
     members = Members(args.folder)
     over = members.expired()
     flower = _flower(args) if over else None
@@ -128,9 +129,6 @@ def _expire(args: argparse.Namespace) -> int:
 
 
 def _sync(args: argparse.Namespace) -> int:
-    from fedveil.console.flower.command_line import Flower
-    from fedveil.console.provisioning.federation import Members
-
     members, flower = Members(args.folder), Flower(args.folder.absolute() / "server" / "flower")
     known, over = flower.nodes(), members.expired()
     for site, entry in sorted(members.sites.items()):
@@ -146,16 +144,9 @@ def _sync(args: argparse.Namespace) -> int:
 
 
 def _renew(args: argparse.Namespace) -> int:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    from fedveil.console.provisioning import keys
-    from fedveil.console.provisioning.federation import Members
-
     federation = Members(args.folder).federation
     file = args.ca_key or args.folder / "ca" / "ca.key"
-    ca = x509.load_pem_x509_certificate((args.folder / "ca" / "ca.crt").read_bytes())
+    ca = _certificate(args.folder / "ca" / "ca.crt")
     try:
         key = serialization.load_pem_private_key(file.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
@@ -169,8 +160,7 @@ def _renew(args: argparse.Namespace) -> int:
             f"ca.crt: expected a CA that is still valid, found one until {ca.not_valid_after_utc:%Y-%m-%d}; "
             "provision anew, every site needs the new ca.crt"
         )
-    names = [*federation.server, "superlink", "localhost", "127.0.0.1"]
-    keys.write_server(args.folder / "server", ca, key, names, timedelta(days=federation.days))
+    keys.write_server(args.folder / "server", ca, key, federation.server_names, timedelta(days=federation.days))
     print(
         f"{args.folder / 'server'}: new server.pem and server.key; restart the SuperLink, sites come back by themselves"
     )
@@ -178,8 +168,6 @@ def _renew(args: argparse.Namespace) -> int:
 
 
 def _flower(args: argparse.Namespace) -> Flower | None:
-    from fedveil.console.flower.command_line import Flower
-
     return None if args.offline else Flower(args.folder.absolute() / "server" / "flower")
 
 

@@ -1,20 +1,26 @@
-"""`fedveil log`: whether an audit log is as it was written, and an anchor of it for somebody else to keep."""
+"""`fedveil log`: checks an audit log, shows it, prints an anchor of it.
+
+An anchor is the number of lines and the hash of the last one. Somebody else keeps it: a log that was cut at its end, or
+written anew as a whole, then no longer fits.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+
+from fedveil.errors import ConfigError
+from fedveil.records import audit_log
+from fedveil.records.audit_log import Head
 
 
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser("log", help="verify an audit log, show it, or print an anchor of it")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     verify = actions.add_parser("verify", help="find any line that was changed, dropped, moved or cut off the front")
     verify.add_argument(
         "--anchor", action="append", default=[], metavar="LINES:HASH",
-        help="an anchor taken earlier and kept elsewhere: only with one is a cut at the end found, or a log written anew",
+        help="an anchor taken earlier and kept elsewhere; only with one is a cut at the end found, or a new log",
     )  # fmt: skip
     verify.add_argument(
         "--other", type=Path, metavar="FILE",
@@ -33,9 +39,6 @@ def add_parser(sub: Any) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from fedveil.records import audit_log
-    from fedveil.records.audit_log import Head
-
     anchors = [Head.parse(text) for text in args.anchor]
     if args.other:
         anchors += _held_by(args.other, args.site)
@@ -47,12 +50,8 @@ def _verify(args: argparse.Namespace) -> int:
     return 0
 
 
-def _held_by(other: Path, site: str) -> list[Any]:
+def _held_by(other: Path, site: str) -> list[Head]:
     """The anchors in the other end's log: in a site's of the server, in the server's of the site `site`."""
-    from fedveil.errors import ConfigError
-    from fedveil.records import audit_log
-    from fedveil.records.audit_log import Head
-
     lines = audit_log.read(other)
     found = [line["site_log"] for line in lines if site and line.get("site_log") and line.get("site") == site]
     found += [line["server_log"] for line in lines if not site and line.get("server_log")]
@@ -65,15 +64,11 @@ def _held_by(other: Path, site: str) -> list[Any]:
 
 
 def _anchor(args: argparse.Namespace) -> int:
-    from fedveil.records import audit_log
-
     print(audit_log.verify(args.file))
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
-    from fedveil.records import audit_log
-
     for line in audit_log.read(args.file):
         about = {key: value for key, value in line.items() if key not in ("n", "time", "event", "previous", "hash")}
         fields = about.pop("fields", None)

@@ -1,4 +1,8 @@
-"""`fedveil status`: the runs of a folder and, on the server, which sites are online."""
+"""`fedveil status`: lists runs and, on the server, which sites are online.
+
+A line a run, with the cause where it failed. The exit code is 1 where a run failed, went silent or cannot be read, or
+where a registered site is not online.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fedveil.console.provisioning.federation import Members
+from fedveil.console.provisioning.presence import absent
+from fedveil.console.runs.folder import load
 from fedveil.errors import FedVeilError
 
 _SILENT_SECONDS = 1800.0
 
 
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser(
-        "status", help="the runs in a folder, each with its cause of failure; the sites of a federation"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="run.dir of the runs; default: runs")
     parser.add_argument(
         "--federation", type=Path, metavar="FOLDER", help="what fedveil provision made: shows its sites too"
@@ -36,8 +40,6 @@ def run(args: argparse.Namespace) -> int:
 
 def runs(folder: Path, now: float | None = None) -> tuple[list[str], bool]:
     """A line a run under `folder`, the latest last; whether all of them are well."""
-    from fedveil.console.runs.folder import load
-
     files = sorted(folder.rglob("status.json"), key=lambda file: file.stat().st_mtime)
     if not files:
         return [f"no run under {folder}"], True
@@ -72,35 +74,7 @@ def _last_failures(attempts: list[dict[str, Any]]) -> str:
     return "; ".join(f"{site}: {reason}" for site, reason in failed.items())
 
 
-def absent(folder: Path) -> dict[str, str]:
-    """Members of a federation that are not online, each with what the server knows of why."""
-    from fedveil.console.flower.command_line import Flower
-    from fedveil.console.provisioning.federation import Members
-
-    states = Flower(folder.absolute() / "server" / "flower").nodes()
-    said = {site: _why(entry, states) for site, entry in sorted(Members(folder).sites.items())}
-    return {site: why for site, why in said.items() if why}
-
-
-def _why(entry: dict[str, Any], states: dict[str, str]) -> str:
-    """Why a member is not online, "" where it is."""
-    state = entry["state"]
-    if state == "invited":
-        return "has not been registered: no request of its key has come"
-    if state != "registered":
-        last = entry["until"][:10]
-        return f"its key is {state} (its last day was {last}); it needs a new one: fedveil site init --renew"
-    return {
-        "online": "",
-        "offline": "offline: has been online with its key, and is stopped or cut off",
-        "registered": "has never been online with its registered key: it has another key, does not trust the server's "
-        "certificate (an expired ca.crt), or has no way here; fedveil doctor at the site says which",
-    }.get(states.get(entry.get("node", ""), ""), "not known to Flower; fedveil members sync")
-
-
 def _sites(folder: Path) -> tuple[list[str], bool]:
-    from fedveil.console.provisioning.federation import Members
-
     missing, entries = absent(folder), sorted(Members(folder).sites.items())
     lines = [f"{site:<24} {entry['state']:<10} {missing.get(site, 'online')}" for site, entry in entries]
     return lines, not any(site in missing for site, entry in entries if entry["state"] == "registered")

@@ -1,4 +1,8 @@
-"""`fedveil submit`: sends an app to the server of a federation and stays until its run has ended; exit codes of watch."""
+"""`fedveil submit`: runs an app on a federation, and stays until its end.
+
+Where no app is named, this installation's own is sent. The exit code says what became of the run, as that of
+`fedveil watch` does: 0 completed, 1 failed, 3 stopped, 4 still going after --timeout.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,29 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from fedveil.config import parse
+from fedveil.console.flower.command_line import Flower
+from fedveil.console.run_config import overrides
+from fedveil.console.runs.ending import until_ended
+from fedveil.console.runs.folder import load
 
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser("submit", help="run an app on a federation and wait for its end; exit codes as watch")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     parser.add_argument(
         "app", type=Path, nargs="?", default=None, help="folder of the app; default: this installation's own"
     )
     parser.add_argument("--federation", type=Path, required=True, metavar="FOLDER", help="what fedveil provision made")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run config")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run config; repeatable")
     parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file; --set goes before it")
-    parser.add_argument("--timeout", type=float, default=0.0, help="seconds to wait; 0 = until it has ended")
+    parser.add_argument(
+        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until it has ended"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit code says what became of the run."""
-    from fedveil.config import parse
-    from fedveil.console.commands.running.watch import until_ended
-    from fedveil.console.commands.site.explain import overrides
-    from fedveil.console.flower.command_line import Flower
-    from fedveil.console.runs.folder import load
-
     settings = overrides(args.config, args.set)
     config = parse(settings).run
     flower = Flower(args.federation.absolute() / "server" / "flower")
@@ -56,4 +61,5 @@ def run(args: argparse.Namespace) -> int:
 def _said(attempt: dict[str, Any]) -> str:
     failed = "".join(f"; {site}: {reason}" for site, reason in attempt.get("failed", {}).items())
     accepted = f"{len(attempt['accepted'])} of {len(attempt['cohort'])} sites"
-    return f"round {attempt['round']}: {accepted}, {attempt['seconds']:.0f} s, up {attempt['upload_bytes']:,} bytes{failed}"
+    cost = f"{attempt['seconds']:.0f} s, up {attempt['upload_bytes']:,} bytes"
+    return f"round {attempt['round']}: {accepted}, {cost}{failed}"

@@ -1,25 +1,27 @@
-"""`fedveil doctor`: whether this machine is ready to be a site or the server; each line says what to do next."""
+"""`fedveil doctor`: checks whether a machine is ready to be site or server.
+
+It looks at certificates, clock, ports, versions, GPU, disk, data, policy and health, and changes nothing. Each line
+says what to do next. The exit code is 1 where a check fails.
+"""
 
 from __future__ import annotations
 
 import argparse
+import tomllib
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from fedveil.console.provisioning import checks
+from fedveil.console.provisioning.checks import Check
+from fedveil.console.run_config import overrides
 from fedveil.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fedveil.console.provisioning.checks import Check
+from fedveil.records import audit_log
 
 _CONTROL_PORT = 8000
 
 
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser(
-        "doctor", help="check certificates, clock, ports, versions, GPU, disk, data, policy, health"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     parser.add_argument("--kit", type=Path, metavar="FOLDER", help="at a site: the unpacked start-up kit")
     parser.add_argument(
         "--keys", type=Path, metavar="FOLDER", help="with --kit: where the keys are; default: keys, in it"
@@ -35,8 +37,6 @@ def add_parser(sub: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """0; 1 where a check fails. With --health alone, that check alone."""
     found: list[Check] = []
-    from fedveil.console.provisioning import checks
-
     if args.kit:
         found += _site(args)
     if args.federation:
@@ -55,13 +55,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _site(args: argparse.Namespace) -> list[Check]:
-    import tomllib
-
+    # Not above, for pydantic: --health, which a container asks every ten seconds, does without.
+    from fedveil import tasks
     from fedveil.client_app.site.node_config import parse_site
     from fedveil.config import parse
-    from fedveil.console.commands.site.explain import overrides
-    from fedveil.console.provisioning import checks
-    from fedveil.records import audit_log
 
     try:
         about = tomllib.loads((args.kit / "site.toml").read_text())
@@ -69,12 +66,9 @@ def _site(args: argparse.Namespace) -> list[Check]:
         superlink = str(about["superlink"])
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"--kit: expected site.toml and node-config.toml in {args.kit}, found none ({error})"
+            f"--kit: expected site.toml and node-config.toml in {args.kit}, found none ({error}); unpack the kit"
         ) from None
     task, ca, state = parse(overrides(None, args.set)).task, args.kit / "ca.crt", site.state_dir.expanduser()
-    columns = (task.source_column, task.target_column)
-    if task.name != "text-generation":
-        columns = (task.image_column, task.label_column if task.name == "image-classification" else task.target_column)
     host = superlink.rpartition(":")[0].strip("[]")
     todo = {
         "certificate ca.crt": lambda: checks.certificate(ca),
@@ -83,7 +77,7 @@ def _site(args: argparse.Namespace) -> list[Check]:
         "control port": lambda: checks.closed(host, _CONTROL_PORT, "control port"),
         "gpu": lambda: checks.gpu(site.device),
         "disk": lambda: checks.disk(state),
-        "data": lambda: checks.data(site.data, columns),
+        "data": lambda: checks.data(site.data, tasks.info(task.name).columns(task)),
         "policy": lambda: checks.policy(site.policy),
         "audit log": lambda: checks.audit_log(state / audit_log.NAME),
     }

@@ -1,27 +1,36 @@
-"""`fedveil explain`: what a run would send from this site, before it runs, and whether this site's policy permits it."""
+"""`fedveil explain`: says what a run would send from here, before it runs.
+
+Which fields, how many bytes, how often, at which epsilon, and whether this site's policy permits it. The exit code is 1
+where the policy forbids it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from fedveil import strategies, tasks
+from fedveil.client_app.site import policy as policies
+from fedveil.client_app.site.assignment import Assignment, Order
+from fedveil.client_app.site.node_config import Site
+from fedveil.config import RunConfig, parse
+from fedveil.console.flower.bundle import built
+from fedveil.console.run_config import overrides
+from fedveil.console.runs.disclosure import words_of
+from fedveil.contract.layout import Direction, Field
+from fedveil.contract.method import REPORT_FIELDS, fields_of
 from fedveil.errors import PolicyError
+from fedveil.federation.exchange import Exchange
+from fedveil.guard import signature
+from fedveil.privacy.dp_sgd import DpSgd, claim_of
+from fedveil.privacy.promised import epsilon
 
-if TYPE_CHECKING:
-    from fedveil.config import RunConfig
-    from fedveil.contract.layout import Direction, Field
-    from fedveil.federation.exchange import Exchange
 
-
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser(
-        "explain", help="which fields a run would send from here, how big, how often, at which epsilon"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help='of the run config: --set method.name="fedrand"'
     )
@@ -34,10 +43,6 @@ def add_parser(sub: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 where the policy forbids the run."""
-    from fedveil import strategies, tasks
-    from fedveil.config import parse
-    from fedveil.federation.exchange import Exchange
-
     config = parse(overrides(args.config, args.set))
     method = strategies.create(config.method.name, config.method.fields)
     task = tasks.load(config, method.adapter, "cpu")
@@ -54,41 +59,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def overrides(file: Path | None, assignments: list[str]) -> dict[str, Any]:
-    """The flat run config from a file and KEY=VALUE pairs; a value that is not TOML is text. Raises ConfigError."""
-    import tomllib
-
-    from fedveil.errors import ConfigError
-
-    flat: dict[str, Any] = {}
-
-    def fill(prefix: str, table: Mapping[str, Any]) -> None:
-        for key, value in table.items():
-            fill(f"{prefix}{key}.", value) if isinstance(value, dict) else flat.update({prefix + key: value})
-
-    if file is not None:
-        try:
-            fill("", tomllib.loads(file.read_text()))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--config: expected a TOML file, found none at {file} ({error})") from None
-    for text in assignments:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--set: expected KEY=VALUE, found {text!r}")
-        try:
-            fill("", {key.strip(): tomllib.loads(f"value = {value}")["value"]})
-        except tomllib.TOMLDecodeError:
-            flat[key.strip()] = value
-    return flat
-
-
 def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
     """The run in plain words, a line each."""
-    from fedveil.console.runs.disclosure import words_of
-    from fedveil.contract.method import REPORT_FIELDS
-    from fedveil.privacy.dp_sgd import DpSgd, claim_of
-    from fedveil.privacy.promised import epsilon
-
     rounds, share = config.run.rounds, config.cohort.fraction
     often = "in every round" if share == 1 else f"in about {100 * share:g} of 100 rounds"
     lines = [
@@ -107,17 +79,15 @@ def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
     if config.run.deterministic:
         lines.append("Epsilon: not private: seeded noise (run.deterministic).")
     elif claim is None:
-        lines.append(
-            "Epsilon: infinite. This run gives no differential-privacy guarantee; its method leaves out, it adds no noise."
-        )
+        lines.append("Epsilon: infinite. This run gives no differential-privacy guarantee: its method adds no noise.")
     elif math.isinf(found):
         lines.append(
             f"Epsilon: infinite at delta = {delta:g} for what leaves this site; the method's own words say why."
         )
     else:
         lines.append(
-            f"Epsilon: at most {found:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any row, over this and all earlier "
-            "runs; this site's ledger stops the run before."
+            f"Epsilon: at most {found:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any row, over "
+            "this and all earlier runs; this site's ledger stops the run before."
         )
     return [*lines, "", *words_of(exchange.name)]
 
@@ -157,19 +127,10 @@ def _size(field: Field, exchange: Exchange) -> int:
 
 def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfig) -> None:
     """Raises PolicyError as the site would before the run's first round; sizes of fields for those of messages."""
-    from fedveil.client_app.assignment import Assignment, Order
-    from fedveil.client_app.site import policy as policies
-    from fedveil.client_app.site.node_config import Site
-    from fedveil.console.flower.bundle import built
-    from fedveil.contract.method import fields_of
-    from fedveil.guard import signature
-
     site = Site(policy=str(policy.absolute()))
     read = policies.of_site(site)
     bundle = policies.Bundle()
     if read.app_digests is not None or read.signers is not None:
-        import hashlib
-
         digest = hashlib.sha256(built(app)).hexdigest()
         bundle = policies.Bundle(digest, signature.signer(config.run.signature, digest))
     fields = json.dumps(fields_of(exchange.method))

@@ -1,52 +1,62 @@
-"""`fedveil privacy plan`: how much noise a wished epsilon takes, and what epsilon given noise is worth.
+"""`fedveil privacy`: plans the noise of a private run, from epsilon or to it.
 
-The relation stands beside every epsilon. What a finished run cost its sites is in its report (`statements`).
+`fedveil privacy plan` says how much noise a wished epsilon takes, and what epsilon given noise is worth. The relation
+of neighbouring data sets stands beside every epsilon. What a finished run cost its sites is in its report (fedveil
+report).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from fedveil.console.runs.folder import Run
+from rich.console import Console
+from rich.table import Table
+
 from fedveil.contract.budget import Neighbours, Plan, check_delta, joint, stated
 from fedveil.errors import ConfigError
+from fedveil.privacy import accounting
 
 
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser("privacy", help="plan the noise of a private run")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     plan = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
         "plan", help="from a wished epsilon to noise multipliers, and back"
     )
     plan.add_argument(
-        "--epsilon", type=float, help="wished; without it, what --noise, or --noise-local and --noise-global are worth"
+        "--epsilon",
+        type=float,
+        metavar="E",
+        help="wished; without it, what --noise, or --noise-local and --noise-global are worth",
     )
-    plan.add_argument("--noise", type=float, help="z of dp.noise, which has one release a step")
-    plan.add_argument("--noise-local", type=float, help="z of the private part: noise over its clipping bound")
-    plan.add_argument("--noise-global", type=float, help="z of the shared part")
-    plan.add_argument("--delta", type=float, default=1e-5)
-    plan.add_argument("--rounds", type=int, required=True)
-    plan.add_argument("--steps", type=int, default=1, help="noisy steps a participation (default: 1)")
-    plan.add_argument("--batch", type=int, required=True, help="train.batch-size")
+    plan.add_argument("--noise", type=float, metavar="Z", help="dp.noise of noisy steps, which have one release a step")
+    plan.add_argument(
+        "--noise-local", type=float, metavar="Z", help="z of the private part: noise over its clipping bound"
+    )
+    plan.add_argument("--noise-global", type=float, metavar="Z", help="z of the shared part")
+    plan.add_argument("--delta", type=float, default=1e-5, help="at which epsilon is stated (default: 1e-5)")
+    plan.add_argument("--rounds", type=int, required=True, metavar="N", help="run.rounds")
+    plan.add_argument("--steps", type=int, default=1, metavar="N", help="noisy steps a participation (default: 1)")
+    plan.add_argument("--batch", type=int, required=True, metavar="N", help="train.batch-size")
     plan.add_argument("--sites", type=int, nargs="+", required=True, metavar="ROWS", help="training rows of each site")
-    plan.add_argument("--sampling", choices=("poisson", "disjoint", "fixed"), default="poisson")
+    plan.add_argument(
+        "--sampling", choices=("poisson", "disjoint", "fixed"), default="poisson", help="of batches (default: poisson)"
+    )
     plan.add_argument("--exchange", choices=("batch", "epoch"), default="batch", help="what a participation is")
-    plan.add_argument("--neighbours", type=Neighbours, choices=list(Neighbours), default=Neighbours.REPLACE_ONE)
+    plan.add_argument(
+        "--neighbours",
+        type=Neighbours,
+        choices=list(Neighbours),
+        default=Neighbours.REPLACE_ONE,
+        help="how two data sets differ that epsilon compares (default: replace-one)",
+    )
     plan.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from fedveil.privacy import accounting
-
     check_delta(args.delta)
     if args.exchange == "batch" and args.steps != 1:
         raise ConfigError(f"--steps: expected 1 with --exchange batch, found {args.steps}; use --exchange epoch")
@@ -77,65 +87,16 @@ def run(args: argparse.Namespace) -> int:
     console.print(table)
     alone = f"; noisy steps, with one release a step: dp.noise = {_rounded_up(joint(local, shared)):.6g}"
     console.print(
-        f"noise_local = {local:.6g}, noise_global = {shared:.6g}, for all sites: {args.rounds} rounds of {args.steps} steps, "
-        f"{args.sampling} batches{alone if (args.sampling, args.exchange) == ('poisson', 'epoch') else ''}"
+        f"noise_local = {local:.6g}, noise_global = {shared:.6g}, for all sites: {args.rounds} rounds of {args.steps} "
+        f"steps, {args.sampling} batches{alone if (args.sampling, args.exchange) == ('poisson', 'epoch') else ''}"
     )
     return 0
 
 
 def _cost(args: argparse.Namespace, plan: Plan) -> Callable[[float], Any]:
-    from fedveil.privacy import accounting
-
     return lambda z: accounting.spent(z, args.sampling, plan, args.exchange == "batch")
 
 
 def _rounded_up(value: float) -> float:
     """To four decimals, never down: what is printed must keep the epsilon."""
     return math.ceil(value * 1e4) / 1e4
-
-
-def statements(run: Run) -> list[str]:
-    """What the run cost the records of each site at most, by itself: a sentence a site, from the run folder alone."""
-    if "method" not in run.config:
-        return []
-    from fedveil import strategies
-    from fedveil.config import parse
-    from fedveil.privacy import accounting
-    from fedveil.privacy.dp_sgd import DpSgd, claim_of
-
-    config = run.config["config"]
-    try:
-        method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
-    except ConfigError as error:  # a run of another version; the rest of its report is worth having
-        return [f"Not known: this version cannot make the run's method ({error}). Take epsilon for infinite."]
-    claim = claim_of(method, DpSgd.of(parse(config).dp))
-    if claim is None:
-        return ["The run makes no claim of differential privacy: epsilon infinite."]
-    budget = claim.budget
-    if config["run.deterministic"]:
-        return ["Not private: seeded noise (run.deterministic = true). Epsilon infinite."]
-    nominal = "" if budget.nominal is None else f" The nominal epsilon was {budget.nominal:g}; the honest one follows."
-    trusted = (
-        " It holds against everyone but the server, which saw the sums without noise." if budget.server_trusted else ""
-    )
-    sentences = [f"{run.method}: a Gaussian mechanism for every single row.{nominal}{trusted}"]
-    for site in run.sites:
-        asked = [int(a["round"]) for a in run.attempts if site in a.get("cohort", [])]
-        reports = [a["reports"][site] for a in run.attempts if site in a.get("reports", {})]
-        if not reports:
-            sentences.append(
-                f"{site}: no accepted upload, so its number of rows is not known here; its own ledger tells."
-            )
-            continue
-        rows, steps = int(min(r["num_examples"] for r in reports)), int(max(r["steps"] for r in reports))
-        # Every round up to the last: with an epoch cut over rounds a site that skips some meets more epochs.
-        plan = Plan(max(asked) + 1, max(steps, 1), int(config["train.batch-size"]), rows, budget.neighbours)
-        once = Plan(1, plan.steps, plan.batch, rows, budget.neighbours)
-        charges = Counter(dict(claim.privacy_spent(plan)))
-        for _ in range(len(asked) - len(set(asked))):
-            charges.update(dict(claim.privacy_spent(once)))
-        found = stated(accounting.epsilon(charges, budget.delta, budget.neighbours), budget.delta, budget.neighbours)
-        sentences.append(
-            f"{site}: {rows} rows, {len(asked)} participations of {steps} steps: at most {found}, this run alone."
-        )
-    return sentences

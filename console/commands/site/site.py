@@ -1,4 +1,7 @@
-"""`fedveil site`: a site's SuperNode with its warm worker, and what that worker is doing."""
+"""`fedveil site`: makes a site's key, runs the site, shows its worker.
+
+A site is Flower's SuperNode and, beside it, a warm worker that trains.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,33 @@ import os
 import re
 import sys
 import time
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from fedveil.client_app.site.node_config import parse_site
+from fedveil.console.flower.machine import free_ports, toml
+from fedveil.console.flower.processes import Processes, environment
+from fedveil.console.flower.programs import ONLINE, supernode
+from fedveil.console.flower.site_process import guarded, start_spare, write_guard
+from fedveil.console.provisioning import enrol
+from fedveil.console.runs.workers import described, follow, workers
 from fedveil.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fedveil.console.flower.processes import Processes
 
 _STATE = Path("~/.local/state/fedveil")
 _POLL_SECONDS = 0.5
 _EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
 _MEANINGS = {
     "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
-    "305": "the server does not know the key, or has it online already, or does not answer at that address; the operator "
-    "registers a key with fedveil members, and fedveil doctor says what answers",
+    "305": "the server does not know the key, or has it online already, or does not answer at that address; "
+    "the operator registers a key with fedveil members, and fedveil doctor says what answers",
 }
 
 
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser("site", help="run a site, or show what its worker holds and does")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     start = actions.add_parser("start", help="start the site's SuperNode and a warm worker; Ctrl-C stops both")
     start.add_argument("--superlink", required=True, metavar="HOST:PORT", help="the server's fleet port")
@@ -70,11 +79,6 @@ def add_parser(sub: Any) -> None:
 
 
 def _start(args: argparse.Namespace) -> int:
-    from fedveil.client_app.site.node_config import parse_site
-    from fedveil.console.flower.machine import free_ports, toml
-    from fedveil.console.flower.processes import Processes, environment
-    from fedveil.console.flower.site_process import guarded, start_spare, supernode
-
     for option in ("ca", "key", "policy"):
         if (file := getattr(args, option)) and not Path(file).is_file():
             raise ConfigError(f"--{option}: expected a file, found none at {file}; see docs/deploy.md")
@@ -106,8 +110,6 @@ def _start(args: argparse.Namespace) -> int:
 
 def _watch(processes: Processes, name: str, began: int) -> int:
     """Until the SuperNode ends. Its log of this start begins at byte `began`."""
-    from fedveil.console.flower.site_process import ONLINE
-
     online = False
     while (code := processes.ended(name)) is None:
         if not online and ONLINE.encode() in processes.log(name).read_bytes()[began:]:
@@ -122,9 +124,6 @@ def _watch(processes: Processes, name: str, began: int) -> int:
 
 
 def _warm(args: argparse.Namespace) -> int:
-    from fedveil.client_app.site.node_config import parse_site
-    from fedveil.console.flower.site_process import start_spare
-
     site = parse_site({"site": args.name, "state-dir": str(args.state_dir)})
     card = start_spare(site, args.owner, os.environ)
     print(f"worker {card.pid} is warm, for site {args.name} of process {args.owner}")
@@ -132,10 +131,6 @@ def _warm(args: argparse.Namespace) -> int:
 
 
 def _init(args: argparse.Namespace) -> int:
-    import tomllib
-
-    from fedveil.console.provisioning import enrol
-
     try:
         about = tomllib.loads((args.kit / "site.toml").read_text())
         about, ca = {key: about[key] for key in ("federation", "site")}, (args.kit / "ca.crt").read_bytes()
@@ -153,8 +148,6 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _guard(args: argparse.Namespace) -> int:
-    from fedveil.console.flower.site_process import write_guard
-
     print(
         f'{write_guard(args.bin)}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run'
     )
@@ -162,10 +155,6 @@ def _guard(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from fedveil.console.runs.workers import described, follow, workers
-
     console = Console(highlight=False)
     if args.follow:
         try:

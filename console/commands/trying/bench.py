@@ -1,4 +1,7 @@
-"""`fedveil bench`: runs one preset of benchmarks/presets and prints its rows, the paper's numbers beside them."""
+"""`fedveil bench`: runs a benchmark beside its paper's numbers.
+
+A benchmark is one of the presets that --list names. Its result also goes to a JSON file.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +9,41 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from fedveil import places
+from fedveil.benchmarks import run as benchmarks
+from fedveil.console.flower import local_federation
 from fedveil.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 _METRICS = 6  # a table: more columns break their numbers
 
 
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser("bench", help="run a benchmark preset and print its table")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     parser.add_argument("preset", nargs="?", help='"<paper>/<table>"')
     parser.add_argument("--list", action="store_true", help="list the presets")
     parser.add_argument("--quick", action="store_true", help="the smallest run that still shows the effect")
-    parser.add_argument("--seeds", type=int, default=0, help="number of seeds; 0 = the preset's own")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--out", type=Path, help="file for the JSON; default: in benchmarks/results/, or results/")
+    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="number of seeds; default: the preset's own")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file for the JSON; default: in benchmarks/results/, or results/"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Lists the presets, or runs one."""
-    from rich.console import Console
-
-    from fedveil.benchmarks import run as benchmarks
-    from fedveil.console.flower import local_federation
-
     console = Console(highlight=False)
     console.width = max(console.width, 160)  # a table that breaks its numbers helps nobody
     if args.list:
         console.print("\n".join(benchmarks.names()) or "no presets", markup=False)
         return 0
     if args.preset is None:
-        raise ConfigError(f"preset: expected one of {benchmarks.names()}, found none")
+        raise ConfigError(f"preset: expected one of {benchmarks.names()}, found none; name one")
     if args.seeds < 0:
         raise ConfigError(f"--seeds: expected 0 or more, found {args.seeds}")
     file: Path = args.out or _results() / f"{args.preset.replace('/', '_')}.json"
@@ -83,8 +83,6 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def _table(result: Mapping[str, Any], metrics: Sequence[str], first: bool) -> Table:
-    from rich.table import Table
-
     rows, paper = result["rows"], result.get("paper", {})
     if not first:
         rows = [row for row in rows if any(name in row.get("metrics", {}) for name in metrics)]

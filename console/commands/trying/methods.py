@@ -1,4 +1,7 @@
-"""`fedveil methods`: which methods there are, what each one's fields are, and what it puts on the wire."""
+"""`fedveil methods`: lists the methods, or shows one in full.
+
+In full: its equations, what each side learns, its fields, and what it puts on the wire.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,26 @@ import argparse
 import dataclasses
 import importlib
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from rich.console import Console
+from rich.table import Table
 
-    from fedveil.contract.layout import Direction, Layout
-    from fedveil.contract.method import Method
-    from fedveil.contract.spec import Spec
+from fedveil import strategies
+from fedveil.contract.budget import Claim
+from fedveil.contract.layout import Direction, Layout
+from fedveil.contract.method import Method
+from fedveil.contract.spec import Spec
 
 
-def add_parser(sub: Any) -> None:
-    """Adds the sub-command."""
-    parser = sub.add_parser("methods", help="list the methods, or show one: equations, fields, wire table")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     parser.add_argument("name", nargs="?", help="a method's name")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the list or one method."""
-    from rich.console import Console
-
     console = Console(highlight=False)
     if args.name is None:
         console.print(_list())
@@ -37,10 +39,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> Table:
-    from rich.table import Table
-
-    from fedveil import strategies
-
     table = Table("name", "method", "in one line", "adapter")
     for name in strategies.names():
         cls = strategies.load(name)
@@ -50,26 +48,20 @@ def _list() -> Table:
     return table
 
 
-def _show(console: Any, name: str) -> None:
-    from fedveil import strategies
-    from fedveil.adapters.kinds import example_spec
-    from fedveil.contract.budget import Claim
-
+def _show(console: Console, name: str) -> None:
     cls = strategies.load(name)
     console.print(inspect.getdoc(importlib.import_module(cls.__module__)), markup=False)
     console.print(_fields(cls))
     method = strategies.create(name)
     if not isinstance(method, Claim) and method.sends != "gradients":
         console.print("Clients may train by noisy steps: dp.clip, dp.noise, dp.learning-rate, dp.epsilon", markup=False)
-    spec = example_spec(method.adapter)
+    spec = method.adapter.example_spec()
     layout = method.layout(spec)
     console.print(_wire(layout, "down", spec))
     console.print(_wire(layout, "up", spec))
 
 
 def _fields(cls: type[Method]) -> Table:
-    from rich.table import Table
-
     table = Table("field", "type", "default", title='Fields (method.fields = "name = value")')
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         table.add_row(field.name, str(field.type), _default(field))
@@ -85,8 +77,6 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _wire(layout: Layout, direction: Direction, spec: Spec) -> Table:
-    from rich.table import Table
-
     words = {"down": "server to client", "up": "client to server"}
     table = Table(title=f"On the wire, {words[direction]}, for a small model ({len(spec)} trained tensors)")
     table.add_column("field", no_wrap=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedveil.attacks.base import View
-from fedveil.attacks.hidden_model.factor_pairing import Rebuilt, latest, merged, reconstruction_error
+from fedveil.attacks.hidden_model.factor_pairing import RebuiltClient, latest, merged, reconstruction_error
 from fedveil.contract.layout import Payload
 from fedveil.contract.spec import spec_of
 from fedveil.contract.trainer import Trained
@@ -47,7 +47,7 @@ class Story:
         return View.server(self.tap, self.exchange)
 
 
-def values(rebuilt: Rebuilt) -> tuple[float, float]:
+def values(rebuilt: RebuiltClient) -> tuple[float, float]:
     """First entry of A and of B."""
     return tuple(rebuilt.weights[f"m.lora_{side}"].flatten()[0].item() for side in "AB")
 
@@ -211,8 +211,8 @@ def test_few_rounds_leave_factors_unseen(tmp_path):
 def test_without_past_the_best_pair_is_closer(tmp_path):
     """5 federations of up to 4 sites, the better of the server's two pairings.
 
-    Without past the start of the factor that was kept is the broadcast one, so `merged` gains most (0.29 against 0.62 on
-    average); `latest` alone is not always closer when sites drift far apart.
+    Without past the start of the factor that was kept is the broadcast one, so `merged` gains most (0.29 against 0.62
+    on average); `latest` alone is not always closer when sites drift far apart.
     """
     best, of_merged = {}, {}
     for past in (True, False):

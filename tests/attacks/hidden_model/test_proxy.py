@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.adapters.kinds import example_spec
 from fedveil.attacks.base import View
 from fedveil.attacks.hidden_model import proxy as attack
 from fedveil.attacks.hidden_model.proxy import Proxy, Scored, average, filled, gap, proxies, similarity
@@ -24,7 +23,7 @@ ROWS = torch.tensor([[True], [False]])
 
 
 def test_similarity_by_hand():
-    """Server (3, 4 | 5, 0) in two rows; of the proxy the first row is missing, the second doubled. A second tensor is all zero."""
+    """Server (3, 4 | 5, 0) in two rows. The proxy's first row is missing, its second doubled; a further tensor is 0."""
     server = {"w": torch.tensor([[3.0, 4.0], [5.0, 0.0]]), "v": torch.zeros(2)}
     found = Proxy({"w": torch.tensor([[0.0, 0.0], [8.0, 6.0]]), "v": torch.zeros(2)}, {"w": ROWS}, 2.0)
     seen = similarity(found, server, ["w", "v"])
@@ -136,7 +135,7 @@ def test_fine_tuning_trains_the_proxy_without_holding_anything():
 def test_later_messages_of_fedsp_are_read_with_what_came_before(tmp_path):
     """The proxy is sent to a newcomer, then its prefix alone; the rest stays as it was sent."""
     method = FedSP(distil_steps=0)
-    exchange = Exchange(method, "fedsp", dict(example_spec(method.adapter)))
+    exchange = Exchange(method, "fedsp", dict(method.adapter.example_spec()))
     generator = torch.Generator().manual_seed(1)
     start = {n: torch.randn(t.shape, generator=generator) for n, t in exchange.spec.items()}
     config = parse({"run.deterministic": True, "run.rounds": 3})

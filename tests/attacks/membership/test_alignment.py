@@ -101,7 +101,7 @@ def initial() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def attack(federate, initial):
-    """Runs a federation of three sites with five rows each: the view, the knowledge, every site's rows and trainings."""
+    """Runs a federation of three sites of five rows: the view, the knowledge, and every site's rows and trainings."""
 
     def run(name, fields="", rounds=3, steps=20, start=None):
         start = start or initial

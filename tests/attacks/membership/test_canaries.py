@@ -1,4 +1,4 @@
-"""An empirical lower bound on epsilon from canaries: below what is stated, and above it where the noise is not what is stated."""
+"""A lower bound on epsilon from canaries: below the stated epsilon, above it where the noise is too small for it."""
 
 from __future__ import annotations
 

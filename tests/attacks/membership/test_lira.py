@@ -176,7 +176,7 @@ def test_more_confident_than_the_others_scores_higher():
 @pytest.mark.parametrize("count", [8, 64])
 @pytest.mark.parametrize("online", [True, False])
 def test_beats_the_plain_loss_where_rows_differ_in_difficulty(online, count):
-    """phi = the row's own level (deviation 5) + 1.5 for a member + noise of 1: the level drowns the loss, not the ratio."""
+    """phi = the row's own level (deviation 5) + 1.5 for a member + noise of 1: it drowns the loss, not the ratio."""
     rng = np.random.default_rng(3)
     rows = 400
     level = rng.normal(0, 5, rows)

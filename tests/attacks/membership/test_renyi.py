@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.attacks.membership.renyi import entropy_table, max_k, renyi_entropy, scores
+from fedveil.attacks.base import Answer
+from fedveil.attacks.membership.renyi import MaxRenyi, max_k, renyi_entropy
 from fedveil.contract.task import Prediction
 
 ALPHAS = [0.25, 0.5, 0.999, 1.0, 1.001, 2.0, 3.7, math.inf]
@@ -120,25 +121,23 @@ def test_no_positions_and_no_percentage(values, percent):
         max_k(np.array(values), percent)
 
 
-def test_table_and_scores_keep_rows_slices_and_alphas_apart():
-    """Row 0: two target positions, ln 2 and 0. Row 1: one, ln 4. Only row 0 has a second slice, ln 3."""
-    flat = torch.zeros(1, 4)
-    sure = torch.tensor([[0.0, 0.0, -math.inf, -math.inf], [0.0, -math.inf, -math.inf, -math.inf]])
-    wanted = torch.tensor([0])
-    rows = [Prediction({"target": sure, "image": torch.zeros(1, 3)}, wanted), Prediction({"target": flat}, wanted)]
-    table = entropy_table(iter(rows), [0.5, math.inf])
-    assert set(table) == {"target", "image"}
-    for alpha in (0.5, math.inf):
-        highest = scores(table, "target", alpha, 0)
-        assert highest.tolist() == pytest.approx([-math.log(2), -math.log(4)])
-        assert scores(table, "target", alpha, 100).tolist() == pytest.approx([-math.log(2) / 2, -math.log(4)])
-        assert scores(table, "image", alpha, 10).tolist() == pytest.approx([-math.log(3)])
+def scored(alpha: float = 0.5, **slices: torch.Tensor) -> dict[str, float]:
+    return MaxRenyi(alpha).score(Answer(Prediction(slices, torch.tensor([0])), 0.0, 0.0))
+
+
+@pytest.mark.parametrize("alpha", [0.5, math.inf])
+def test_scores_keep_slices_and_percentages_apart(alpha):
+    """Two target positions, ln 2 and 0; one image position, ln 3. All are uniform, so alpha plays no part."""
+    target = torch.tensor([[0.0, 0.0, -math.inf, -math.inf], [0.0, -math.inf, -math.inf, -math.inf]])
+    found = scored(alpha, target=target, image=torch.zeros(1, 3))
+    expected = {"caption 0%": -math.log(2), "caption 10%": -math.log(2), "caption 100%": -math.log(2) / 2}
+    assert found == pytest.approx(expected | {f"image {k}%": -math.log(3) for k in (0, 10, 100)})
+    assert scored(alpha, target=torch.zeros(1, 4)) == pytest.approx(
+        {f"target {k}%": -math.log(4) for k in (0, 10, 100)}
+    )
 
 
 def test_a_sure_model_scores_higher():
     """Low entropy = member."""
-    sure, unsure = torch.tensor([[9.0, 0.0]]), torch.tensor([[1.0, 0.0]])
-    wanted = torch.tensor([0])
-    table = entropy_table((Prediction({"target": x}, wanted) for x in (sure, unsure)), [0.5])
-    first, second = scores(table, "target", 0.5, 10)
-    assert first > second
+    sure, unsure = (scored(target=torch.tensor([[logit, 0.0]])) for logit in (9.0, 1.0))
+    assert sure["target 10%"] > unsure["target 10%"]

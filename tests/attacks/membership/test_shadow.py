@@ -137,7 +137,7 @@ def test_a_class_with_few_rows_is_scored_by_the_global_net():
 
 
 def test_the_global_net_reads_the_class():
-    """In class 0 a high first probability is a member, in class 1 a low one: without the class nothing could be told."""
+    """In class 0 a high first probability is a member, in class 1 a low one: the class is needed to tell."""
     rng = np.random.default_rng(0)
     found = made_up(rng, per_class=(12, 12))
     turned = np.where(found.labels == 1, 1.4 - found.vectors[..., 0], found.vectors[..., 0])
@@ -158,7 +158,7 @@ def test_both_sides_have_as_many_rows_of_each_class_and_classes_of_one_side_are_
 
 
 def test_held_out_shadows_stop_a_net_that_learns_noise():
-    """With nothing to learn the best held-out loss is near ln 2; the nets of the last epoch know their records by heart."""
+    """With nothing to learn the best held-out loss is near ln 2; nets of the last epoch know their records by heart."""
     rng = np.random.default_rng(3)
     noise = made_up(rng, shadows=8, per_class=(12, 12), informative=(False, False))
     vectors = rng.random((*noise.vectors.shape[:2], 30))

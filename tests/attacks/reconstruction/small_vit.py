@@ -17,10 +17,17 @@ def vit(size=32, patch=4, hidden=96, layers=2, heads=4, seed=0):
         torch.manual_seed(seed)
         model = ViTForImageClassification(
             ViTConfig(
-                image_size=size, patch_size=patch, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-                intermediate_size=2 * hidden, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                image_size=size,
+                patch_size=patch,
+                hidden_size=hidden,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                intermediate_size=2 * hidden,
+                num_labels=10,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
             )
-        )  # fmt: skip
+        )
     return model.double().eval()
 
 

@@ -1,4 +1,4 @@
-"""Knowing the mask is what matters: the same optimiser finds the image with it and does not with zeros taken as data."""
+"""Knowing the mask is what matters: an optimiser finds the image with it, and does not with zeros taken as data."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_a_nan_is_never_a_good_image():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"of one shape .* found \(2, 13, 13\), \(2, 12, 12\)"):
+    with pytest.raises(ValueError, match=r"of one shape .* found \(2, 13, 13\) and \(2, 12, 12\)"):
         psnr(constant(0.0), constant(0.0, 12), 1)
     with pytest.raises(ValueError, match="data_range: expected a width above 0, found 0"):
         psnr(constant(0.0), constant(0.0), 0)
@@ -107,7 +107,7 @@ def test_refusals():
 
 
 def test_a_patch_is_what_the_convolution_sees():
-    """Embedding by a strided convolution = flattened patches times the flattened kernel, on an image that is not square."""
+    """A strided convolution = flattened patches times the flattened kernel, on an image that is not square."""
     image = torch.randn(3, 8, 12, dtype=torch.float64)
     convolution = torch.nn.Conv2d(3, 7, 4, stride=4, bias=False).double()
     expected = convolution(image[None]).flatten(2)[0].T

@@ -11,7 +11,7 @@ import torch
 from fedveil import rng, strategies, tasks
 from fedveil.client_app import app as client
 from fedveil.client_app import turn
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.worker import link
 from fedveil.config import parse
 from fedveil.contract.budget import Neighbours, Plan
@@ -78,7 +78,7 @@ def test_a_run_ends_for_a_site_whose_records_have_spent_their_budget(tmp_path, t
 def test_the_order_of_the_rows_does_not_matter_and_new_rows_start_anew(tmp_path, take):
     for round_ in range(3):
         take(assignment(tmp_path, round_, epsilon=allowed(1)))
-    for rows in (ROWS[::-1], [{**row, "fedveil row": "moved"} for row in ROWS]):
+    for rows in (ROWS[::-1], [replace(row, origin="moved", folder="elsewhere", class_names=("a",)) for row in ROWS]):
         with pytest.raises(BudgetError):
             take(assignment(tmp_path, 3, epsilon=allowed(1)), rows)
     take(assignment(tmp_path, 3, epsilon=allowed(1)), examples(12, seed=2))

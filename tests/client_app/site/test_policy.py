@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from fedveil.client_app import app as client
-from fedveil.client_app.assignment import Assignment
+from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.policy import Bundle, check, check_upload, epsilon
 from fedveil.errors import PolicyError
 from tests.server_app.grid import LocalGrid, use_toy_task

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from fedveil.client_app.assignment import Assignment, Order
+from fedveil.client_app.site.assignment import Assignment, Order
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker import cards, link
@@ -136,7 +136,7 @@ def test_a_warm_turn_is_the_turn_of_a_fresh_process_bit_for_bit_and_loads_nothin
     bench.orders(load=0.5)
     warm = [bench.turn(r) for r in range(3)]
     code = (
-        "import sys; from pathlib import Path; from fedveil.client_app.assignment import Assignment;"
+        "import sys; from pathlib import Path; from fedveil.client_app.site.assignment import Assignment;"
         "from client_app import app;"
         "text, *messages = [Path(p).read_bytes() for p in sys.argv[2:]];"
         "[Path(sys.argv[1], str(i)).write_bytes(b''.join(app._in_this_process(iter([m]), "

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from fedveil import rng, strategies, tasks
+from fedveil.attacks.findings import PICTURES
+from fedveil.attacks.samples import Source, members_of, non_members_of
 from fedveil.config import parse
-from fedveil.console.commands.running import audit, report
 from fedveil.console.main import main
+from fedveil.console.report import findings
+from fedveil.console.report import run_page as report
 from fedveil.console.runs import folder as runs
 from fedveil.contract.method import State
 from fedveil.contract.task import Share
@@ -40,7 +43,7 @@ def run_folder(tmp_path_factory) -> Path:
     config = parse(settings)
     method = strategies.create("fedrand", config.method.fields)
     task = tasks.load(config, method.adapter, "cpu")
-    rows = {site: task.prepare(task.examples(DATA, "train", Share(i, 2))) for i, site in enumerate(SITES)}
+    rows = {site: task.encode(task.examples(DATA, "train", Share(i, 2))) for i, site in enumerate(SITES)}
     exchange = Exchange(method, "fedrand", task.spec)
     state = method.init(task.spec, task.initial(rng.initial(0, "weights")), rng.initial(0, "method init"))
     federation = Federation(
@@ -86,14 +89,14 @@ def test_members_are_the_rows_of_the_site(run_folder):
     """site-2 is the first share and site-10 the second, though "site-10" sorts first."""
     config = parse(json.loads((run_folder / "config.json").read_text())["config"])
     task = tasks.load(config, strategies.create("fedrand").adapter, "cpu")
-    args = type("Args", (), {"site": [], "data": DATA, "non_members": None})()
-    members = audit._members(args, config, runs.load(run_folder), task, SITES)
+    source, asked = Source(data=DATA), runs.load(run_folder).sites
+    members = members_of(source, config, task, asked, SITES)
     assert members == {site: task.examples(DATA, "train", Share(i, 2)) for i, site in enumerate(SITES)}
-    others = audit._non_members(args, config, members, 2)
-    used = {row["fedveil row"] for rows in members.values() for row in rows}
+    others = non_members_of(source, config, members, len(asked))
+    used = {row.origin for rows in members.values() for row in rows}
     assert len(used) == 24
-    assert not used & {row["fedveil row"] for row in others}
-    assert {row["fedveil row"].partition(" of ")[2] for row in others} == {str(DATA / "train.jsonl")}
+    assert not used & {row.origin for row in others}
+    assert {row.origin.partition(" of ")[2] for row in others} == {str(DATA / "train.jsonl")}
 
 
 def test_the_report_has_a_section_of_it(run_folder, audited):
@@ -138,9 +141,9 @@ def pictures_of(tmp_path, fields: str):
     import torch
 
     from fedveil import rng, tasks
-    from fedveil.attacks.audit import Sample
     from fedveil.attacks.base import View
     from fedveil.attacks.reconstruction import pictures
+    from fedveil.attacks.samples import Sample
     from fedveil.config import parse
     from fedveil.federation.exchange import Exchange
     from fedveil.federation.inprocess import Federation
@@ -162,8 +165,8 @@ def pictures_of(tmp_path, fields: str):
     Federation(exchange, config, trainer_for, list("ab"), state, tap=tap).run()
     found = pictures.reconstructed(View.server(tap, exchange), task, config, members)
     assert found is not None
-    (tmp_path / pictures.FILE).write_bytes(found[0])
-    return found[1], pictures.html(tmp_path)
+    (tmp_path / PICTURES).write_bytes(found.png)
+    return found.notes, findings.pictures(tmp_path)
 
 
 def test_pictures_are_read_off_whole_gradients_and_shown(tmp_path):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedveil.console.commands.trying.demo import _setting
-from fedveil.console.flower import local_federation
+from fedveil.console.commands.trying import demo
 from fedveil.console.main import main
 
 
@@ -17,6 +16,7 @@ from fedveil.console.main import main
         ("trian.epochs=3", "error: trian: unknown key; expected a section of"),
         ("train.epoch=3", "error: train.epoch: unknown key; expected one of"),
         ("task.model=/no/such", 'error: task.model: expected a folder with a model, found none at "/no/such"'),
+        ("task.data=/no/such", 'expected a folder or file of rows, found none at "/no/such"'),
         ("task.evaluation=/no/such", 'expected a folder or file of rows, found none at "/no/such"'),
         ("task.source-column=question", 'error: task.data: expected column "question" in'),
     ],
@@ -25,16 +25,9 @@ def test_a_bad_setting_is_refused_before_anything_is_started(setting, line, caps
     def start(*args, **kwargs):
         raise AssertionError("started")
 
-    monkeypatch.setattr(local_federation, "LocalFederation", start)
+    monkeypatch.setattr(demo, "LocalFederation", start)
     assert main(["demo", "--methods", "fedrand", "--out", str(tmp_path), "--set", setting]) == 2
     error = capsys.readouterr().err
     assert line in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_settings_are_toml_or_text():
-    assert _setting("train.epochs = 3") == ("train.epochs", 3)
-    assert _setting("run.deterministic=true") == ("run.deterministic", True)
-    assert _setting("task.model=/a/b") == ("task.model", "/a/b")
-    assert _setting('task.model="tiny"') == ("task.model", "tiny")

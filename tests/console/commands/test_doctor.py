@@ -15,9 +15,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from fedveil.console.flower.keys import new_ca, write_certificate, write_node_key, write_server, write_tls
 from fedveil.console.main import main
 from fedveil.console.provisioning import checks
-from fedveil.console.provisioning.keys import new_ca, write_certificate, write_node_key, write_server, write_tls
 from fedveil.records import audit_log
 from tests.conftest import ROOT
 

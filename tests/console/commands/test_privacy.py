@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.console.commands.running import report
-from fedveil.console.commands.site import privacy
 from fedveil.console.main import main
+from fedveil.console.report import privacy
+from fedveil.console.report import run_page as report
 from fedveil.console.runs.folder import Run
 
 PLAN = ["privacy", "plan", "--rounds", "20", "--batch", "8", "--sites", "40", "240"]

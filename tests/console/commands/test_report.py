@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from fedveil.console.commands.running import report
 from fedveil.console.main import main
+from fedveil.console.report import run_page as report
 from fedveil.console.runs import folder as runs
 from fedveil.console.runs import summary
 from fedveil.errors import StateError

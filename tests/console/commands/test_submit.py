@@ -27,7 +27,7 @@ def flower(monkeypatch, tmp_path):
             given.append(number)
             return "finished:failed"
 
-    monkeypatch.setattr("fedveil.console.flower.command_line.Flower", Fake)
+    monkeypatch.setattr("fedveil.console.commands.running.submit.Flower", Fake)
     return given
 
 
@@ -67,7 +67,7 @@ def test_a_round_is_shown_once(tmp_path, flower, capsys, monkeypatch):
         file.write_text(file.read_text().replace("running", "completed"))
         return "finished:completed"
 
-    monkeypatch.setattr("fedveil.console.flower.command_line.Flower.run_status", run_status)
+    monkeypatch.setattr("fedveil.console.commands.running.submit.Flower.run_status", run_status)
     assert submitted(tmp_path, "--set", "run.name=first") == 0
     assert capsys.readouterr().out.count("round 0: 1 of 2") == 1
 

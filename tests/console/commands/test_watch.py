@@ -9,8 +9,10 @@ import time
 
 import pytest
 
-from fedveil.console.commands.running import status, watch
+from fedveil.console.commands.running import status
 from fedveil.console.main import main
+from fedveil.console.provisioning.presence import why_absent
+from fedveil.console.runs.ending import until_ended
 
 
 def ended(states, said=(), timeout=0.0):
@@ -29,7 +31,7 @@ def ended(states, said=(), timeout=0.0):
         now[0] += seconds
         assert now[0] < 1000
 
-    code, why = watch.until_ended(read, ask, timeout, lambda: now[0], sleep)
+    code, why = until_ended(read, ask, timeout, lambda: now[0], sleep)
     return code, why, asked
 
 
@@ -124,4 +126,4 @@ def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, t
 )
 def test_why_a_member_is_not_online(state, flower, words):
     entry = {"state": state} | ({} if state == "invited" else {"node": "7", "until": "2026-05-01T00:00:00+00:00"})
-    assert re.search(words, status._why(entry, {"7": flower} if flower else {"8": "online"}))
+    assert re.search(words, why_absent(entry, {"7": flower} if flower else {"8": "online"}))

@@ -8,10 +8,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from fedveil.console.flower.keys import write_node_key, write_tls
 from fedveil.console.flower.local_federation import LocalFederation, LocalSite
 from fedveil.console.flower.machine import PORTS, free_ports, toml
 from fedveil.console.flower.processes import LaunchError
-from fedveil.console.provisioning.keys import write_node_key, write_tls
 
 
 def test_free_ports_are_different_and_free():

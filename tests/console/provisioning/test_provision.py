@@ -23,7 +23,13 @@ from fedveil.console.provisioning.federation import Members, parse
 from fedveil.errors import ConfigError
 from tests.conftest import extract
 
-TEXT = 'name = "pilot"\nserver = ["fl.example.org", "10.1.0.5"]\nsites = ["north", "south"]\nfleet-port = 9443\nkey-days = 10\n'
+TEXT = """
+name = "pilot"
+server = ["fl.example.org", "10.1.0.5"]
+sites = ["north", "south"]
+fleet-port = 9443
+key-days = 10
+"""
 
 
 @pytest.fixture
@@ -77,7 +83,8 @@ def test_nothing_secret_is_readable_by_others_or_in_a_kit(federation, capsys):
         with tarfile.open(federation / "kits" / f"{site}.tar.gz") as archive:
             content = {name: archive.extractfile(name).read() for name in archive.getnames()}
         assert {Path(name).name for name in content} == {
-            "compose.yaml", "compose.gpu.yaml", "ca.crt", "site.toml", "node-config.toml", "site-policy.toml", "README.md",
+            "compose.yaml", "compose.gpu.yaml", "ca.crt", "site.toml", "node-config.toml", "site-policy.toml",
+            "README.md",
             "SHA256SUMS",
         }  # fmt: skip
         whole = b"\n".join(content.values())
@@ -254,6 +261,15 @@ def test_the_server_gets_a_new_certificate_from_the_same_ca(federation, capsys, 
     renewed.verify_directly_issued_by(x509.load_pem_x509_certificate((federation / "ca" / "ca.crt").read_bytes()))
     key = serialization.load_pem_private_key((federation / "server" / "server.key").read_bytes(), None)
     assert key.public_key() == renewed.public_key()
+
+
+@pytest.mark.parametrize("action,lost", [("list", "server/server.pem"), ("renew-server", "ca/ca.crt")])
+def test_a_lost_certificate_is_named(federation, action, lost, capsys):
+    (federation / lost).write_text("torn")
+    assert main(["members", action, str(federation)]) == 2
+    assert f"{lost}: expected a certificate that fedveil provision made" in capsys.readouterr().err
+    (federation / lost).unlink()
+    assert main(["members", action, str(federation)]) == 2
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,22 @@ import torch
 from torch import nn
 
 from fedveil import config as run_config
-from fedveil.adapters.factors import draw
-from fedveil.adapters.hadamard import HadamardLora
-from fedveil.adapters.hadamard_layers import HadamardLinear, change
+from fedveil.adapters.hadamard import HadamardLinear, HadamardLora, change
 from fedveil.adapters.lora import Lora
+from fedveil.contract.task import Example
 from fedveil.errors import ConfigError
-from fedveil.models import attach, library, tiny
+from fedveil.models import library, tiny
+from fedveil.models.loaded_model import LoadedModel
 from fedveil.rng import Stream
 from fedveil.tasks import load
 
 KEY = bytes(range(32))
 FORMS = ("plus-one", "product")
 FACTORS = ("lora_A", "lora_B", "private_A", "private_B")
+
+
+def put(weights, trained) -> None:
+    LoadedModel(None, None, trained, None).put(weights)
 
 
 def gpt2() -> nn.Module:
@@ -87,10 +91,10 @@ def gradients(form, private_b_std: float | None = None) -> dict[str, float]:
     adapter = HadamardLora(rank=4, form=form)
     layer = HadamardLinear(nn.Linear(11, 7), adapter)
     parameters = {n: p for n, p in layer.named_parameters() if not n.startswith("base_layer")}
-    start = draw(adapter, {f"m.{n}": tuple(p.shape) for n, p in parameters.items()}, Stream(KEY))
+    start = adapter.draw({f"m.{n}": tuple(p.shape) for n, p in parameters.items()}, Stream(KEY), {})
     if private_b_std is not None:
         start["m.private_B"] = private_b_std * torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
-    attach.put(start, {f"m.{n}": p for n, p in parameters.items()})
+    put(start, {f"m.{n}": p for n, p in parameters.items()})
     x = torch.randn(5, 11, generator=torch.Generator().manual_seed(2))
     layer(x).square().sum().backward()
     return {n: float(p.grad.norm()) for n, p in parameters.items()}
@@ -112,10 +116,10 @@ def test_attached_model_equals_a_dense_one(base, form):
     adapter = HadamardLora(rank=3, alpha=4.5, form=form)
     model, dense = BASES[base](), BASES[base]()
     plain = logits(dense)
-    trained = attach.attach(model, adapter)
+    trained = adapter.attach(model)
     assert torch.equal(logits(model), plain)  # all zero
     weights = filled(trained)
-    attach.put(weights, trained)
+    put(weights, trained)
     for module in {n.rpartition(".")[0] for n in weights}:
         a, b, p, q = (weights[f"{module}.{factor}"] for factor in FACTORS)
         delta = 1.5 * (b @ a) * (q @ p + (1.0 if form == "plus-one" else 0.0))
@@ -128,8 +132,8 @@ def test_attached_model_equals_a_dense_one(base, form):
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.[01]\..*(c_fc|q_proj)", r".*(attn\.c_proj|down_proj)"])
 def test_same_layers_in_the_same_order_as_peft(base, targets):
-    ours = attach.attach(BASES[base](), HadamardLora(rank=2, targets=targets))
-    theirs = attach.attach(BASES[base](), Lora(rank=2, targets=targets))
+    ours = HadamardLora(rank=2, targets=targets).attach(BASES[base]())
+    theirs = Lora(rank=2, targets=targets).attach(BASES[base]())
     assert [n for n in ours if ".private_" not in n] == list(theirs)
     assert {n: p.shape for n, p in ours.items() if n in theirs} == {n: p.shape for n, p in theirs.items()}
     pairs = {n.replace(".private_", ".lora_"): p.shape for n, p in ours.items() if ".private_" in n}
@@ -138,24 +142,24 @@ def test_same_layers_in_the_same_order_as_peft(base, targets):
 
 def test_only_the_factors_train():
     model = llama()
-    trained = attach.attach(model, HadamardLora(rank=2))
+    trained = HadamardLora(rank=2).attach(model)
     assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in trained.values()}
     assert {p.dtype for p in trained.values()} == {torch.float32}
-    attach.put(filled(trained), trained)
+    put(filled(trained), trained)
     logits(model).square().mean().backward()
     assert all(p.grad is not None and p.grad.any() for p in trained.values())
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
 def test_a_head_is_left_out_and_other_modules_are_refused():
-    assert not any("lm_head" in n for n in attach.attach(gpt2(), HadamardLora(rank=2)))
+    assert not any("lm_head" in n for n in HadamardLora(rank=2).attach(gpt2()))
     for targets, reason in (
         ("nothing", "no module has such a name"),
         (r".*\.attn", r"transformer\.h\.0\.attn is no linear layer"),
         ("(", "no regular expression"),
     ):
         with pytest.raises(ConfigError, match=f"adapter.targets: expected .*{reason}"):
-            attach.attach(gpt2(), HadamardLora(targets=targets))
+            HadamardLora(targets=targets).attach(gpt2())
 
 
 def test_small_private_products_count_under_autocast():
@@ -179,28 +183,31 @@ def make(adapter: HadamardLora, **keys):
     return load(run_config.parse({"run.deterministic": True, "train.batch-size": 4, **flat}), adapter, "cpu")
 
 
-ROWS = [{"mr": f"name[The {n}]", "ref": f"The {n} is by the river."} for n in ("Mill", "Vaults", "Rose", "Star")]
+ROWS = Example.of(
+    {"mr": f"name[The {n}]", "ref": f"The {n} is by the river."} for n in ("Mill", "Vaults", "Rose", "Star")
+)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("quantised", ["none", "4bit"])
 def test_a_task_trains_it(form, quantised):
-    """Three steps lower the loss; a second pass moves all four factors. A quantised base is frozen, so it is allowed."""
+    """Three steps lower the loss; a second pass moves all four factors. A quantised base is allowed: it is frozen."""
     task = make(
         HadamardLora(rank=4, form=form), train__epochs=3, train__learning_rate=2e-2, train__quantized_base=quantised
     )
     start = task.initial(Stream(KEY))
     assert list(start) == list(task.spec)
-    result = task.trainer(task.prepare(ROWS), Stream(KEY)).train(start)
+    result = task.trainer(task.encode(ROWS), Stream(KEY)).train(start)
     assert task.evaluate(result.weights, ROWS, False)["loss"] < task.evaluate(start, ROWS, False)["loss"]
     assert all(not torch.equal(result.weights[n], start[n]) for n in start)
 
 
 def test_initial_shared_pair_is_that_of_lora_s_kind():
     """A uniform within 1/sqrt(d_in), B zero; the order of the shapes changes nothing."""
-    shapes = HadamardLora(rank=5).example_shapes()
-    drawn = draw(HadamardLora(rank=5), shapes, Stream(KEY))
-    turned = draw(HadamardLora(rank=5), dict(reversed(shapes.items())), Stream(KEY))
+    adapter = HadamardLora(rank=5)
+    shapes = {name: tensor.shape for name, tensor in adapter.example_spec().items()}
+    drawn = adapter.draw(shapes, Stream(KEY), {})
+    turned = adapter.draw(dict(reversed(shapes.items())), Stream(KEY), {})
     assert all(torch.equal(drawn[n], turned[n]) for n in shapes)
     for name, value in drawn.items():
         bound = value.shape[1] ** -0.5

@@ -5,8 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig
 
 from fedveil import rng, tasks
-from fedveil.adapters import prefix_layers
-from fedveil.adapters.prefix import Prefix
+from fedveil.adapters.prefix import Prefix, shape
 from fedveil.config import parse
 from fedveil.errors import ConfigError
 
@@ -35,19 +34,21 @@ def build(kind: str, seed: int = 3):
 
 def prefixed(kind: str, length: int = 6, cells: int = 0):
     model = build(kind)
-    trained = prefix_layers.attach(model, Prefix(length, cells))
+    trained = Prefix(length, cells).attach(model)
     trained["prefix"].data.normal_(generator=torch.Generator().manual_seed(1))
     return model, trained
 
 
 def test_layout_is_that_of_past_key_values(kind):
-    """Keys and values that the bare model keeps of 6 tokens are a prefix: the same logits as reading these tokens first."""
+    """Keys and values that the bare model keeps of 6 tokens are a prefix: the same logits as reading these tokens
+    first.
+    """
     bare, read = build(kind), torch.tensor([[4, 4, 2, 17, 13, 10]])
     model, trained = prefixed(kind)
     with torch.no_grad():
         cache = bare(read, past_key_values=DynamicCache(), use_cache=True).past_key_values
         kept = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
-        assert kept.shape == prefix_layers.shape(model, 6) == trained["prefix"].shape
+        assert kept.shape == shape(model, 6) == trained["prefix"].shape
         trained["prefix"].copy_(kept)
         wanted = bare(torch.cat([read, IDS[:1]], 1)).logits[:, 6:]
         torch.testing.assert_close(model(IDS[:1]).logits, wanted, rtol=1e-4, atol=1e-5)
@@ -85,7 +86,9 @@ def test_only_the_prefix_trains_without_cells(kind):
 
 
 def test_layers_share_their_cell(kind):
-    """Layers 0, 2 and 1, 3 are one each: the same parameters, an index of their own; as a bare model with copied layers."""
+    """Layers 0, 2 and 1, 3 are one each: the same parameters, an index of their own; as a bare model with copied
+    layers.
+    """
     model, trained = prefixed(kind, cells=2)
     layers = next(m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList))
     for one, other in ((0, 2), (1, 3)):
@@ -107,7 +110,7 @@ def test_layers_share_their_cell(kind):
 
 def test_more_cells_than_layers_are_refused(kind):
     with pytest.raises(ConfigError, match=r"adapter.cells: .* found 5 and 4"):
-        prefix_layers.attach(build(kind), Prefix(3, cells=5))
+        Prefix(3, cells=5).attach(build(kind))
 
 
 def test_what_does_not_go_together_is_refused():
@@ -116,7 +119,7 @@ def test_what_does_not_go_together_is_refused():
     for key in ("train.checkpointing", "train.compile"):
         with pytest.raises(ConfigError, match="train.checkpointing, train.compile"):
             tasks.load(parse({key: True}), Prefix(), "cpu")
-    with pytest.raises(ConfigError, match="a prefix goes with"):
+    with pytest.raises(ConfigError, match=r"adapter.kind: expected LoRA pairs or all weights .* found \"prefix\""):
         tasks.load(parse({"task.name": "image-classification"}), Prefix(), "cpu")
     with pytest.raises(ConfigError, match="train.quantized-base"):
         tasks.load(parse({"train.quantized-base": "4bit"}), Prefix(cells=1), "cpu")

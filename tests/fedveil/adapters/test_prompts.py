@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from fedveil import rng
-from fedveil.adapters import prompts
+from fedveil.adapters import prompts, shared_prompt
 from fedveil.adapters.prompt import Prompt
 from fedveil.contract.method import State
 from fedveil.contract.spec import TensorSpec
@@ -28,7 +28,8 @@ def unit(shape, seed=0):
 
 
 WEIGHTS = {
-    "prompt": drawn((5, 7), 1), "prompt.local": drawn((5, 7), 2), "prompt.u": drawn((5, 2), 3), "prompt.v": drawn((2, 7), 4)
+    "prompt": drawn((5, 7), 1), "prompt.local": drawn((5, 7), 2),
+    "prompt.u": drawn((5, 2), 3), "prompt.v": drawn((2, 7), 4),
 }  # fmt: skip
 
 
@@ -59,14 +60,14 @@ def test_contexts_by_hand():
 @pytest.mark.parametrize("form", ["one", "sum", "transport", "factored"])
 def test_the_shared_model_alone_has_the_shared_prompt_s_text_only(form):
     adapter = Prompt(5, form=form, rank=2)
-    alone = prompts.alone(adapter, weights(adapter))
+    alone = shared_prompt.alone(adapter, weights(adapter))
     assert {n: tuple(t.shape) for n, t in alone.items()} == adapter.shapes(7)
     assert all(torch.equal(context, WEIGHTS["prompt"]) for context in prompts.contexts(adapter, alone))
 
 
 def test_initial_tensors_are_normal_and_repeat():
     adapter = Prompt(40, form="sum", std=0.02)
-    first, again, other = (prompts.draw(adapter, adapter.shapes(300), rng.initial(s, "w")) for s in (0, 0, 1))
+    first, again, other = (adapter.draw(adapter.shapes(300), rng.initial(s, "w"), {}) for s in (0, 0, 1))
     for name, tensor in first.items():
         assert float(tensor.std()) == pytest.approx(0.02, rel=0.03)
         assert abs(float(tensor.mean())) < 0.001
@@ -79,11 +80,13 @@ def test_a_site_starts_from_what_it_kept_or_draws_it():
     adapter = Prompt(5, form="sum")
     spec = {name: TensorSpec(shape) for name, shape in adapter.shapes(7).items()}
     received = {"prompt": torch.ones(5, 7, dtype=torch.float16)}
-    kept = prompts.start(adapter, State({"prompt.local": WEIGHTS["prompt.local"]}), received, spec, rng.initial(0, "a"))
+    kept = shared_prompt.start(
+        adapter, State({"prompt.local": WEIGHTS["prompt.local"]}), received, spec, rng.initial(0, "a")
+    )
     assert torch.equal(kept["prompt.local"], WEIGHTS["prompt.local"])
     assert torch.equal(kept["prompt"], torch.ones(5, 7))
     assert kept["prompt"].dtype == torch.float32
-    new, other = (prompts.start(adapter, None, received, spec, rng.initial(0, purpose)) for purpose in "ab")
+    new, other = (shared_prompt.start(adapter, None, received, spec, rng.initial(0, purpose)) for purpose in "ab")
     assert torch.equal(new["prompt"], torch.ones(5, 7))
     assert 0.01 < float(new["prompt.local"].std()) < 0.03
     assert not torch.equal(new["prompt.local"], other["prompt.local"])

@@ -14,6 +14,7 @@ from fedveil.config import parse
 from fedveil.contract.budget import Budget, Neighbours, Plan
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import TensorSpec
+from fedveil.contract.task import Example
 from fedveil.contract.trainer import Batch, PerSample
 from fedveil.errors import BudgetError, ConfigError
 from fedveil.federation.exchange import Exchange
@@ -161,7 +162,7 @@ def test_every_training_of_a_turn_is_charged_before_its_rows_are_looked_at(tmp_p
     wished = accounting.epsilon(steps, 1e-5, Neighbours.REPLACE_ONE) * 1.0001
     method, noisy = strategies.create("fedsp", "alternate = true"), DpSgd(1.0, 2.0, 0.1, wished)
     task = tasks.load(parse({"train.max-steps": 3, "train.batch-size": 4, "train.epochs": 9}), method.adapter, "cpu")
-    rows = task.prepare([{"mr": f"name[Aromi {i}]", "ref": "Aromi."} for i in range(9)])
+    rows = task.encode(Example.of({"mr": f"name[Aromi {i}]", "ref": "Aromi."} for i in range(9)))
     weights = task.initial(rng.initial(0, "w"))
     exchange = Exchange(method, "fedsp", task.spec)
     server = method.init(task.spec, weights, rng.initial(0, "m"))
@@ -188,7 +189,7 @@ def test_fedrand_under_noisy_steps_sends_one_factor_and_keeps_the_other_frozen_e
     """Uploads are noised: two sites with the same rows and stream differ, and a frozen tensor does not move."""
     method = strategies.create("fedrand")
     task = tasks.load(parse({"train.max-steps": 1, "train.batch-size": 2}), method.adapter, "cpu")
-    rows = task.prepare([{"mr": f"name[Aromi {i}]", "ref": "Aromi."} for i in range(6)])
+    rows = task.encode(Example.of({"mr": f"name[Aromi {i}]", "ref": "Aromi."} for i in range(6)))
     exchange = Exchange(method, "fedrand", task.spec)
     server = method.init(task.spec, task.initial(rng.initial(0, "w")), rng.initial(0, "m"))
     sent = []
@@ -207,8 +208,10 @@ def test_text_rows_have_gradients_of_their_own(adapter):
     """Against backpropagation through each row alone, unpadded; the mean over target tokens."""
     task = tasks.load(parse({}), adapter, "cpu")
     weights = task.initial(rng.initial(0, "w"))
-    rows = task.prepare(
-        [{"mr": "name[Aromi], food[Thai]", "ref": "Aromi."}, {"mr": "x", "ref": "A long one about Thai food."}]
+    rows = task.encode(
+        Example.of(
+            [{"mr": "name[Aromi], food[Thai]", "ref": "Aromi."}, {"mr": "x", "ref": "A long one about Thai food."}]
+        )
     )
     found = task.trainer(rows, rng.initial(0, "b")).rows.per_sample(weights, Batch((0, 1)))
     for i, row in enumerate(rows):
@@ -237,7 +240,7 @@ def test_images_have_gradients_of_their_own(adapter, tmp_path):
     }
     task = tasks.load(parse(flat), adapter, "cpu")
     weights = task.initial(rng.initial(0, "w"))
-    rows = task.prepare(task.examples(tmp_path, "train"))
+    rows = task.encode(task.examples(tmp_path, "train"))
     found = task.trainer(rows, rng.initial(0, "b")).rows.per_sample(weights, Batch((0, 2)))
     for i, row in enumerate((rows[0], rows[2])):
         task.put(weights)

@@ -16,13 +16,13 @@ from fedveil import rng
 from fedveil.adapters import prompts
 from fedveil.adapters.lora import Lora
 from fedveil.adapters.prompt import Prompt
-from fedveil.contract.task import Share
+from fedveil.contract.task import Example, Share
 from fedveil.contract.trainer import Batch
 from fedveil.errors import ConfigError, TaskError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.models import clip_towers, library, tiny
-from fedveil.rows.batches import Labelled
+from fedveil.rows.batches import LabelledBatch
 from fedveil.strategies.dp_fpl import DpFpl
 from fedveil.tasks import load
 from fedveil.tasks.clip_prompt import ClipPrompt
@@ -97,7 +97,7 @@ def stream(purpose: str = "weights", seed: int = 0) -> rng.Stream:
 
 def ready(folder, data, adapter=Prompt(3), **keys):
     task = make(folder, adapter, **keys)
-    return task, task.prepare(task.examples(data, "train"))
+    return task, task.encode(task.examples(data, "train"))
 
 
 # --- against transformers
@@ -131,7 +131,7 @@ def test_images_and_logits_are_those_of_transformers(folder, data):
     task, seen = ready(folder, data)
     from PIL import Image as Pil
 
-    pictures = [Pil.open(io.BytesIO(e["image"]["bytes"])).convert("RGB") for e in task.examples(data, "train")]
+    pictures = [Pil.open(io.BytesIO(e.values["image"]["bytes"])).convert("RGB") for e in task.examples(data, "train")]
     pixels = task.base.processor.image_processor(images=pictures, return_tensors="pt")["pixel_values"]
     inputs = task.base.tokenizer(
         [f"a photo of a {n.replace('_', ' ')}." for n in NAMES], padding=True, return_tensors="pt"
@@ -182,7 +182,7 @@ def test_per_sample_gradients_by_torch_func(folder, data, form):
     weights, batch = task.initial(stream()), task.collate(seen[:6])
 
     def one(w, points, label):
-        return task.loss_at(w, Labelled(points[None], label[None]))
+        return task.loss_at(w, LabelledBatch(points[None], label[None]))
 
     found = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(weights, batch.inputs, batch.labels)
     task.put(weights)
@@ -333,11 +333,11 @@ def test_an_image_goes_through_the_tower_once(folder, data, monkeypatch):
     )
     task, seen = ready(folder, data)
     examples = task.examples(data, "train")
-    again = task.prepare([*examples[3:7], *examples[3:7]])
+    again = task.encode([*examples[3:7], *examples[3:7]])
     task.evaluate(task.initial(stream()), task.examples(data, "train"), generate=False)
     assert looked == [16]
     assert all(torch.equal(a.points, seen[3 + i % 4].points) for i, a in enumerate(again))
-    task.prepare(task.examples(data, "test"))
+    task.encode(task.examples(data, "test"))
     assert looked == [16, 9]
 
 
@@ -351,14 +351,14 @@ def test_names_come_from_the_config_or_the_data(folder, data, tmp_path):
     lines = [json.dumps({"image": f"{i}.png", "label": name}) for i, name in enumerate(labels)]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     task = make(folder)
-    assert [row.label for row in task.prepare(task.examples(tmp_path, "train"))] == [1, 0, 1]
+    assert [row.label for row in task.encode(task.examples(tmp_path, "train"))] == [1, 0, 1]
     assert task.names == ("cat", "ox")
     task = make(folder, task__class_names=" cow , ox,cat")
-    assert [row.label for row in task.prepare(task.examples(tmp_path, "train"))] == [1, 2, 1]
+    assert [row.label for row in task.encode(task.examples(tmp_path, "train"))] == [1, 2, 1]
     task = make(folder, task__class_names="cat")
     examples = task.examples(tmp_path, "train")
     with pytest.raises(TaskError, match="expected a class from 0 to 0, or its name, .* found 'ox' in row 1 of"):
-        task.prepare(examples)
+        task.encode(examples)
 
 
 def test_an_image_folder(folder, tmp_path):
@@ -367,7 +367,7 @@ def test_an_image_folder(folder, tmp_path):
         for seed in seeds:
             (tmp_path / "train" / name / f"{seed}.png").write_bytes(picture(seed))
     task = make(folder)
-    assert [row.label for row in task.prepare(task.examples(tmp_path, "train"))] == [0, 2, 2]
+    assert [row.label for row in task.encode(task.examples(tmp_path, "train"))] == [0, 2, 2]
     assert task.names == ("cat", "empty", "sea_horse")
 
 
@@ -378,12 +378,12 @@ def test_other_names_later_are_refused(folder, data, tmp_path):
         str(tmp_path / "test.parquet")
     )
     with pytest.raises(TaskError, match=r"expected the classes cat, sea_horse.*found b, a \(in all 2\) in row 1 of"):
-        task.prepare(task.examples(tmp_path, "test"))
+        task.encode(task.examples(tmp_path, "test"))
 
 
 def test_sites_have_whole_classes(folder, data):
     task = make(folder, task__partition="pathological", task__classes_per_site=0)
-    held = [{e["label"] for e in task.examples(data, "train", Share(i, 2))} for i in range(2)]
+    held = [{e.values["label"] for e in task.examples(data, "train", Share(i, 2))} for i in range(2)]
     assert held[0] | held[1] == {0, 1, 2, 3}
     assert not held[0] & held[1]
 
@@ -405,7 +405,7 @@ def test_what_does_not_go_together_is_refused(folder, adapter, keys, message):
 
 @pytest.mark.parametrize(
     ("names", "length", "message"),
-    [("cat,cat", 3, r"expected different names, at least one, found \['cat'\]"), ("", 3, "found none there and none in the"),
+    [("cat,cat", 3, r"different names, at least one, found \['cat'\]"), ("", 3, "found none there or in"),
      ("cat,a very old dog indeed", 34, 'found .* with "a very old dog indeed"; shorten')],
 )  # fmt: skip
 def test_names_that_cannot_be_are_refused(folder, names, length, message):
@@ -426,7 +426,7 @@ def test_a_broken_image_is_named_by_its_row(folder, data):
     task = make(folder)
     examples = task.examples(data, "train")
     with pytest.raises(TaskError, match="row 2 of .*train.parquet"):
-        task.prepare([examples[0], {**examples[1], "image": b"no image"}])
+        task.encode([examples[0], Example({**examples[1].values, "image": b"no image"}, examples[1].origin)])
 
 
 # --- the bundled base
@@ -443,8 +443,8 @@ def test_the_bundled_base_is_small_and_knows_pictures_it_never_saw():
 def test_the_bundled_base_tells_unseen_pictures_apart_better_than_chance():
     folder = Path(os.environ["FEDVEIL_DATA"]) / "caltech101"
     task = make("tiny", Prompt())
-    examples = [e for e in task.examples(folder, "test") if not is_public(e["source_path"])][::4]
-    found = task.zero_shot(task.prepare(examples), range(101))
+    examples = [e for e in task.examples(folder, "test") if not is_public(e.values["source_path"])][::4]
+    found = task.zero_shot(task.encode(examples), range(101))
     assert found["accuracy_local"] > 0.04  # chance is 0.01
 
 

@@ -15,7 +15,7 @@ from fedveil import rng
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.hadamard import HadamardLora
 from fedveil.adapters.lora import Lora
-from fedveil.contract.task import Share
+from fedveil.contract.task import Example, Share
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import library, tiny
 from fedveil.tasks import image_classification, load
@@ -91,7 +91,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(task, data):
-    return task.prepare(task.examples(data, "train"))
+    return task.encode(task.examples(data, "train"))
 
 
 def randomised(task: ImageClassification) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ def test_loss_equals_that_of_the_original_model(tmp_path, preprocessor):
             small = [np.array(image.resize((24, 24), Pil.Resampling.BILINEAR)) for image in opened]
             pixels = (torch.tensor(np.stack(small)).permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
     labels = torch.tensor([0, 1, 2, 0, 1])
-    prepared = task.prepare([{"image": i, "label": int(c)} for i, c in zip(encoded, labels, strict=True)])
+    prepared = task.encode(Example.of({"image": i, "label": int(c)} for i, c in zip(encoded, labels, strict=True)))
     ours = task.collate(prepared)
     assert ours.inputs.dtype == torch.float32
     atol = 1e-6 if preprocessor else 1.01 / 127.5  # Pillow rounds to 256 values, twice
@@ -136,18 +136,18 @@ def test_an_image_of_the_models_size_is_not_resampled(task):
     import numpy as np
     from PIL import Image as Pil
 
-    (row,) = task.prepare([{"image": picture(5), "label": 0}])
+    (row,) = task.encode(Example.of([{"image": picture(5), "label": 0}]))
     values = torch.tensor(np.array(Pil.open(io.BytesIO(picture(5))))).permute(2, 0, 1)
     assert torch.allclose(row.pixels(), values / 127.5 - 1, atol=1e-6)
 
 
 def test_grey_images_and_models_of_one_channel(tmp_path):
     task = make(task__model=str(vit(tmp_path / "grey", weights=False, num_channels=1)))
-    (row,) = task.prepare([{"image": picture(2), "label": 0}])
+    (row,) = task.encode(Example.of([{"image": picture(2), "label": 0}]))
     assert row.pixels().shape == (1, 24, 24)
     other = make(task__model=str(vit(tmp_path / "four", weights=False, num_channels=4)))
     with pytest.raises(TaskError, match="expected a model of pixels in 1 or 3 channels, found ViTFor.* with 4 in"):
-        other.prepare([{"image": picture(2), "label": 0}])
+        other.encode(Example.of([{"image": picture(2), "label": 0}]))
 
 
 def test_the_company_in_a_batch_changes_nothing(task, rows):
@@ -164,7 +164,7 @@ def test_training_learns_the_images(data, keys):
     task = make(train__epochs=20, train__learning_rate=2e-3, **keys)
     examples = task.examples(data, "train")
     start = task.initial(stream())
-    trained = task.trainer(task.prepare(examples), stream("batches")).train(start)
+    trained = task.trainer(task.encode(examples), stream("batches")).train(start)
     before, after = task.evaluate(start, examples, True), task.evaluate(trained.weights, examples, True)
     assert set(after) == {"loss", "accuracy"}
     assert after["loss"] < before["loss"] / 3
@@ -178,7 +178,7 @@ def test_scores_by_hand(task, data):
     """A classifier with zero weights says the class of the largest bias, whatever it sees."""
     bias = torch.tensor([0.3, 1.7, -0.4])
     weights = {n: torch.zeros(s.shape) for n, s in task.spec.items()} | {"classifier.bias": bias}
-    examples = [*task.examples(data, "train"), {"image": picture(1), "label": 1}]  # 4, 5 and 4 of the classes
+    examples = [*task.examples(data, "train"), Example({"image": picture(1), "label": 1})]  # 4, 5 and 4 of the classes
     scores = task.evaluate(weights, examples, generate=False)
     logs = torch.log_softmax(bias, 0)
     assert scores["accuracy"] == pytest.approx(5 / 13)
@@ -191,7 +191,7 @@ def test_scored_examples_are_spread_over_the_split():
     weights = {n: torch.zeros(s.shape) for n, s in task.spec.items()} | {
         "classifier.bias": torch.tensor([2.0, 0.0, 0.0])
     }
-    examples = [{"image": picture(0), "label": i // 3} for i in range(9)]
+    examples = Example.of({"image": picture(0), "label": i // 3} for i in range(9))
     assert task.evaluate(weights, examples, False)["accuracy"] == pytest.approx(1 / 3)
     with pytest.raises(TaskError, match="expected at least one row to score"):
         task.evaluate(weights, [], False)
@@ -256,7 +256,7 @@ def test_an_adapter_on_a_base_that_every_site_has(adapter, data):
     assert not all(torch.equal(p, other[n]) for n, p in frozen.items())
     start = task.initial(stream())
     examples = task.examples(data, "train")
-    trained = task.trainer(task.prepare(examples), stream("batches")).train(start)
+    trained = task.trainer(task.encode(examples), stream("batches")).train(start)
     assert task.evaluate(trained.weights, examples, False)["loss"] < task.evaluate(start, examples, False)["loss"]
     assert all(torch.equal(p, same[n]) for n, p in frozen.items())
 
@@ -275,7 +275,7 @@ def test_predictions_are_the_rows_own(task, rows):
 
 def test_images_beyond_the_memory_bound_are_decoded_again(task, data, rows, monkeypatch):
     monkeypatch.setattr(image_classification, "_KEPT_BYTES", rows[0].pixels().nbytes * 2)
-    bounded = task.prepare(task.examples(data, "train"))
+    bounded = task.encode(task.examples(data, "train"))
     assert bounded[1].pixels() is bounded[1].pixels()  # kept
     assert bounded[2].pixels() is not bounded[2].pixels()
     assert all(torch.equal(a.pixels(), b.pixels()) for a, b in zip(rows, bounded, strict=True))
@@ -293,8 +293,8 @@ def image_folder(folder: Path, numbers: range = range(12)) -> Path:
 def test_an_image_folder_and_a_file_read_alike(tmp_path, task, rows):
     folder = image_folder(tmp_path / "folder")
     found = task.examples(folder, "train")
-    assert [e["fedveil row"] for e in found[:2]] == [str(folder / "train" / "bird" / f"{n}.png") for n in ("00", "03")]
-    prepared = task.prepare(found)
+    assert [e.origin for e in found[:2]] == [str(folder / "train" / "bird" / f"{n}.png") for n in ("00", "03")]
+    prepared = task.encode(found)
     expected = sorted(range(12), key=lambda i: (i % 3, i))
     assert [row.label for row in prepared] == [rows[i].label for i in expected] == [0] * 4 + [1] * 4 + [2] * 4
     assert all(torch.equal(row.pixels(), rows[i].pixels()) for row, i in zip(prepared, expected, strict=True))
@@ -305,17 +305,17 @@ def test_an_image_folder_and_a_file_read_alike(tmp_path, task, rows):
             for i in range(12)
         )
     )
-    for row, same in zip(task.prepare(task.examples(tmp_path, "train")), rows, strict=True):
+    for row, same in zip(task.encode(task.examples(tmp_path, "train")), rows, strict=True):
         assert row.label == same.label
         assert torch.equal(row.pixels(), same.pixels())
 
 
 def test_a_class_without_images_keeps_its_number(tmp_path, task):
     folder = image_folder(tmp_path / "folder", range(2, 12, 3))  # dogs only
-    assert {row.label for row in task.prepare(task.examples(folder, "train"))} == {2}
+    assert {row.label for row in task.encode(task.examples(folder, "train"))} == {2}
     (folder / "train" / "bird").rmdir()
     with pytest.raises(TaskError, match=r"expected 3 class names in .*train\", as many .* found 2 \(cat, dog\); set"):
-        task.prepare(task.examples(folder, "train"))
+        task.encode(task.examples(folder, "train"))
 
 
 def test_names_of_the_model_decide_where_it_has_them(tmp_path):
@@ -323,7 +323,7 @@ def test_names_of_the_model_decide_where_it_has_them(tmp_path):
     task = make(
         task__model=str(vit(tmp_path / "vit", num_labels=4, id2label=names, label2id={n: i for i, n in names.items()}))
     )
-    prepared = task.prepare(task.examples(image_folder(tmp_path / "folder"), "train"))
+    prepared = task.encode(task.examples(image_folder(tmp_path / "folder"), "train"))
     assert [row.label for row in prepared] == [2] * 4 + [3] * 4 + [0] * 4
 
 
@@ -331,7 +331,7 @@ def test_names_of_the_model_decide_where_it_has_them(tmp_path):
 def test_shares_cut_by_label(tmp_path, form, data):
     folder = data if form == "file" else image_folder(tmp_path / "folder")
     task = make(task__partition="pathological", task__classes_per_site=1)
-    parts = [task.prepare(task.examples(folder, "train", Share(i, 3))) for i in range(3)]
+    parts = [task.encode(task.examples(folder, "train", Share(i, 3))) for i in range(3)]
     assert [{row.label for row in part} for part in parts] == [{0}, {1}, {2}]
     assert [len(part) for part in parts] == [4, 4, 4]
     few = make(task__max_examples=5)
@@ -341,24 +341,24 @@ def test_shares_cut_by_label(tmp_path, form, data):
 def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
     whole = {"image": {"bytes": picture(0), "path": None}, "label": 0}
     cases = {
-        "image": ({"image": {"bytes": b"no image", "path": None}, "label": 1}, "expected an image that decodes, found that row 2 of .*train.parquet"),
-        "cut": ({"image": {"bytes": picture(1)[:200], "path": None}, "label": 1}, "expected an image that decodes, found that row 2 of"),
+        "image": ({"image": {"bytes": b"none", "path": None}, "label": 1}, "that decodes, .* row 2 of .*parquet"),
+        "cut": ({"image": {"bytes": picture(1)[:200], "path": None}, "label": 1}, "an image that decodes, .* row 2 of"),
         "none": ({"image": None, "label": 1}, r'expected an image in column "image".* row 2 of .*train.parquet'),
-        "unlabelled": ({"image": whole["image"], "label": -1}, r'expected a class from 0 to 2 in column "label", found -1 in row 2 of .*train.parquet'),
+        "unlabelled": ({"image": whole["image"], "label": -1}, r'"label", found -1 in row 2 of .*train.parquet'),
         "absent": ({"image": whole["image"], "label": None}, "expected a class from 0 to 2 .* found None in row 2 of"),
     }  # fmt: skip
     for name, (bad, said) in cases.items():
         folder = save(tmp_path / name, [whole, bad])
         with pytest.raises(TaskError, match=said) as error:
-            task.prepare(task.examples(folder, "train"))
+            task.encode(task.examples(folder, "train"))
         assert "\n" not in str(error.value)
     for value in (3, True, 1.0):
         with pytest.raises(TaskError, match=f"expected a class from 0 to 2 .* found {value} in row 8 of f"):
-            task.prepare([{"image": picture(0), "label": value, "fedveil row": "row 8 of f"}])
+            task.encode([Example({"image": picture(0), "label": value}, "row 8 of f")])
     folder = image_folder(tmp_path / "folder")
     (folder / "train" / "dog" / "05.png").write_bytes(b"no image")
     with pytest.raises(TaskError, match="expected an image that decodes, found that .*train/dog/05.png does not"):
-        task.prepare(task.examples(folder, "train"))
+        task.encode(task.examples(folder, "train"))
 
 
 def test_missing_data_is_named(tmp_path, task, data):

@@ -17,11 +17,10 @@ from fedveil import config as run_config
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.lora import Lora
 from fedveil.contract.method import REPORT_FIELDS
-from fedveil.contract.task import Share
+from fedveil.contract.task import Example, Share
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import attach, library, loading
+from fedveil.models import library, tiny
 from fedveil.rng import Stream
-from fedveil.rows.reading import WHERE
 from fedveil.tasks import load
 from fedveil.tasks.text_generation import SEPARATOR, TextGeneration
 
@@ -116,14 +115,14 @@ def test_lora_is_the_base_plus_scale_b_a(task, rows):
 
     weights = randomised(task)
     with library.quiet():
-        plain = GPT2LMHeadModel.from_pretrained(loading.find("tiny")[0], dtype=torch.float32).eval()
+        plain = GPT2LMHeadModel.from_pretrained(tiny.folder("text-generation"), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, w in weights.items():
             if name.endswith(".lora_A"):
                 module = name.removesuffix(".lora_A")
                 plain.get_submodule(module).weight += 2.0 * (weights[f"{module}.lora_B"] @ w).T
-    attach.put(weights, task.base.trained)
-    ids = torch.tensor([task.base.tokenizer.encode(rows[0]["ref"])])
+    task.base.put(weights)
+    ids = torch.tensor([task.base.tokenizer.encode(rows[0].values["ref"])])
     with torch.no_grad():
         difference = task.base.model(input_ids=ids).logits - plain(input_ids=ids).logits
     assert float(difference.abs().max()) < 2e-4
@@ -144,7 +143,7 @@ def plain_loss(task: TextGeneration, source: str, target: str) -> tuple[float, i
 def test_the_loss_is_the_librarys_mean_over_target_tokens(task, rows):
     weights = randomised(task)
     got = task.evaluate(weights, rows[:9], generate=False)
-    each = [plain_loss(task, row["mr"], row["ref"]) for row in rows[:9]]
+    each = [plain_loss(task, row.values["mr"], row.values["ref"]) for row in rows[:9]]
     assert set(got) == {"loss"}
     assert got["loss"] == pytest.approx(sum(mean * n for mean, n in each) / sum(n for _, n in each), rel=1e-5)
 
@@ -153,18 +152,18 @@ def test_training_steps_as_a_plain_loop_does(task, rows):
     """The naive twin: the same batches one row at a time, AdamW of torch."""
     start = task.initial(Stream(KEY))
     kept = {name: w.clone() for name, w in start.items()}
-    local = task.trainer(task.prepare(rows), Stream(KEY))
+    local = task.trainer(task.encode(rows), Stream(KEY))
     result = local.train(start)
     assert all(torch.equal(start[name], kept[name]) for name in kept)
     assert set(result.report) == REPORT_FIELDS
     assert (result.report["steps"], local.num_examples) == (3, 24)
 
     order = torch.randperm(24, generator=Stream(KEY).torch_generator()).tolist()
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=2e-3, weight_decay=1e-6)
     losses, tokens = [], 0
     for i in (0, 4, 8):
-        encoded = [task._encode(rows[j]["mr"], rows[j]["ref"]) for j in order[i : i + 4]]
+        encoded = [task._row(rows[j].values["mr"], rows[j].values["ref"]) for j in order[i : i + 4]]
         sums = []
         for row in encoded:
             logits = task.base.model(input_ids=torch.tensor([row.ids])).logits[0, row.start - 1 : -1]
@@ -186,8 +185,8 @@ def test_training_steps_as_a_plain_loop_does(task, rows):
 
 def test_every_row_comes_once_an_epoch_and_max_steps_caps(rows):
     task = make(train__batch_size=5, train__epochs=2, train__max_steps=7)
-    numbered = [{"mr": str(i), "ref": str(i)} for i in range(13)]
-    batches = list(task.trainer(task.prepare(numbered), Stream(KEY))._batches())
+    numbered = Example.of({"mr": str(i), "ref": str(i)} for i in range(13))
+    batches = list(task.trainer(task.encode(numbered), Stream(KEY))._batches())
     assert [len(b) for b in batches] == [5, 5, 3, 5, 5, 3]
     first = [tuple(row.ids) for batch in batches[:3] for row in batch]
     second = [tuple(row.ids) for batch in batches[3:] for row in batch]
@@ -195,14 +194,14 @@ def test_every_row_comes_once_an_epoch_and_max_steps_caps(rows):
     assert len(set(first)) == 13
     assert first != second
     capped = make(train__batch_size=5, train__epochs=2, train__max_steps=4)
-    assert len(list(capped.trainer(task.prepare(numbered), Stream(KEY))._batches())) == 4
+    assert len(list(capped.trainer(task.encode(numbered), Stream(KEY))._batches())) == 4
 
 
 @pytest.mark.parametrize("adapter", [Lora(), AllWeights()])
 def test_no_step_returns_the_weights_bit_for_bit(adapter, rows):
     task = make(adapter, train__epochs=0)
     weights = {n: w + 0.125 for n, w in task.initial(Stream(KEY)).items()}
-    result = task.trainer(task.prepare(rows), Stream(KEY)).train(weights)
+    result = task.trainer(task.encode(rows), Stream(KEY)).train(weights)
     assert all(torch.equal(result.weights[n], weights[n]) for n in task.spec)
     assert all(result.weights[n].data_ptr() != weights[n].data_ptr() for n in task.spec)
     assert result.report["steps"] == 0
@@ -214,7 +213,7 @@ def test_all_weights_train_and_the_base_values_survive(rows):
     base = task.initial(Stream(KEY))
     assert "transformer.wte.weight" in base
     assert "lm_head.weight" not in base  # tied
-    result = task.trainer(task.prepare(rows), Stream(KEY)).train(base)
+    result = task.trainer(task.encode(rows), Stream(KEY)).train(base)
     assert all(not torch.equal(result.weights[n], base[n]) for n in base)
     assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(base, rows, False)["loss"]
     again = task.initial(Stream(bytes(32)))
@@ -227,7 +226,7 @@ def test_a_few_steps_teach_the_mapping():
     )
     start = task.initial(Stream(KEY))
     test = task.examples(DATA, "test")
-    trained = task.trainer(task.prepare(task.examples(DATA, "train")), Stream(KEY)).train(start)
+    trained = task.trainer(task.encode(task.examples(DATA, "train")), Stream(KEY)).train(start)
     before, after = task.evaluate(start, test, True), task.evaluate(trained.weights, test, True)
     assert set(after) == {"loss", "bleu", "rouge_l", "nist", "meteor", "cider"}
     assert after["loss"] < before["loss"] - 0.15
@@ -248,7 +247,7 @@ def test_a_few_steps_teach_the_mapping():
 def test_weights_are_taken_strictly(task, rows, change, message):
     weights = dict(task.initial(Stream(KEY)))
     change(weights)
-    for use in (task.trainer(task.prepare(rows), Stream(KEY)).train, lambda w: task.evaluate(w, rows, False)):
+    for use in (task.trainer(task.encode(rows), Stream(KEY)).train, lambda w: task.evaluate(w, rows, False)):
         with pytest.raises(TaskError, match=message):
             use(weights)
 
@@ -259,7 +258,7 @@ def test_a_row_fits_and_its_source_gives_way_first(source, target, limit):
     task = _unlimited()
     task.config = run_config.parse({"task.max-tokens": limit})
     tokenizer = task.base.tokenizer
-    row = task._encode(source, target)
+    row = task._row(source, target)
     answer = [*tokenizer.encode(target, add_special_tokens=False), tokenizer.eos_token_id]
     whole = tokenizer.encode(source, add_special_tokens=False)
     separator = tokenizer.encode(SEPARATOR, add_special_tokens=False)
@@ -280,7 +279,7 @@ def _unlimited() -> TextGeneration:
 
 def test_generation_does_not_depend_on_the_batch(task):
     """Left padding must be invisible: one at a time gives the same texts."""
-    sources = [row["mr"] for row in task.examples(DATA, "test")[:40:8]]
+    sources = [row.values["mr"] for row in task.examples(DATA, "test")[:40:8]]
     weights = task.initial(Stream(KEY))
     together = task.generate(weights, sources)
     assert together == [task.generate(weights, [source])[0] for source in sources]
@@ -291,7 +290,7 @@ def test_generation_does_not_depend_on_the_batch(task):
 
 def test_references_are_grouped_by_source():
     task = make(evaluate__max_examples=2)
-    rows = [{"mr": m, "ref": r} for m, r in (("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("b", "5"))]
+    rows = Example.of({"mr": m, "ref": r} for m, r in (("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("b", "5")))
     assert task._references(rows) == {"a": ["1", "3"], "b": ["2", "5"]}
 
 
@@ -302,9 +301,9 @@ def test_a_llama_from_a_folder_goes_the_same_way(llama, rows):
     linear += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     assert modules == {f"{m}.lora_{side}" for m in linear for side in "AB"}
     assert not any("lm_head" in n for n in task.spec)
-    assert task._encode("x", "y").ids[0] == task.base.tokenizer.bos_token_id
+    assert task._row("x", "y").ids[0] == task.base.tokenizer.bos_token_id
     start = task.initial(Stream(KEY))
-    result = task.trainer(task.prepare(rows), Stream(KEY)).train(start)
+    result = task.trainer(task.encode(rows), Stream(KEY)).train(start)
     assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(start, rows, False)["loss"]
     assert len(task.generate(start, ["name[X]", "name[The Mill], area[riverside]"])) == 2
 
@@ -316,7 +315,7 @@ def test_a_quantised_base_trains_its_factors(quantised, rows):
     assert "Linear4bit" in kinds or "Linear8bitLt" in kinds
     start = task.initial(Stream(KEY))
     assert list(task.spec) == list(make(Lora(rank=2)).spec)
-    result = task.trainer(task.prepare(rows), Stream(KEY)).train(start)
+    result = task.trainer(task.encode(rows), Stream(KEY)).train(start)
     assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(start, rows, False)["loss"]
     with pytest.raises(ConfigError, match='train.quantized-base: expected "none"'):
         make(AllWeights(), train__quantized_base=quantised)
@@ -330,7 +329,7 @@ def test_bf16_computes_coarsely_and_keeps_fp32_weights(task, rows):
     rounded = coarse.evaluate(weights, rows, False)["loss"]
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=0.02)
-    assert coarse.trainer(task.prepare(rows), Stream(KEY)).train(weights).report["steps"] == 2
+    assert coarse.trainer(task.encode(rows), Stream(KEY)).train(weights).report["steps"] == 2
 
 
 _SCRIPT = """
@@ -340,7 +339,7 @@ from fedveil import config, rng, tasks
 from fedveil.adapters.lora import Lora
 torch.set_num_threads(1)
 task = tasks.load(config.parse({"train.max-steps": 4}), Lora(), "cpu")
-local = task.trainer(task.prepare(task.examples(Path(sys.argv[1]), "train")[:40]), rng.Stream(bytes(range(32))))
+local = task.trainer(task.encode(task.examples(Path(sys.argv[1]), "train")[:40]), rng.Stream(bytes(range(32))))
 trained = local.train(task.initial(rng.Stream(bytes(range(32)))))
 print(hashlib.sha256(b"".join(trained.weights[n].numpy().tobytes() for n in sorted(trained.weights))).hexdigest())
 """
@@ -354,7 +353,7 @@ def test_two_processes_train_bit_identically():
     torch.set_num_threads(1)
     try:
         task = make(Lora(), train__max_steps=4)
-        local = task.trainer(task.prepare(task.examples(DATA, "train")[:40]), Stream(KEY))
+        local = task.trainer(task.encode(task.examples(DATA, "train")[:40]), Stream(KEY))
         weights = local.train(task.initial(Stream(KEY))).weights
     finally:
         torch.set_num_threads(threads)
@@ -368,7 +367,7 @@ def test_examples_of_a_share_are_capped_by_seed():
     assert [len(p) for p in parts] == [50, 50, 50]
     assert parts[0] == make(task__max_examples=50, run__seed=4).examples(DATA, "train", Share(0, 3))
     assert parts[0] != make(task__max_examples=50, run__seed=5).examples(DATA, "train", Share(0, 3))
-    assert set(parts[0][0]) == {"mr", "ref", WHERE}
+    assert set(parts[0][0].values) == {"mr", "ref"}
     assert len(task.examples(DATA, "test")) > 1000
 
 
@@ -376,8 +375,9 @@ def test_parquet_and_single_files_read_as_folders_do(task, tmp_path):
     from datasets import Dataset
 
     expected = task.examples(DATA, "test")
-    Dataset.from_list(list(expected)).to_parquet(tmp_path / "test.parquet")
-    parquet = [row | {WHERE: f"row {i + 1} of {tmp_path / 'test.parquet'}"} for i, row in enumerate(expected)]
+    Dataset.from_list([row.values for row in expected]).to_parquet(tmp_path / "test.parquet")
+    file = tmp_path / "test.parquet"
+    parquet = [Example(row.values, f"row {i + 1} of {file}", str(tmp_path)) for i, row in enumerate(expected)]
     assert task.examples(tmp_path, "test") == parquet
     assert task.examples(tmp_path / "test.parquet", "anything") == parquet
     assert task.examples(DATA / "test.jsonl", "train") == expected
@@ -387,7 +387,7 @@ def test_parquet_and_single_files_read_as_folders_do(task, tmp_path):
 def test_text_that_looks_like_a_date_stays_text(task, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"mr": "2020-01-01", "ref": "2020-01-01T00:00:00"}\n')
     (row,) = task.examples(tmp_path, "train")
-    assert (row["mr"], row["ref"]) == ("2020-01-01", "2020-01-01T00:00:00")
+    assert (row.values["mr"], row.values["ref"]) == ("2020-01-01", "2020-01-01T00:00:00")
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_a_data_path_that_is_not_there_is_named(task, tmp_path):
     with pytest.raises(TaskError, match=f'found none at "{tmp_path}/nowhere"'):
         task.examples(tmp_path / "nowhere", "train")
     with pytest.raises(TaskError, match='text in column "ref" of every row, found None'):
-        task.trainer(task.prepare([{"mr": "a", "ref": None}]), Stream(KEY)).train(task.initial(Stream(KEY)))
+        task.trainer(task.encode(Example.of([{"mr": "a", "ref": None}])), Stream(KEY)).train(task.initial(Stream(KEY)))
     with pytest.raises(TaskError, match="at least one row to train on"):
         task.trainer([], Stream(KEY))
 

@@ -16,7 +16,7 @@ from fedveil import rng
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.hadamard import HadamardLora
 from fedveil.adapters.lora import Lora
-from fedveil.contract.task import Share
+from fedveil.contract.task import Example, Share
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import library, tiny
 from fedveil.tasks import load, vision_language
@@ -62,7 +62,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(task, data):
-    return task.prepare(task.examples(data, "train"))
+    return task.encode(task.examples(data, "train"))
 
 
 def randomised(task: VisionLanguage) -> dict[str, torch.Tensor]:
@@ -84,7 +84,7 @@ def test_a_row_is_image_prompt_caption_end(task, data, rows):
 def test_a_question_becomes_lettered_choices(data):
     asked = make(task__choices_column="choices", task__source_column="question", task__target_column="answer")
     example = {"image": picture(0), "question": "Which?", "choices": ["north", "south", "west"], "answer": 2}
-    (row,) = asked.prepare([example])
+    (row,) = asked.encode([Example(example)])
     text = asked.base.tokenizer.decode(row.ids[16:])
     assert text == f"Which?\nA. north\nB. south\nC. west\n{CHOICE_PROMPT}\nC{asked.base.tokenizer.eos_token}"
 
@@ -102,7 +102,7 @@ def test_a_question_without_what_it_needs_is_refused(change, said):
     asked = make(task__choices_column="choices", task__source_column="question", task__target_column="answer")
     example = {"image": picture(0), "question": "Which?", "choices": ["n", "s", "w"], "answer": 2}
     with pytest.raises(TaskError, match=said):
-        asked.prepare([example | change | {"fedveil row": "row 7 of f"}])
+        asked.encode([Example(example | change, "row 7 of f")])
 
 
 def test_only_the_language_model_is_trained(task):
@@ -119,7 +119,7 @@ def test_other_adapters_are_of_the_language_model_too(adapter):
     model = other.base.model
     assert not any(p.requires_grad for n, p in model.named_parameters() if "vision" in n or "projector" in n)
     assert (
-        other.trainer(other.prepare([{"image": picture(1), "caption": "A dog."}]), rng.initial(0, "b"))
+        other.trainer(other.encode(Example.of([{"image": picture(1), "caption": "A dog."}])), rng.initial(0, "b"))
         .train(other.initial(rng.initial(0, "weights")))
         .report["steps"]
         == 1
@@ -149,7 +149,7 @@ def test_loss_equals_that_of_the_original_model(data):
         total += float(plain(**full, labels=labels).loss.detach()) * terms
         count += terms
     task.put(task.initial(rng.initial(0, "weights")))
-    mine = task.mean_loss(task.prepare(list(task.examples(data, "train"))[1:3]))
+    mine = task.mean_loss(task.encode(list(task.examples(data, "train"))[1:3]))
     assert mine == pytest.approx(total / count, rel=1e-5)
 
 
@@ -171,7 +171,7 @@ def test_the_image_matters(task, rows):
 
 def test_images_beyond_the_memory_bound_are_decoded_again(task, data, rows, monkeypatch):
     monkeypatch.setattr(vision_language, "_KEPT_BYTES", rows[0].inputs()["pixel_values"].nbytes * 2)
-    bounded = task.prepare(task.examples(data, "train"))
+    bounded = task.encode(task.examples(data, "train"))
     assert bounded[0].inputs() is bounded[0].inputs()  # kept
     assert bounded[-1].inputs() is not bounded[-1].inputs()
     for kept, again in zip(rows, bounded, strict=True):
@@ -196,7 +196,7 @@ def test_training_learns_the_captions(data):
     task = make(train__epochs=30, train__learning_rate=5e-3, evaluate__max_new_tokens=8)
     examples = list(task.examples(data, "train"))[2:]
     start = task.initial(rng.initial(0, "weights"))
-    trained = task.trainer(task.prepare(examples), rng.initial(0, "batches")).train(start)
+    trained = task.trainer(task.encode(examples), rng.initial(0, "batches")).train(start)
     before, after = task.evaluate(start, examples, True), task.evaluate(trained.weights, examples, True)
     assert set(after) == {"loss", "exact_match", "bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider"}
     assert after["loss"] < before["loss"] / 3
@@ -208,7 +208,7 @@ def test_shares_cut_by_label(tmp_path):
     task = make(task__partition="dirichlet", task__alpha=0.5, task__label_column="topic")
     folder = save(tmp_path / "d", rows)
     parts = [task.examples(folder, "train", Share(i, 2)) for i in range(2)]
-    where = [example["fedveil row"] for part in parts for example in part]
+    where = [example.origin for part in parts for example in part]
     assert sorted(where) == sorted({f"row {i + 1} of {folder / 'train.parquet'}" for i in range(30)})
 
 
@@ -216,8 +216,8 @@ def test_images_by_path_lie_beside_the_data_file(tmp_path):
     (tmp_path / "a.png").write_bytes(picture(3))
     (tmp_path / "train.jsonl").write_text(json.dumps({"image": "a.png", "caption": "A dog."}) + "\n")
     task = make()
-    (row,) = task.prepare(task.examples(tmp_path, "train"))
-    (other,) = task.prepare([{"image": picture(3), "caption": "A dog."}])
+    (row,) = task.encode(task.examples(tmp_path, "train"))
+    (other,) = task.encode(Example.of([{"image": picture(3), "caption": "A dog."}]))
     assert torch.equal(row.inputs()["pixel_values"], other.inputs()["pixel_values"])
 
 
@@ -235,10 +235,10 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
     for name, (bad, said) in cases.items():
         folder = save(tmp_path / name, [whole, bad])
         with pytest.raises(TaskError, match=said):
-            task.prepare(task.examples(folder, "train"))
+            task.encode(task.examples(folder, "train"))
     (tmp_path / "train.jsonl").write_text(json.dumps({"image": "gone.png", "caption": "A dog."}) + "\n")
     with pytest.raises(TaskError, match=r'expected an image at the path in "image", found .*gone.png'):
-        task.prepare(task.examples(tmp_path, "train"))
+        task.encode(task.examples(tmp_path, "train"))
 
 
 def test_a_prompt_without_room_is_refused(data):
@@ -246,7 +246,7 @@ def test_a_prompt_without_room_is_refused(data):
     with pytest.raises(
         ConfigError, match=r"task.max-tokens: expected room for the 33 tokens of image and prompt .*found 30"
     ):
-        task.prepare(task.examples(data, "train"))
+        task.encode(task.examples(data, "train"))
 
 
 def test_a_model_without_eyes_or_template_is_refused(tmp_path):

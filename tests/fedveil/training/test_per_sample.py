@@ -24,7 +24,7 @@ def test_each_rows_gradient_is_that_of_the_row_alone():
     assert found.gradients["prompt"].shape == (3, 6, 5)
     for place, row in enumerate((4, 0, 6)):
         prompt = WEIGHTS["prompt"].clone().requires_grad_()
-        x, y = (t[0] for t in task.samples(task.prepare(examples(7, scale=0.7))[row : row + 1]))
+        x, y = (t[0] for t in task.samples(task.encode(examples(7, scale=0.7))[row : row + 1]))
         loss = task.sample_loss({"prompt": prompt}, x, y)
         (g,) = torch.autograd.grad(loss, prompt)
         assert torch.allclose(found.gradients["prompt"][place], g, atol=1e-6)
@@ -127,7 +127,9 @@ def test_steps_are_whole_batches_up_to_the_configured_number():
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # opacus on inputs without gradients
 @pytest.mark.parametrize("bound", [0.5, 3.0, 100.0])
 def test_the_clipped_sum_over_p_u_and_v_is_that_of_opacus(bound):
-    """P = p + u v + r: gradients of single rows, the chain rule to u and v, one joint clip; opacus has hooks and no chain rule."""
+    """P = p + u v + r: gradients of single rows, the chain rule to u and v, one joint clip; opacus has hooks and no
+    chain rule.
+    """
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
@@ -142,7 +144,7 @@ def test_the_clipped_sum_over_p_u_and_v_is_that_of_opacus(bound):
         def forward(self, x):
             return x @ (self.p + self.u @ self.v).flatten()
 
-    x, y = task.samples(task.prepare(examples(9, scale=2.0)))
+    x, y = task.samples(task.encode(examples(9, scale=2.0)))
     learner = GradSampleModule(Learner(), force_functorch=True)
     optimiser = DPOptimizer(
         torch.optim.SGD(learner.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=bound, expected_batch_size=9

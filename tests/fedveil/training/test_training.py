@@ -1,4 +1,6 @@
-"""Local training beyond its plain loop: accumulation, bucketing, recomputed activations, the watch, what waits for a GPU."""
+"""Local training beyond its plain loop: accumulation, bucketing, recomputed activations, the watch, what waits for a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from fedveil import config as run_config
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.lora import Lora
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import attach, memory
+from fedveil.models import memory
 from fedveil.rng import Stream
 from fedveil.rows import batches
-from fedveil.rows.batches import Row
+from fedveil.rows.batches import TokenRow
 from fedveil.tasks import load
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import local_training, progress
@@ -61,8 +63,8 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def rows(task) -> list[Row]:
-    return task.prepare(task.examples(DATA, "train")[:29])
+def rows(task) -> list[TokenRow]:
+    return task.encode(task.examples(DATA, "train")[:29])
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def start(task) -> dict[str, torch.Tensor]:
     return {n: 0.05 * torch.randn(s.shape, generator=generator) for n, s in task.spec.items()}
 
 
-def gradients(task: TextGeneration, rows: list[Row]) -> dict[str, torch.Tensor]:
+def gradients(task: TextGeneration, rows: list[TokenRow]) -> dict[str, torch.Tensor]:
     """Of the mean loss of one batch; the parameters are left without."""
     batch = task.collate(rows)
     (task.loss_sum(batch) / batch.terms).backward()
@@ -89,7 +91,7 @@ def test_the_defaults_are_a_plain_loop_bit_for_bit(configured, rows, start):
     seen = []
     result = task.trainer(rows, Stream(KEY), seen.append).train(start)
 
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=1e-3, weight_decay=1e-6)
     generator = Stream(KEY).torch_generator()
     losses = []
@@ -134,9 +136,11 @@ def test_accumulated_batches_step_as_one_batch_of_all_their_rows(configured, row
 
 def test_the_accumulated_gradient_is_no_mean_of_means(configured, rows, start, monkeypatch):
     """By what reaches the optimiser: equal to the joint gradient, and far from the mean of the batches' own means."""
-    attach.put(start, configured().base.trained)
+    configured().base.put(start)
     given = []
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]]))  # fmt: skip
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]])
+    )
     task = configured(train__batch_size=2, train__accumulate=3, train__max_steps=1)
     task.trainer(rows[:6], Stream(KEY)).train(start)
     chosen = next(task.trainer(rows[:6], Stream(KEY))._batches())
@@ -167,20 +171,20 @@ def test_what_an_error_left_of_a_gradient_is_dropped(configured, rows, start, mo
     assert all(torch.equal(again.weights[n], expected.weights[n]) for n in start)
 
 
-def spread(count: int) -> list[Row]:
+def spread(count: int) -> list[TokenRow]:
     generator = torch.Generator().manual_seed(141421)
     lengths = torch.randint(8, 90, (count,), generator=generator).tolist()
-    return [Row([i] * length, 3) for i, length in enumerate(lengths)]
+    return [TokenRow([i] * length, 3) for i, length in enumerate(lengths)]
 
 
-def padding(chosen: list[list[Row]]) -> int:
+def padding(chosen: list[list[TokenRow]]) -> int:
     return sum(sum(max(len(r.ids) for r in batch) - len(row.ids) for row in batch) for batch in chosen)
 
 
 def test_bucketing_pads_less_and_takes_every_row_once_an_epoch(configured):
     uneven = spread(531)  # 66 batches of 8 and one of 3; three windows, the last one short
 
-    def epochs(key: bytes, **keys: object) -> list[list[list[Row]]]:
+    def epochs(key: bytes, **keys: object) -> list[list[list[TokenRow]]]:
         local = configured(train__batch_size=8, train__epochs=2, **keys).trainer(uneven, Stream(key))
         drawn = [list(batch) for batch in local._batches()]
         assert len(drawn) == 134
@@ -209,7 +213,7 @@ def test_bucketing_and_accumulation_keep_batches_whole(configured):
 
 def test_recomputed_activations_give_the_same_gradients(configured, rows, start):
     task = configured()
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     block = task.base.model.transformer.h[1]
     passes, kept = [], []
     hook = block.mlp.c_fc.base_layer.register_forward_hook(lambda *_: passes.append(block.training))
@@ -254,7 +258,7 @@ def test_checkpointing_trains_to_the_same_weights_and_leaves_generation_alone(co
 def test_a_layers_own_dropout_is_off_while_it_is_recomputed(configured, rows, start):
     """OPT's layers drop out by themselves, by their own `training` flag."""
     task = configured()
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     layer = task.base.model.transformer.h[2]
     layer.dropout = 0.25
     with memory.recomputing(task.base.model, "tiny"):
@@ -475,9 +479,11 @@ def test_the_gradient_is_autograd_s_of_the_first_batch_of_the_stream(configured,
     kept, seen = {n: w.clone() for n, w in start.items()}, []
     found = task.trainer(rows, Stream(KEY), seen.append).gradient(start)
     drawn = torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()[:8]
-    attach.put(start, task.base.trained)
+    task.base.put(start)
     expected = gradients(task, [rows[i] for i in drawn])
-    assert {n: (g.shape, g.dtype) for n, g in found.weights.items()} == {n: (s.shape, s.dtype) for n, s in task.spec.items()}  # fmt: skip
+    assert {n: (g.shape, g.dtype) for n, g in found.weights.items()} == {
+        n: (s.shape, s.dtype) for n, s in task.spec.items()
+    }
     assert all(torch.equal(found.weights[n], g) for n, g in expected.items())
     assert all(g.any() for g in expected.values())
     assert all(torch.equal(start[n], w) for n, w in kept.items())
@@ -493,7 +499,9 @@ def test_the_gradient_is_autograd_s_of_the_first_batch_of_the_stream(configured,
 def test_the_gradient_is_the_first_step_of_train(configured, rows, start, monkeypatch):
     """What reaches the optimiser in `train` of one batch is what `gradient` gives, whatever was left over before."""
     given = []
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]]))  # fmt: skip
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]])
+    )
     task = configured(train__batch_size=5, train__max_steps=1)
     task.trainer(rows, Stream(KEY)).train(start)
     for parameter in task.trained.values():

@@ -1,0 +1,146 @@
+"""The rows that an auditor brings to an audit: those that each site trained on, and others that no site had."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datasets import Dataset
+
+from fedveil import strategies, tasks
+from fedveil.config import RunConfig, parse
+from fedveil.contract.task import Examples, Rows, Share, Task
+from fedveil.errors import ConfigError
+from fedveil.rows import partition
+
+LEAST = 20  # rows of a side below which no interval means anything
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Prepared rows with their labels ("" throughout where they have none)."""
+
+    rows: Rows
+    labels: Sequence[str]
+
+    def first(self, most: int) -> Sample:
+        """At most that many of the rows, from the first on."""
+        return Sample(self.rows[:most], self.labels[:most])
+
+    def alike(self, labels: Sequence[str], most: int) -> Sample:
+        """At most `most` of the rows that have one of `labels`."""
+        at = [i for i, label in enumerate(self.labels) if label in set(labels)][:most]
+        return Sample([self.rows[i] for i in at], [self.labels[i] for i in at])
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the auditor's rows are. Errors name the options of `fedveil audit`.
+
+    Attributes:
+        data: the rows of all sites, cut as the run config says; None = the run config's task.data.
+        sites: or the rows of single sites, by name.
+        non_members: rows of no site; None = those that task.max-examples left out of `data`, else its split "test".
+        most: members and non-members used, each.
+        seed: which of them are used.
+    """
+
+    data: Path | None = None
+    sites: Mapping[str, Path] = field(default_factory=dict)
+    non_members: Path | None = None
+    most: int = 300
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.most < LEAST:
+            raise ConfigError(
+                f"--max-rows: expected at least {LEAST}, found {self.most}; an interval of fewer says nothing"
+            )
+
+    def some(self, rows: Examples) -> Examples:
+        """At most `most` of the rows, a seeded choice."""
+        return rows if len(rows) <= self.most else random.Random(self.seed).sample(list(rows), self.most)
+
+
+def samples(
+    source: Source, config: RunConfig, task: Task, asked: Sequence[str], took_part: Sequence[str]
+) -> tuple[dict[str, Sample], Sample]:
+    """Members of each site that took part, and non-members, prepared. `asked`: every site of the run.
+
+    Raises:
+        ConfigError: no rows are named, or too few are there.
+    """
+    members = members_of(source, config, task, asked, took_part)
+    others = source.some(non_members_of(source, config, members, len(asked)))
+    prepared = {site: _prepared(task, config, source.some(rows)) for site, rows in members.items()}
+    rest = _prepared(task, config, others)
+    count = sum(len(sample.rows) for sample in prepared.values())
+    if min(count, len(rest.rows)) < LEAST:
+        raise ConfigError(
+            f"--data, --non-members: expected at least {LEAST} members and non-members, found {count} and "
+            f"{len(rest.rows)}; an interval of fewer says nothing"
+        )
+    return prepared, rest
+
+
+def members_of(
+    source: Source, config: RunConfig, task: Task, asked: Sequence[str], took_part: Sequence[str]
+) -> dict[str, Examples]:
+    """Training rows of each site that took part; shares go to the sites of the run in the order of their names."""
+    if source.sites:
+        if unknown := sorted(set(source.sites) - set(took_part)):
+            raise ConfigError(f"--site: expected a site of the run ({', '.join(took_part)}), found {unknown[0]}")
+        return {site: task.examples(folder, "train") for site, folder in source.sites.items()}
+    data = _data(source, config)
+    if data is None:
+        raise ConfigError(
+            "--data: expected the folder of the sites' rows, found none (the run's sites named their own); give "
+            "--data, or --site NAME=FOLDER for each site whose rows you have"
+        )
+    every = sorted(asked, key=_natural)
+    return {site: task.examples(data, "train", Share(every.index(site), len(every))) for site in took_part}
+
+
+def non_members_of(source: Source, config: RunConfig, members: Mapping[str, Examples], sites: int) -> Examples:
+    """Rows of no site: those that `source` names; else those that task.max-examples left out; else the split "test"."""
+    whole = parse(config.flat() | {"task.max-examples": 0})
+    task = tasks.load(whole, strategies.create("fedavg").adapter, "cpu")  # reads rows only
+    if source.non_members:
+        return task.examples(source.non_members, "test")
+    data = _data(source, config)
+    if data is None:
+        raise ConfigError("--non-members: expected a folder or file with rows of no site, found none; give one")
+    if config.task.max_examples and not source.sites:
+        used = {row.origin for rows in members.values() for row in rows}
+        every = (row for i in range(sites) for row in task.examples(data, "train", Share(i, sites)))
+        if left := [row for row in every if row.origin not in used]:
+            return left
+    return task.examples(data, "test")
+
+
+def _data(source: Source, config: RunConfig) -> Path | None:
+    return source.data or (Path(config.task.data) if config.task.data else None)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """site-2 before site-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _prepared(task: Task, config: RunConfig, examples: Examples) -> Sample:
+    """Rows with the label of their example, "" where the data were not cut by label."""
+    skewed = config.task.partition != "iid"  # else a site has no labels of its own
+    name = config.task.label_column
+    labels = [""] * len(examples)
+    if skewed and examples and name in examples[0].values:
+        labels = partition.labels(
+            Dataset.from_list([{name: example.values[name]} for example in examples]), config.task
+        )
+    prepared = [task.encode([example]) for example in examples]
+    return Sample(
+        [row for rows in prepared for row in rows],
+        [label for label, rows in zip(labels, prepared, strict=True) for _ in rows],
+    )

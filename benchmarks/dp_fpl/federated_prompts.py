@@ -1,0 +1,234 @@
+"""Sites with pictures for the presets of DP-FPL: their rows, and a whole federation of one row of a table.
+
+Caltech-101 without the part that the tiny CLIP has seen, or a folder of the user with `train.parquet` and
+`test.parquet` whose columns are `image` and `label` (a ClassLabel). The names of the classes are public.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from fedveil import rng, strategies
+from fedveil.benchmarks.common import data, pictures
+from fedveil.benchmarks.common.federations import federation, task_of
+from fedveil.benchmarks.common.forwarding import Dark
+from fedveil.benchmarks.common.resampling import Numbers
+from fedveil.benchmarks.run import Options
+from fedveil.config import RunConfig, parse
+from fedveil.contract.budget import Plan, stated
+from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Example, Share
+from fedveil.contract.trainer import Trainer
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import Exchange
+from fedveil.models.clip_towers import EncodedImage
+from fedveil.privacy import accounting
+from fedveil.rows import partition
+from fedveil.rows import reading as files
+from fedveil.strategies.dp_fpl import DpFpl
+from fedveil.tasks.clip_prompt import ClipPrompt
+from fedveil.training import per_sample
+
+_CUT = {"task.partition": "pathological", "task.classes-per-site": 0}
+
+
+@dataclass(frozen=True)
+class Sites:
+    """What a seed works on.
+
+    Attributes:
+        settings: of the preset.
+        flat: the run config that all rows of the table share.
+        rows: each site's.
+        classes: those that each site has rows of.
+        test: rows of all classes.
+        task: with no prompt of its own, for the zero-shot model.
+    """
+
+    settings: Mapping[str, Any]
+    flat: Mapping[str, Any]
+    seed: int
+    options: Options
+    rows: Mapping[str, Sequence[EncodedImage]]
+    classes: Mapping[str, frozenset[int]]
+    test: Sequence[EncodedImage]
+    task: ClipPrompt
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the sites."""
+        return list(self.rows)
+
+    def zero_shot(self) -> Numbers:
+        """(test rows,) 1 where the untrained model names the row's class, else 0."""
+        labels = torch.tensor([row.label for row in self.test])
+        return (self.task.zero_shot_logits(self.test).argmax(-1) == labels).double().numpy()
+
+
+@dataclass(frozen=True)
+class Federated:
+    """One row of a table, after its run.
+
+    Attributes:
+        task: with the row's prompt.
+        models: each site's own where the method has one, else the server's.
+        costs: "nominal epsilon" and the accountant's, by name; infinite where there is none.
+        privacy: the same in words, with delta and relation.
+        upload_bytes: of all messages.
+    """
+
+    task: ClipPrompt
+    models: Mapping[str, Weights]
+    costs: Mapping[str, float]
+    privacy: str
+    upload_bytes: int
+
+
+def load(settings: Mapping[str, Any], seed: int, options: Options) -> Sites:
+    """The sites of a seed. Every picture goes through the image tower here, once. Raises ConfigError without data."""
+    folder = data.folder(settings["data"])
+    flat = {
+        "task.name": "clip-prompt", "task.target-column": "label", "task.label-column": "label", **_CUT,
+        **settings["config"], "run.seed": seed,
+    }  # fmt: skip
+    flat = data.with_model(flat)
+    # Patches where a row of the table needs them; all others look at the first point alone.
+    transport = any(_form(row) == "transport" for row in settings.get("rows", {}).values())
+    widest = f"adapter = {{form = '{'transport' if transport else 'sum'}'}}"
+    names = list(files.read(files.split_file(folder, "train"), ("label",)).features["label"].names)
+    kept = sorted(random.Random(seed).sample(names, settings.get("classes", len(names))))
+    flat["task.class-names"] = ",".join(kept)
+    task = task_of(ClipPrompt, parse({**flat, "method.name": "fedotp", "method.fields": widest}), options)
+
+    def examples(split: str) -> list[Example]:
+        found = (
+            replace(e, values={**e.values, "label": names[e.values["label"]]}) for e in task.examples(folder, split)
+        )
+        federated = [e for e in found if e.values["label"] in kept and _is_federated(settings["data"], split, e.values)]
+        return federated[: settings.get("rows_read", len(federated))]
+
+    train = examples("train")
+    table = Dataset.from_list([{"label": example.values["label"]} for example in train])
+    shares = [Share(i, settings["clients"]) for i in range(settings["clients"])]
+    parts = [[train[j] for j in partition.indices(table, share, task.config.task, seed)] for share in shares]
+    parts = parts[: settings.get("take", len(parts))]
+    rows = {f"site-{i:02d}": task.encode(part) for i, part in enumerate(parts)}
+    test = task.encode(examples("test"))
+    classes = {site: frozenset(row.label for row in of_site) for site, of_site in rows.items()}
+    options.say(f"seed {seed}: {sum(map(len, rows.values()))} rows at {len(rows)} sites, {len(test)} test rows")
+    return Sites(settings, flat, seed, options, rows, classes, test, task)
+
+
+def _form(row: Mapping[str, Any]) -> str:
+    return str(getattr(strategies.create(row["name"], row.get("fields", "")).adapter, "form", ""))
+
+
+def _is_federated(name: str, split: str, row: Mapping[str, Any]) -> bool:
+    return name != "caltech101" or split != "train" or not pictures.is_public(row["source_path"])
+
+
+def prompt_task(sites: Sites, chosen: Mapping[str, Any]) -> ClipPrompt:
+    """The task of one row of a table."""
+    flat = {**sites.flat, **chosen.get("config", {})}
+    flat |= {"method.name": chosen["name"], "method.fields": chosen.get("fields", "")}
+    return task_of(ClipPrompt, parse(flat), sites.options)
+
+
+def federate(
+    sites: Sites, chosen: Mapping[str, Any], rows: Mapping[str, Sequence[EncodedImage]], dark: bool
+) -> Federated:
+    """Runs one row of a table on these rows of the sites.
+
+    The row's `epsilon` is turned into noise: as much as it takes at the site where it takes most.
+
+    Args:
+        chosen: the row, as the preset has it.
+        dark: every gradient is zero, so that noise alone is left.
+
+    Raises:
+        ConfigError: an epsilon for a method without a privacy budget.
+    """
+    task = prompt_task(sites, chosen)
+    config = task.config
+    plans = _plans(config, rows, strategies.create(config.method.name, config.method.fields))
+    method = _with_noise(strategies.create(config.method.name, config.method.fields), chosen.get("epsilon"), plans)
+    exchange = Exchange(method, config.method.name, task.spec)
+    initial = task.initial(rng.initial(sites.seed, "weights"))
+
+    def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
+        return Dark(local) if dark else local
+
+    done = federation(exchange, config, task, rows, initial, around=around)
+    done.run()
+    models = {site: (views := done.deployed(site)).get("client", views["server"]) for site in rows}
+    costs, words = _costs(method, plans)
+    return Federated(task, models, costs, words, done.upload_bytes)
+
+
+def _plans(config: RunConfig, rows: Mapping[str, Sequence[EncodedImage]], method: Method) -> list[Plan]:
+    """What the most asked sites' records are asked for; none where the method makes no claim.
+
+    A site costs no more than one with at least as many steps and no more rows.
+    """
+    if not isinstance(method, DpFpl):
+        return []
+    train = config.train
+    plans = []
+    for of_site in rows.values():
+        steps = 1
+        if getattr(method, "exchange", "batch") == "epoch":
+            steps = per_sample.steps(len(of_site), train.batch_size, train.epochs, train.max_steps)
+        plans.append(Plan(config.run.rounds, steps, train.batch_size, len(of_site), method.budget.neighbours))
+    each = sorted(set(plans), key=lambda p: (-p.steps, p.examples))
+    return [p for i, p in enumerate(each) if all(p.examples < q.examples for q in each[:i])]
+
+
+def _with_noise(method: Method, wished: float | None, plans: Sequence[Plan]) -> Method:
+    """The method with equal multipliers that are worth `wished` together, and that epsilon as its bound."""
+    if wished is None:
+        return method
+    if not isinstance(method, DpFpl):
+        found = type(method).__name__
+        raise ConfigError(f"epsilon: expected a method with a privacy budget, found {found}; leave epsilon out")
+
+    budget = method.budget
+
+    def noisy(z: float) -> DpFpl:
+        return replace(method, noise_local=z, noise_global=z, epsilon=wished)
+
+    z = max(
+        accounting.multiplier_for(lambda z, p=plan: noisy(z).privacy_spent(p), wished, budget.delta, budget.neighbours)  # type: ignore[misc]
+        for plan in plans
+    )
+    return noisy(z)
+
+
+def _costs(method: Method, plans: Sequence[Plan]) -> tuple[dict[str, float], str]:
+    if not isinstance(method, DpFpl):
+        return {}, "epsilon infinite: no claim"
+    budget = method.budget
+    exact = max(accounting.epsilon(method.privacy_spent(p), budget.delta, budget.neighbours) for p in plans)
+    nominal = budget.nominal if budget.nominal is not None else budget.epsilon
+    costs = {"nominal epsilon": nominal, f"epsilon, {budget.neighbours.value}": exact}
+    said = "none" if math.isinf(nominal) else f"{nominal:g}"
+    words = f"nominal epsilon {said}; {stated(exact, budget.delta, budget.neighbours)}"
+    return costs, words + ("; against the server infinite" if budget.server_trusted else "")
+
+
+def right(task: ClipPrompt, weights: Weights, rows: Sequence[EncodedImage]) -> Numbers:
+    """(rows,) 1 where the model names the row's class, else 0."""
+    return np.array([float(int(p.logits["target"].argmax()) == int(p.wanted)) for p in task.predict(weights, rows)])
+
+
+def blind(name: str) -> str:
+    """The name of a row's control that sees no row."""
+    return f"{name}, noise only"

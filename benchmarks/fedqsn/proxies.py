@@ -1,0 +1,264 @@
+"""The server's model beside the proxies that clients got, and what these are after local training.
+
+Every method runs the same federation in process on the same rows. Models are chosen by their loss on validation rows,
+over all rounds and scored clients, and scored on test rows. Rows of a result:
+
+| row | which model |
+|---|---|
+| public base | W_0: what everybody has |
+| public base, fine-tuned | W_0 after as many steps of one client as it has in all rounds: a proxy of worth beats it |
+| <method> global | the server's model |
+| <method> proxy | the best received by a client, before it trains |
+| <method> tuned | the best that a client holds after its local training: the proxy's score that counts |
+| <method> gap, <method> tuned gap | global less proxy, paired; for the loss proxy less global: above 0 means hidden |
+| <method> with `dark` | a control: gradients of zero, so that noise alone is left |
+| <method> similarity | cosine of the last proxies to the server's attention and MLP layers, LoRA merged in the base |
+
+Intervals are of 95 %, bootstrapped over test sources and averaged over seeds, see `resampling`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import override
+
+from fedveil import rng, strategies
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.attacks.hidden_model.proxy import Proxy
+from fedveil.benchmarks.common import resampling, seeds, texts
+from fedveil.benchmarks.common.federations import federation, task_of
+from fedveil.benchmarks.common.forwarding import Dark, Forwarding
+from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.fedqsn import similarity
+from fedveil.benchmarks.fedqsn.cut import Cut, configured, cut
+from fedveil.benchmarks.run import Options, Outcome
+from fedveil.config import DpConfig, RunConfig, parse
+from fedveil.contract.budget import Plan
+from fedveil.contract.method import RoundContext, ServerTrained
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Example, Rows
+from fedveil.contract.trainer import Penalty, Trained, Trainer
+from fedveil.federation.exchange import Exchange
+from fedveil.privacy import accounting
+from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
+from fedveil.server_app.distillation import Distillation
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.training import per_sample
+
+
+def run(settings: dict[str, Any], options: Options) -> Outcome:
+    """Every method of `settings["methods"]` on each of `settings["data"]`, one run for each seed."""
+    answers = seeds.run(__name__, settings, options)
+    listed = []
+    rows: dict[str, dict[str, Figure]] = {}
+    for name in answers[0]:
+        of_seeds = [answer[name] for answer in answers]
+        figures = {
+            m: resampling.over_seeds([Figure.from_json(found) for found in (a["figures"][m] for a in of_seeds)])
+            for m in of_seeds[0]["figures"]
+        }
+        rows[name] = figures | _over_data(figures, settings["data"])
+        shown: dict[str, Any] = {"name": name, "metrics": {m: resampling.interval(f) for m, f in rows[name].items()}}
+        for key in ("upload_bytes", "download_bytes", "seconds"):
+            if of_seeds[0].get(key):
+                shown[key] = round(statistics.fmean(a[key] for a in of_seeds))
+        listed.append(shown)
+    config = settings["config"]
+    done = (
+        f"this run: {settings['clients']} clients, fraction {config.get('cohort.fraction', 1.0):g} a round, "
+        f"{config['run.rounds']} rounds, at most {config.get('train.max-steps') or 'all'} steps of "
+        f"{config['train.batch-size']} rows; {len(answers)} seeds; NIST is left out, it has no bootstrap over sources "
+        "here"
+    )
+    return Outcome(listed, _verdicts(rows), [done])
+
+
+def _over_data(figures: Mapping[str, Figure], names: Sequence[str]) -> dict[str, Figure]:
+    """The mean over data sets of every metric that all of them have."""
+    shared = [m.removeprefix(f"{names[0]} ") for m in figures if m.startswith(f"{names[0]} ")]
+    return {m: resampling.average([figures[f"{n} {m}"] for n in names]) for m in shared}
+
+
+def _verdicts(rows: Mapping[str, Mapping[str, Figure]]) -> list[str]:
+    said = []
+    for name, figures in rows.items():
+        if name.endswith(" gap") and "loss" in figures:
+            i = resampling.interval(figures["loss"])
+            told = "a gap" if i["low"] > 0 else "the proxy is better" if i["high"] < 0 else "no gap can be told"
+            said.append(f"{name}, loss: {resampling.shown(i, '+.3f')}: {told}.")
+        if name.endswith(" tuned") and "loss" in figures:
+            d = resampling.difference(rows["public base, fine-tuned"]["loss"], figures["loss"])
+            said.append(
+                f"{name} against the public base fine-tuned alone, loss: {resampling.shown(d, '+.3f')} lower: "
+                f"{resampling.told(d, 'worse', 'better')}."
+            )
+    return said
+
+
+@dataclass
+class Best:
+    """The model of least validation loss so far, of each kind ("global", "proxy", "tuned").
+
+    Attributes:
+        task: the clients'.
+        validation: rows that decide.
+        found: the loss and the weights, by kind.
+    """
+
+    task: TextGeneration
+    validation: Rows
+    found: dict[str, tuple[float, Weights]] = field(default_factory=dict)
+
+    def offer(self, kind: str, weights: Weights, task: TextGeneration | None = None) -> None:
+        """Takes one more model into account. `task` is the model's, where it is not the clients'."""
+        task = task or self.task
+        mine = {n: weights[n] for n in task.spec}
+        task.put(mine)
+        loss = task.mean_loss(self.validation)
+        if kind not in self.found or loss < self.found[kind][0]:
+            self.found[kind] = loss, mine
+
+
+class _Watched(Forwarding):
+    """Shows what it is asked to train, and what came out."""
+
+    def __init__(self, local: Trainer) -> None:
+        super().__init__(local)
+        self._received: list[Proxy] = []
+        self.trained: Weights = {}
+
+    @property
+    def received(self) -> Proxy:
+        """What it was asked to train first."""
+        return self._received[0]
+
+    @override
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+        self._received.append(Proxy(weights, frozen or {}))
+        trained = super().train(weights, frozen, penalty)
+        self.trained = trained.weights
+        return trained
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
+    rows: dict[str, Any] = {}
+    for name in settings["data"]:
+        found = cut(name, settings, seed)
+        for row, answer in _part(name, found, settings, seed, options).items():
+            kept = rows.setdefault(row, {"figures": {}, "upload_bytes": 0, "download_bytes": 0, "seconds": 0.0})
+            kept["figures"] |= {f"{name} {m}": f.to_json() for m, f in answer["figures"].items()}
+            for key in ("upload_bytes", "download_bytes", "seconds"):
+                kept[key] += answer.get(key, 0)
+    return rows
+
+
+def _part(name: str, found: Cut, settings: Mapping[str, Any], seed: int, options: Options) -> dict[str, dict[str, Any]]:
+    config = configured(settings, {"name": "fedqsn"}, seed)
+    bare = task_of(TextGeneration, config, options, AllWeights())
+    base = bare.initial(rng.initial(seed, "weights"))
+    rows = {"public base": {"figures": texts.scores(bare, base, found.test, seed)}}
+    longer = {"train.max-steps": config.train.max_steps * config.run.rounds, "train.epochs": config.run.rounds}
+    alone = task_of(TextGeneration, parse({**config.flat(), **longer}), options, AllWeights())
+    first = alone.encode(Example.of(next(iter(found.clients.values()))))
+    tuned = alone.trainer(first, rng.initial(seed, "alone")).train(base).weights
+    rows["public base, fine-tuned"] = {"figures": texts.scores(alone, tuned, found.test, seed)}
+    for label, chosen in settings["methods"].items():
+        rows |= _method(label, configured(settings, chosen, seed), chosen, found, base, settings, seed, options)
+        heads = {
+            kind: rows[f"{label} {kind}"]["figures"]["loss"].value
+            for kind in ("global", "proxy", "tuned")
+            if f"{label} {kind}" in rows
+        }
+        options.say(f"seed {seed}: {name}: {label}: loss {', '.join(f'{k} {v:.3f}' for k, v in heads.items())}")
+    return rows
+
+
+def _method(
+    label: str,
+    config: RunConfig,
+    chosen: Mapping[str, Any],
+    found: Cut,
+    base: Weights,
+    settings: Mapping[str, Any],
+    seed: int,
+    options: Options,
+) -> dict[str, dict[str, Any]]:
+    started = time.perf_counter()
+    method = strategies.create(config.method.name, config.method.fields)
+    task = task_of(TextGeneration, config, options, method.adapter)
+    own = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
+    dp, undefended = DpSgd.of(config.dp), config.model_copy(update={"dp": DpConfig()})
+    model = task if own == method.adapter else task_of(TextGeneration, config, options, own)
+    clients = {site: task.encode(Example.of(rows)) for site, rows in found.clients.items()}
+    watched: dict[str, _Watched] = {}
+
+    def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
+        if chosen.get("dark", False):
+            local = Dark(local)
+        # In front of the noisy steps: what the method asks for, and what it gets.
+        watched[site] = _Watched(NoisyTrainer(local.spec, local.rows, dp, ctx) if dp else local)
+        return watched[site]
+
+    weights = task.initial(rng.initial(seed, "weights"))
+    if isinstance(method, ServerTrained) and method.needs_server_rows:
+        distilling = Distillation(task, model, task.encode(Example.of(found.server)), rng.initial(seed, "preparation"))
+        weights = method.before_round_0(weights, distilling)
+    exchange = Exchange(method, config.method.name, task.spec)
+    running = federation(exchange, undefended, task, clients, weights, around=around)
+    best, scored = Best(task, task.encode(Example.of(found.validation))), settings["clients_scored"]
+    for round_ in range(config.run.rounds):
+        watched.clear()
+        server = running.deployed()["server"]
+        running.round(round_)
+        best.offer("global", running.deployed()["server"], model)
+        for at in list(watched.values())[:scored] if chosen.get("proxy", True) else []:
+            best.offer("proxy", at.received.weights)
+            best.offer("tuned", at.trained)
+    seconds = time.perf_counter() - started
+    rows = _scored(label, best, model, found, seed)
+    rows[f"{label} global"] |= {
+        "upload_bytes": running.upload_bytes, "download_bytes": running.download_bytes, "seconds": seconds
+    }  # fmt: skip
+    if dp and dp.noise:
+        title = f"epsilon at delta {dp.delta:g} ({dp.neighbours})"
+        rows[f"{label} global"]["figures"][title] = resampling.fixed(_epsilon(dp, config, clients))
+    if settings.get("similarity"):
+        last = [at.received for at in watched.values()]
+        rows[f"{label} similarity"] = {"figures": similarity.figures(task, method, last, server, base, seed)}
+    return rows
+
+
+def _scored(label: str, best: Best, model: TextGeneration, found: Cut, seed: int) -> dict[str, dict[str, Any]]:
+    """The best models on the test rows, and the gaps between them. `model` is the server's task."""
+    figures = {
+        kind: texts.scores(model if kind == "global" else best.task, weights, found.test, seed)
+        for kind, (_, weights) in best.found.items()
+    }
+    gaps = {
+        title: _gap(figures["global"], figures[kind])
+        for kind, title in (("proxy", "gap"), ("tuned", "tuned gap"))
+        if kind in figures
+    }
+    return {f"{label} {kind}": {"figures": each} for kind, each in (figures | gaps).items()}
+
+
+def _epsilon(dp: DpSgd, config: RunConfig, clients: Mapping[str, Rows]) -> float:
+    """Of a row of the client with the fewest rows, whose rows are drawn most often, if it is in every round."""
+    fewest, train, budget = min(map(len, clients.values())), config.train, dp.budget
+    steps = per_sample.steps(fewest, train.batch_size, train.epochs, train.max_steps)
+    plan = Plan(config.run.rounds, steps, train.batch_size, fewest, budget.neighbours)
+    return accounting.epsilon(dp.privacy_spent(plan), budget.delta, budget.neighbours)
+
+
+def _gap(mine: Mapping[str, Figure], other: Mapping[str, Figure]) -> dict[str, Figure]:
+    signs = {m: -1.0 if m == "loss" else 1.0 for m in other}
+    return {
+        m: Figure(s * (mine[m].value - other[m].value), s * (mine[m].replicates - other[m].replicates), mine[m].count)
+        for m, s in signs.items()
+    }

@@ -1,0 +1,63 @@
+"""How alike proxies are to the server's model: cosines of the matrices of attention and MLP layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.adapters.lora import Lora
+from fedveil.attacks.hidden_model import proxy as attack
+from fedveil.attacks.hidden_model.proxy import Proxy
+from fedveil.benchmarks.common import resampling
+from fedveil.benchmarks.common.resampling import Figure
+from fedveil.contract.method import Method
+from fedveil.contract.spec import Weights
+from fedveil.tasks.text_generation import TextGeneration
+
+_FORMS = ("whole", "visible", "mean")
+_SITES = 9  # the name of the draws over proxies
+
+
+def figures(
+    task: TextGeneration, method: Method, received: Sequence[Proxy], server: Weights, base: Weights, seed: int
+) -> dict[str, Figure]:
+    """Each form of similarity of the proxies to the server's weights, and of their differences to the base.
+
+    Means over `received`, a proxy for each client of the last round.
+    """
+    alike = _similarities(task, method, received, server, base)
+    return {
+        f"{form}{suffix}": resampling.mean([getattr(s, form) for s in side], _SITES, seed)
+        for suffix, side in (("", alike[0::2]), (" of the difference to the base", alike[1::2]))
+        for form in _FORMS
+    }
+
+
+def _similarities(
+    task: TextGeneration, method: Method, received: Sequence[Proxy], server: Weights, base: Weights
+) -> list[attack.Similarity]:
+    """For every client two: to the server's weights, and of the differences to the base."""
+    found = []
+    scale = getattr(method, "scale", 1.0) if isinstance(method.adapter, AllWeights) else 1.0
+    true = merged(task, server)
+    for at in received:
+        proxy = Proxy(merged(task, at.weights), at.missing, scale)
+        names = [n for n in true if n in base]
+        found += [attack.similarity(proxy, true, names), attack.similarity(proxy, true, names, base)]
+    return found
+
+
+def merged(task: TextGeneration, weights: Weights) -> Weights:
+    """The matrices of attention and MLP layers by their names in the bare model; W_0 + scale B A under LoRA."""
+    if not isinstance(task.adapter, Lora):
+        return {n: w for n, w in weights.items() if (p := task.spec[n].place) and p.part == "linear" and w.ndim == 2}
+    found = {}
+    for module in (n.removesuffix(".lora_A") for n in weights if n.endswith(".lora_A")):
+        layer: Any = task.base.model.get_submodule(module).base_layer
+        change = task.adapter.scale * weights[f"{module}.lora_B"] @ weights[f"{module}.lora_A"]
+        is_conv = not isinstance(layer, torch.nn.Linear)
+        found[f"{module}.weight"] = layer.weight.detach().cpu().float() + (change.T if is_conv else change)
+    return found

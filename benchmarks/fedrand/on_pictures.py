@@ -1,0 +1,255 @@
+"""FedRand and its baselines on pictures: quality of server and clients, ablations, and what membership attacks see.
+
+A seed draws members (cut over the clients), held-out rows of the same distribution, and test rows; every method runs
+the same federation in process, with a tap. Rows of a result:
+
+| row | which model |
+|---|---|
+| round 0 | the model before any round: the control that an attack must lose |
+| overfitted FedAvg | a few members, many epochs, no defence: the control that an attack must win |
+| <method> server | the model that the server holds at the end |
+| <method> client | quality: of the models that some clients hold, the mean; under attack: what the server rebuilds |
+| <method> client, merged | the client's last upload, the rest from the broadcast it answered |
+
+The shifted non-members come from another data set, as NoCaps beside COCO in the paper: an attack wins there without any
+membership. All intervals are of 95 %, see `resampling`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedveil import rng, strategies
+from fedveil.attacks import controls
+from fedveil.attacks.base import View
+from fedveil.attacks.hidden_model import factor_pairing
+from fedveil.attacks.hidden_model.factor_pairing import RebuiltClient
+from fedveil.attacks.membership import scores as membership
+from fedveil.benchmarks.common import data, pictures, quality, resampling, seeds
+from fedveil.benchmarks.common.federations import federation, task_of
+from fedveil.benchmarks.common.forwarding import Forwarding
+from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.fedrand.adversary import Adversary, Figures, NonMembers, Target, Yardstick
+from fedveil.benchmarks.fedrand.drawn import Drawn, drawn
+from fedveil.benchmarks.fedrand.verdicts import verdicts
+from fedveil.benchmarks.run import Options, Outcome
+from fedveil.config import RunConfig, parse
+from fedveil.contract.method import RoundContext
+from fedveil.contract.spec import Weights
+from fedveil.contract.task import Task
+from fedveil.contract.trainer import Penalty, Trained, Trainer
+from fedveil.federation.exchange import Exchange
+from fedveil.tasks.vision_language import VisionLanguage
+from fedveil.wire.tap import Tap
+
+_SITES = 4  # the name of the draws over sites
+
+
+@dataclass
+class _Row:
+    """One row of one seed."""
+
+    figures: Figures = field(default_factory=dict)
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    seconds: float = 0.0
+
+
+def run(settings: dict[str, Any], options: Options) -> Outcome:
+    """Every part of `settings["parts"]` under every method of `settings["methods"]`, a run a seed."""
+    answers = [_from_json(answer) for answer in seeds.run(__name__, settings, options)]
+    rows: dict[str, Figures] = {}
+    listed = []
+    for name in answers[0]:
+        of_seeds = [answer[name] for answer in answers]
+        figures = {m: resampling.over_seeds([row.figures[m] for row in of_seeds]) for m in of_seeds[0].figures}
+        rows[name] = figures
+        shown: dict[str, Any] = {"name": name, "metrics": {m: resampling.interval(f) for m, f in figures.items()}}
+        if of_seeds[0].upload_bytes:
+            shown |= {
+                "upload_bytes": round(statistics.fmean(r.upload_bytes for r in of_seeds)),
+                "download_bytes": round(statistics.fmean(r.download_bytes for r in of_seeds)),
+                "rounds": settings["config"]["run.rounds"],
+                "seconds": round(statistics.fmean(r.seconds for r in of_seeds), 1),
+            }
+        listed.append(shown)
+    config = settings["config"]
+    done = (
+        f"this run: {settings['clients']} clients, {config['run.rounds']} rounds of {config['train.epochs']} epochs, "
+        f"at most {config.get('train.max-steps') or 'all'} steps of {config['train.batch-size']} rows, at "
+        f"{config['train.learning-rate']:g}; {len(answers)} seeds"
+    )
+    return Outcome(listed, verdicts(rows, settings), [done])
+
+
+class _Remembering(Forwarding):
+    """Leaves what it trained last where the benchmark finds it: the truth that a rebuilt client is held to."""
+
+    def __init__(self, truth: dict[str, Weights], site: str, ctx: RoundContext, local: Trainer) -> None:
+        super().__init__(local)
+        self._site, self._truth = site, truth
+
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+        trained = super().train(weights, frozen, penalty)
+        self._truth[self._site] = trained.weights
+        return trained
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
+    rows: dict[str, _Row] = {}
+    for part in settings["parts"]:
+        for name, row in _part(settings, part, seed, options).items():
+            kept = rows.setdefault(name, _Row())
+            prefix = f"{part['name']} " if part["name"] else ""
+            kept.figures |= {prefix + metric: figure for metric, figure in row.figures.items()}
+            kept.upload_bytes += row.upload_bytes
+            kept.download_bytes += row.download_bytes
+            kept.seconds += row.seconds
+    return _to_json(rows)
+
+
+def _part(settings: dict[str, Any], part: dict[str, Any], seed: int, options: Options) -> dict[str, _Row]:
+    flat = {"task.name": "vision-language", **settings["config"], **part.get("config", {})}
+    flat |= pictures.columns(part["data"]) | {"run.seed": seed, "run.deterministic": True}
+    flat = data.with_model(flat)
+    config = parse(flat)
+    task = task_of(VisionLanguage, parse(flat | {"method.name": "fedavg"}), options)
+    found = drawn(settings, part, task, seed)
+    rows: dict[str, _Row] = {"round 0": _Row()}
+    initial = task.initial(rng.initial(seed, "weights"))
+    rows["round 0"].figures |= _quality(task, [initial], found, part, seed)
+    adversary = None
+    if settings["attack"]:
+        adversary = _adversary(settings["attack"], flat, task, initial, found, options)
+        rows["round 0"].figures |= adversary.attacked(task, [Target((), initial, found.members)])
+        own, started = controls.settings(config), time.perf_counter()
+        figures, done = adversary.overfitted(
+            task_of(VisionLanguage, own, options), found.members[: settings["overfitted_members"]], own
+        )
+        rows["overfitted FedAvg"] = _Row(figures, seconds=time.perf_counter() - started)
+        options.say(f"seed {seed}: overfitted FedAvg: {done.loss_share:.3f} of the loss is left")
+    for label, chosen in settings["methods"].items():
+        fields = {"method.name": chosen["name"], "method.fields": chosen.get("fields", "")}
+        rows |= _method(label, parse(flat | fields), settings, part, found, adversary, seed, options)
+    return rows
+
+
+def _adversary(
+    settings: Mapping[str, Any], flat: Mapping[str, Any], task: Task, initial: Weights, found: Drawn, options: Options
+) -> Adversary:
+    seed, yardstick = flat["run.seed"], None
+    if settings["shadows"]:
+        members = found.members
+        config = parse({**flat, "method.name": "fedavg", "train.max-steps": settings["shadow_steps"]})
+        pool = [*members, *found.held_out[: len(members)]]
+        yardstick = Yardstick(task_of(VisionLanguage, config, options), initial, pool, settings["shadows"], seed)
+    others = NonMembers(found.held_out, found.labels[""], found.shifted)
+    return Adversary(membership.PublicBase(task, initial), yardstick, others, settings, seed)
+
+
+def _method(
+    label: str,
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    part: Mapping[str, Any],
+    found: Drawn,
+    adversary: Adversary | None,
+    seed: int,
+    options: Options,
+) -> dict[str, _Row]:
+    task = task_of(VisionLanguage, config, options)
+    method = strategies.create(config.method.name, config.method.fields)
+    exchange = Exchange(method, config.method.name, task.spec)
+    rows = {f"{label} server": _Row(), f"{label} client": _Row()}
+    with tempfile.TemporaryDirectory() as folder:
+        tap = Tap(Path(folder))
+        truth: dict[str, Weights] = {}
+        started, initial = time.perf_counter(), task.initial(rng.initial(seed, "weights"))
+        remembering = partial(_Remembering, truth)
+        running = federation(exchange, config, task, found.clients, initial, tap, remembering)
+        running.run()
+        seconds = time.perf_counter() - started
+        server = running.deployed()["server"]
+        view = View.server(tap, exchange)
+        last_first = list(dict.fromkeys(s.site for s in reversed(list(view.uploads()))))
+        latest = {site: factor_pairing.latest(view, site, server) for site in last_first}
+        merged = {site: factor_pairing.merged(view, site, server) for site in last_first}
+        scored = last_first[: settings["clients_scored"]]
+        if adversary:
+            clients = {site: (found.clients[site], found.labels[site]) for site in scored}
+            rows[f"{label} client"].figures |= adversary.aligned(view, task, initial, clients)
+    rows[f"{label} server"] = _Row({}, running.upload_bytes, running.download_bytes, seconds)
+    rows[f"{label} server"].figures |= _quality(task, [server], found, part, seed)
+    rows[f"{label} client"].figures |= _quality(task, [truth[site] for site in scored], found, part, seed)
+    if adversary:
+        rows[f"{label} client"].figures |= _rebuilt(latest, merged, truth, seed)
+        of_all = [row for site in last_first for row in found.clients[site]]
+        rows[f"{label} server"].figures |= adversary.attacked(task, [Target((), server, of_all)])
+        for name, rebuilt in (("client", latest), ("client, merged", merged)):
+            targets = [
+                Target((i,), rebuilt[site].weights, found.clients[site], found.labels[site])
+                for i, site in enumerate(sorted(scored), 10)
+            ]
+            if name == "client" or config.method.name == "fedrand":
+                rows.setdefault(f"{label} {name}", _Row()).figures |= adversary.attacked(task, targets)
+    options.say(f"seed {seed}: {part['name']} {label}: {_brief(rows)} in {seconds:.0f} s")
+    return rows
+
+
+def _rebuilt(
+    latest: Mapping[str, RebuiltClient], merged: Mapping[str, RebuiltClient], truth: Mapping[str, Weights], seed: int
+) -> Figures:
+    """How far clients rebuilt by either pairing are from the true ones; means over sites."""
+    errors = [factor_pairing.reconstruction_error(latest[site].weights, truth[site]) for site in latest]
+    others = [factor_pairing.reconstruction_error(merged[site].weights, truth[site]) for site in latest]
+    values = {
+        # The better of the two pairings: which one it is depends on how far clients drift.
+        "reconstruction error": [min(e.products, o.products) for e, o in zip(errors, others, strict=True)],
+        "latest error": [e.products for e in errors],
+        "merged error": [o.products for o in others],
+        "tensor error": [e.tensors for e in errors],
+        "coverage": [rebuilt.coverage for rebuilt in latest.values()],
+    }
+    return {name: resampling.mean(each, _SITES, seed) for name, each in values.items()}
+
+
+def _quality(
+    task: VisionLanguage, models: Sequence[Weights], found: Drawn, part: Mapping[str, Any], seed: int
+) -> Figures:
+    """Scores of the mean model, each on the same test rows."""
+    if not found.test or not models:
+        return {}
+    each = [quality.scores(task, weights, found.test, part["metrics"], seed) for weights in models]
+    return {name: resampling.average([scores[name] for scores in each]) for name in each[0]}
+
+
+def _brief(rows: Mapping[str, _Row]) -> str:
+    return "; ".join(
+        f"{name.rpartition(' ')[2]} {', '.join(f'{m} {f.value:.3f}' for m, f in list(row.figures.items())[:3])}"
+        for name, row in rows.items()
+    )
+
+
+def _to_json(rows: Mapping[str, _Row]) -> dict[str, Any]:
+    return {
+        name: {
+            "figures": {m: f.to_json() for m, f in row.figures.items()},
+            "rest": [row.upload_bytes, row.download_bytes, row.seconds],
+        }
+        for name, row in rows.items()
+    }
+
+
+def _from_json(rows: Mapping[str, Any]) -> dict[str, _Row]:
+    return {
+        name: _Row({m: Figure.from_json(f) for m, f in row["figures"].items()}, *row["rest"])
+        for name, row in rows.items()
+    }

@@ -1,0 +1,31 @@
+"""The commands of Flower's two long-lived programs, with every flag that FedVeil gives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ONLINE = "SuperNode ID:"  # a SuperNode logs this once the SuperLink has accepted its key
+
+
+def superlink(folder: Path, control_port: int, fleet_port: int, database: bool) -> list[str]:
+    """The SuperLink on loopback: gRPC with TLS, keys of SuperNodes required. `folder` has its certificate and key.
+
+    `database`: keep its state in `folder`/superlink.db instead of in memory.
+    """
+    return [
+        "flower-superlink", "--host", "127.0.0.1", "--port", str(control_port),
+        "--fleet-api-type", "grpc-rere", "--fleet-api-address", f"127.0.0.1:{fleet_port}",
+        "--ssl-ca-certfile", str(folder / "ca.crt"), "--ssl-certfile", str(folder / "server.pem"),
+        "--ssl-keyfile", str(folder / "server.key"),
+        "--enable-supernode-auth", "--disable-runtime-dependency-installation",
+        *(["--database", str(folder / "superlink.db")] if database else []),
+    ]  # fmt: skip
+
+
+def supernode(superlink: str, ca: Path, key: Path, port: int, node_config: Path) -> list[str]:
+    """A site's SuperNode: gRPC with TLS and its own key to `superlink` (HOST:PORT), its own API on loopback."""
+    return [
+        "flower-supernode", "--grpc-rere", "--root-certificates", str(ca), "--superlink", superlink,
+        "--auth-supernode-private-key", str(key), "--host", "127.0.0.1", "--port", str(port),
+        "--node-config", str(node_config),
+    ]  # fmt: skip

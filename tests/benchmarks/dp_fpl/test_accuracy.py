@@ -1,0 +1,76 @@
+"""The runners of the DP-FPL presets: figures, sentences, the control that sees no row, and small whole accuracy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedveil.benchmarks.common import resampling
+from fedveil.benchmarks.dp_fpl import accuracy
+from fedveil.benchmarks.run import Options
+from tests.benchmarks.dp_fpl.small import around, needs_data
+from tests.benchmarks.dp_fpl.small import settings as small
+
+
+def test_accuracy_is_the_mean_over_sites_of_own_or_other_classes():
+    right = [np.array([1.0, 0.0, 1.0, 1.0]), np.array([0.0, 0.0, 1.0, 0.0])]
+    labels, classes = [0, 0, 1, 2], [{0}, {1, 2}]
+    local = accuracy.accuracy(right, labels, classes, True, 0)
+    other = accuracy.accuracy(right, labels, classes, False, 0)
+    assert local.value == 100 * (1 / 2 + 1 / 2) / 2
+    assert other.value == 100 * (2 / 2 + 0 / 2) / 2
+    assert (local.count, other.count) == (4, 4)
+    drawn = np.repeat(np.arange(4), resampling.counts(4, accuracy._TEST, 0)[7].astype(int))
+    by_hand = [np.mean([right[s][i] for i in drawn if labels[i] in classes[s]] or [0.0]) for s in range(2)]
+    assert local.replicates[7] == pytest.approx(100 * np.mean(by_hand))
+
+
+def test_a_site_with_every_class_has_no_neighbours():
+    found = accuracy.accuracy([np.ones(2), np.zeros(2)], [0, 1], [{0, 1}, {0}], False, 0)
+    assert (found.value, found.count) == (0.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("mine", "asked", "said"),
+    [
+        (9.0, "higher", "higher; the paper has it higher: holds here."),
+        (1.0, "higher", "lower; the paper has it higher: does not"),
+        (5.0, "not lower", "not told apart; the paper has it not lower: holds"),
+        (1.0, "not lower", "does not hold here."),
+    ],
+)
+def test_claims_are_judged_by_paired_intervals(mine, asked, said):
+    figures = {"a": {"local": around(mine)}, "b": {"local": around(5.001)}}
+    settings = {"rows": {}, "claims": [{"row": "a", "than": "b", "side": "local", "is": asked}]}
+    (sentence,) = accuracy.verdicts(figures, settings)
+    assert said in sentence
+
+
+def test_a_row_stands_beside_both_controls():
+    figures = {n: {"local": around(v)} for n, v in (("x", 9.0), ("zero-shot", 5.0), ("x, noise only", 9.001))}
+    first, second = accuracy.verdicts(figures, {"rows": {"x": {}}})
+    assert "of x less that of zero-shot" in first
+    assert first.endswith("higher.")
+    assert "of x less that of x, noise only" in second
+    assert second.endswith("not told apart.")
+    assert accuracy.verdicts(figures, {"rows": {"x": {"learns": False}}}) == []
+
+
+@pytest.mark.slow
+@needs_data
+def test_a_whole_small_table():
+    rows = {
+        "PromptFL": {"name": "promptfl"},
+        "private": {
+            "name": "dp_fpl",
+            "fields": "clipped = 'texts'\nexchange = 'epoch'",
+            "epsilon": 50.0,
+            "control": True,
+        },
+    }
+    found = accuracy.of_seed(small(rows), 0, Options())
+    assert list(found) == ["zero-shot", "PromptFL", "private", "private, noise only"]
+    assert all(0 <= found[n][side][0] <= 100 for n in found for side in accuracy.SIDES)
+    assert found["private"]["costs"]["nominal epsilon"] == 50.0
+    assert found["private"]["upload_bytes"] > 3 * 16 * 96 * 4
+    assert found["PromptFL"]["privacy"] == "epsilon infinite: no claim"

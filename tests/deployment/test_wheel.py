@@ -1,0 +1,156 @@
+"""The wheel: what is in it, and that it does everything without a checkout, from any folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fedveil import places
+from tests.conftest import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TOOLS = PROJECT["tool"]["setuptools"]
+# Flower's programs with the fresh environment's own Python in their first line.
+PROGRAMS = """
+import importlib.metadata, pathlib, sys
+for entry in importlib.metadata.distribution("flwr").entry_points.select(group="console_scripts"):
+    script = pathlib.Path(sys.executable).parent / entry.name
+    call = f"from {entry.module} import {entry.attr}\\nsys.exit({entry.attr}())"
+    script.write_text(f"#!{sys.executable}\\nimport sys\\n{call}\\n")
+    script.chmod(0o755)
+"""
+
+
+def test_every_folder_of_code_is_a_package_of_the_wheel():
+    """setuptools finds nothing by itself where rooms lie beside the package; the list in pyproject.toml is by hand."""
+    homes = {"fedveil": "fedveil", **TOOLS["package-dir"]}
+    not_code = {name for name, folder in homes.items() if not (ROOT / folder / "__init__.py").is_file()}
+    assert not_code == {"fedveil.checkout", "fedveil.data"}
+    found = {
+        ".".join([name, *file.parent.relative_to(ROOT / homes[name]).parts])
+        for name in set(homes) - not_code
+        for file in (ROOT / homes[name]).rglob("*.py")
+        if "stock_flower" not in file.parts  # an app of its own, which goes along as data
+    }
+    assert found | not_code == set(TOOLS["packages"])
+
+
+def test_what_a_wheel_is_built_from_has_every_package_and_nothing_else_that_lies_about(tmp_path):
+    (tmp_path / "checkout" / "console" / "runs").mkdir(parents=True)
+    for name in ("pyproject.toml", "strategies/a.py", "console/runs/b.py", "runs/c", ".git/d", "console/__pycache__/e"):
+        (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "checkout" / name).touch()
+    copy = places.lay_out(tmp_path / "copy", tmp_path / "checkout")
+    found = sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file())
+    assert found == ["console/runs/b.py", "pyproject.toml", "strategies/a.py"]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A fresh environment with the wheel, whose other packages are those of this one."""
+
+    wheel: Path
+    bin: Path
+    empty: Path
+
+    def __call__(self, *command: str, timeout: float = 120.0) -> str:
+        """What a program of the environment prints, called from an empty folder."""
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        done = subprocess.run(
+            [str(self.bin / command[0]), *command[1:]], cwd=self.empty, env=env, capture_output=True, text=True,
+            timeout=timeout, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}: {done.stdout[-1500:]}{done.stderr[-3000:]}"
+        return done.stdout
+
+
+def pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments], check=True)
+
+
+def built(source: Path, into: Path) -> Path:
+    """The wheel of a source folder; setuptools is this environment's, nothing is fetched."""
+    pip("wheel", "--no-index", "--no-build-isolation", "--no-deps", "-w", str(into), str(source))
+    (wheel,) = into.glob("*.whl")
+    return wheel
+
+
+def content(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Installed:
+    folder = tmp_path_factory.mktemp("wheel")
+    wheel = built(places.lay_out(folder / "source", ROOT), folder / "dist")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    pip("--python", str(folder / "venv" / "bin" / "python"), "install", "--no-index", "--no-deps", str(wheel))
+    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    # The path alone: a .pth file in there, such as an editable installation's, is not read.
+    (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    (folder / "empty").mkdir()
+    made = Installed(wheel, folder / "venv" / "bin", folder / "empty")
+    made("python", "-c", PROGRAMS)
+    assert made("python", "-c", "import fedveil; print(*fedveil.__path__)").split() == [str(packages / "fedveil")]
+    return made
+
+
+@pytest.mark.slow
+def test_it_has_one_top_level_name_and_the_licence_of_everything_in_it(installed):
+    record = next(name for name in zipfile.ZipFile(installed.wheel).namelist() if name.endswith(".dist-info/RECORD"))
+    info = record.partition("/")[0]
+    names = {line.partition(",")[0] for line in zipfile.ZipFile(installed.wheel).read(record).decode().splitlines()}
+    assert {name.partition("/")[0] for name in names} == {"fedveil", info}
+    licences = {name.removeprefix(f"{info}/licenses/") for name in names if name.startswith(f"{info}/licenses/")}
+    bases = {f"fedveil/assets/{base.name}/README.md" for base in (ROOT / "fedveil" / "assets").iterdir()}
+    assert licences == {"LICENSE", "data/e2e/LICENSE", "data/e2e/README.md", *bases}
+    assert all("CC BY" in (ROOT / name).read_text() for name in licences - {"LICENSE"})
+    assert "fedveil/py.typed" in names
+
+
+@pytest.mark.slow
+def test_a_wheel_of_an_installed_wheel_is_the_same(installed):
+    """`fedveil bundle make` builds one from what is installed."""
+    code = "from pathlib import Path; from fedveil import places; places.lay_out(Path('source'))"
+    installed("python", "-c", code)
+    again = content(built(installed.empty / "source", installed.empty / "dist"))
+    assert again == content(installed.wheel)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_command_that_needs_no_server_works_from_an_empty_folder(installed):
+    assert installed("fedveil", "--version") == f"fedveil {PROJECT['project']['version']}\n"
+    assert "  demo " in installed("fedveil", "--help")
+    assert "fedrand" in installed("fedveil", "methods")
+    assert "What would leave this site" in installed("fedveil", "explain", "--set", "method.name=fedrand")
+    here = subprocess.run(
+        [sys.executable, "-m", "fedveil.console.main", "app", "digest"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert installed("fedveil", "app", "digest") == here.stdout
+    installed("fedveil", "bench", "core/aggregate", "--quick", timeout=300)
+    assert json.loads((installed.empty / "results" / "core_aggregate.json").read_text())["preset"] == "core/aggregate"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_runs_and_its_report_can_be_written_again(installed):
+    shown = installed("fedveil", "demo", "--rounds", "1", "--sites", "2", timeout=550)
+    assert "Processes left: none" in shown
+    rows = json.loads((installed.empty / "runs" / "demo" / "summary.json").read_text())["rows"]
+    assert [(row["name"], row["state"], row["rounds"]) for row in rows] == [
+        ("fedavg", "completed", 1), ("fedrand", "completed", 1)
+    ]  # fmt: skip
+    installed("fedveil", "report", "runs/demo/fedavg", "--out", "again.html")
+    assert "What each side learned" in (installed.empty / "again.html").read_text()
