@@ -23,6 +23,7 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedveil import rng
 from fedveil.console.commands.federation import app as console_app
 from fedveil.console.flower.site_process import write_guard
 from fedveil.contract.method import RoundContext
@@ -132,7 +133,7 @@ class Site:
 
 def upload(lora_spec, lora_weights) -> bytes:
     exchange = Exchange(FedAvg(), "fedavg", lora_spec)
-    state = FedAvg().init(spec_of(lora_weights), lora_weights, None)
+    state = FedAvg().init(spec_of(lora_weights), lora_weights, rng.initial(0, "weights"))
     ctx = RoundContext(0, "north", True, b"s" * 32)
     _, parts = exchange.participate(exchange.broadcast(state, ctx), None, ToyTrainer(lora_spec, 3), ctx)
     return b"".join(parts)

@@ -148,7 +148,7 @@ def repacked(change_payload=lambda p: p, num_examples=3, round_=None, version=1)
 
 
 def _layout_of(payload):
-    down = Layout(FedAvg().layout({n: torch.empty(s) for n, s in SHAPES.items()}).fields)  # type: ignore[misc]
+    down = Layout(FedAvg().layout(SPEC).fields)
     ups = [Field(n, "up", Dense(v.dtype), tuple(v.shape)) for n, v in payload.fields.items()]
     return Layout(tuple(f for f in down.fields if f.direction == "down") + tuple(ups))
 
