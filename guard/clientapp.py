@@ -35,9 +35,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import ConfigRecord, Error, Message
+from flwr.app import Error, Message
 from flwr.common.config import get_project_dir
 from flwr.supercore import log
+
+from fedveil.guard import reply
 
 if TYPE_CHECKING:
     from fedveil.client_app.site.assignment import Assignment
@@ -47,6 +49,7 @@ _HOOKS = ("pull_task_input", "install_from_fab", "push_message")
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 _BUNDLED = ("client_app", "fedveil", "server_app", "strategies")
 _PUBLIC = ("PolicyError", "WireError")
+_NAMED = 100  # records of a withheld reply that a line of the audit log names
 
 
 class Refused(Exception):
@@ -71,11 +74,11 @@ class Guard:
         self._about: dict[str, Any] = {}
         self._refusal = ""
         # Loaded now, from the site's own installation, and kept: the bundle brings modules of the same names.
-        self._assignments, self._policy, self._audit_log, self._header, self._slices, self._bundle, self._signature = (
+        self._assignments, self._policy, self._audit_log, self._header, self._bundle, self._signature = (
             importlib.import_module(name)
             for name in (
                 "fedveil.client_app.site.assignment", "fedveil.client_app.site.policy", "fedveil.records.audit_log",
-                "fedveil.wire.header", "fedveil.wire.slices", "fedveil.guard.bundle", "fedveil.guard.signature",
+                "fedveil.wire.header", "fedveil.guard.bundle", "fedveil.guard.signature",
             )
         )  # fmt: skip
 
@@ -107,14 +110,17 @@ class Guard:
     def push(self, client: Any, message: Message, context: Any) -> None:
         """Flower's push_message: of the upload if it is within bounds, else of the reason."""
         if not self._refusal and message.has_error():
+            message = reply.of_error(message.error, self._task[0])
             self._try_to_note("failed", Refused(message.error.reason))
         elif not self._refusal:
+            found: list[list[str | int]] = []
             try:
+                found = reply.inventory(message.content)
                 message = self._measured(message)
             except Exception as error:
                 log(ERROR, "the upload is withheld", exc_info=error)
                 self._refusal = _public(error)
-                self._try_to_note("withheld", error)
+                self._try_to_note("withheld", error, up_bytes=sum(int(n) for _, _, n in found), records=found[:_NAMED])
         if self._refusal:
             message = Message(Error(_RAISED, self._refusal), reply_to=self._task[0])
         self._push(client, message, context)
@@ -151,17 +157,15 @@ class Guard:
         self._bundle.require_same(content, folder)
 
     def _measured(self, message: Message) -> Message:
-        """The reply, if it is within bounds; with the anchor of this site's log."""
-        record = message.content.array_records["fedveil"]
-        parts = [record[name].data for name in self._slices.in_order(list(record))]
+        """The guard's own reply with the upload of this one, if it is within bounds; with the anchor of the log."""
+        parts = reply.upload(message.content)
         header, size = self._header.of_slices(parts), sum(map(len, parts))
         if self._assignment is None:
             raise Refused("upload: expected one of an admitted message, found none")
         self._policy.check_upload(self._assignment.site, self._down_bytes, size, header["num_examples"])
         fields = [[entry[0], entry[3]] for entry in header["fields"]]
         head = self._note("sent", up_bytes=size, variant=header["variant"], fields=fields)
-        message.content["log"] = ConfigRecord({"head": str(head)})
-        return message
+        return reply.of_upload(parts, str(head), self._task[0])
 
     def _refuse(self, error: Exception) -> None:
         log(ERROR, "this site refuses the run", exc_info=error)
@@ -169,10 +173,10 @@ class Guard:
         self._try_to_note("refused", error)
         raise Refused(self._refusal) from error
 
-    def _try_to_note(self, event: str, error: Exception) -> None:
+    def _try_to_note(self, event: str, error: Exception, **more: Any) -> None:
         """A refusal stands, noted or not; what could not be noted is in the process's log."""
         try:
-            self._note(event, reason=f"{type(error).__name__}: {error}")
+            self._note(event, reason=f"{type(error).__name__}: {error}", **more)
         except Exception as unwritten:
             log(ERROR, "the audit log has no line of this", exc_info=unwritten)
 
