@@ -24,6 +24,7 @@ from fedveil.contract.layout import Direction, Field
 from fedveil.contract.method import REPORT_FIELDS, fields_of
 from fedveil.errors import PolicyError
 from fedveil.federation.exchange import Exchange
+from fedveil.foreign import shown
 from fedveil.guard import signature
 from fedveil.privacy.dp_sgd import DpSgd, claim_of
 from fedveil.privacy.promised import epsilon
@@ -47,13 +48,13 @@ def run(args: argparse.Namespace) -> int:
     method = strategies.create(config.method.name, config.method.fields)
     task = tasks.load(config, method.adapter, "cpu")
     exchange = Exchange(method, config.method.name, task.spec)
-    print("\n".join(explained(exchange, config, args.delta)))
+    print("\n".join(shown(line, 4000) for line in explained(exchange, config, args.delta)))
     if args.policy is None:
         return 0
     try:
         _permit(args.policy, args.app, exchange, config)
     except PolicyError as error:
-        print(f"\nThis site's policy FORBIDS it: {error}")
+        print(f"\nThis site's policy FORBIDS it: {shown(error, 2000)}")
         return 1
     print(f"\nThis site's policy permits it: {args.policy}")
     return 0
@@ -132,7 +133,7 @@ def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfi
     bundle = policies.Bundle()
     if read.app_digests is not None or read.signers is not None:
         digest = hashlib.sha256(built(app)).hexdigest()
-        bundle = policies.Bundle(digest, signature.signer(config.run.signature, digest))
+        bundle = policies.Bundle(digest, signature.signer(config.run.signature, config.run.name, digest))
     fields = json.dumps(fields_of(exchange.method))
     order = Order(0, True, "", "explain", exchange.name, fields)
     down, up = largest(exchange, "down"), largest(exchange, "up")

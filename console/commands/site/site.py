@@ -14,8 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from fedveil import places
 from fedveil.client_app.site.node_config import parse_site
 from fedveil.console.flower.machine import free_ports, toml
 from fedveil.console.flower.processes import Processes, environment
@@ -23,7 +22,9 @@ from fedveil.console.flower.programs import ONLINE, supernode
 from fedveil.console.flower.site_process import guarded, start_spare, write_guard
 from fedveil.console.provisioning import enrol
 from fedveil.console.runs.workers import described, follow, workers
+from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
+from fedveil.foreign import shown
 
 _STATE = Path("~/.local/state/fedveil")
 _POLL_SECONDS = 0.5
@@ -89,7 +90,7 @@ def _start(args: argparse.Namespace) -> int:
     node |= {key: str(Path(value).absolute()) for key in ("data", "policy") if (value := getattr(args, key))}
     node |= {"worker-idle-seconds": args.worker_idle_seconds, "worker-memory-mb": args.worker_memory_mb}
     site = parse_site(node)
-    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    places.private_folder(state).chmod(0o700)  # also one that was there before
     config = state / f"{args.name}.toml"
     config.write_text(toml(node))
     (state / "logs").mkdir(mode=0o700, exist_ok=True)
@@ -142,7 +143,7 @@ def _init(args: argparse.Namespace) -> int:
     words = sys.stderr if args.print else sys.stdout
     if args.print:
         print(request.read_text())
-    print(f"site {about['site']} of {about['federation']}: key made; it stays here", file=words)
+    print(f"site {shown(about['site'], 80)} of {shown(about['federation'], 80)}: key made; it stays here", file=words)
     print(f"send {request.name} to the operator, and read them this over the telephone: {fingerprint}", file=words)
     return 0
 
@@ -155,7 +156,7 @@ def _guard(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    console = Console(highlight=False)
+    console = terminal()
     if args.follow:
         try:
             follow(console, args.state_dir)
@@ -167,5 +168,5 @@ def _status(args: argparse.Namespace) -> int:
         print(f"no worker under {args.state_dir.expanduser()}: none has had a turn yet, or its idle time is over")
         return 1
     for worker in found:
-        console.print(described(worker), markup=False, soft_wrap=True)
+        console.print(described(worker), soft_wrap=True)
     return 0
