@@ -278,6 +278,7 @@ class LocalFederation:
         config |= {"partition-id": list(self.sites).index(name), "num-partitions": len(self.sites)}
         if site.data is not None:
             config["data"] = str(site.data.absolute())
+            config["data-set"] = name  # nothing is written into data that others share
         file = self._node_file(name)
         file.write_text(toml({**config, **dict(site.node_config)}))
         return file

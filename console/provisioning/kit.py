@@ -82,7 +82,8 @@ def files(federation: FederationFile, site: str, ca: bytes) -> dict[str, bytes]:
     """The kit's files by name."""
     public = {"federation": federation.name, "site": site, "superlink": federation.superlink}
     words = {**public, "image": federation.image, "ca": hashlib.sha256(ca).hexdigest()}
-    node = {"site": site, "data": "/data", "state-dir": "/state", "policy": "/kit/site-policy.toml"}
+    # The containers mount the data read-only, so that its id cannot be kept beside it.
+    node = {"site": site, "data": "/data", "data-set": site, "state-dir": "/state", "policy": "/kit/site-policy.toml"}
     found = {
         "compose.yaml": compose.site(federation.name, site, federation.image, federation.superlink),
         "compose.gpu.yaml": compose.gpu("clientapp"),

@@ -9,6 +9,7 @@ import pytest
 from fedveil.client_app import app as client
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.policy import Bundle, check, check_upload, epsilon
+from fedveil.contract.task import Example
 from fedveil.errors import PolicyError
 from tests.server_app.grid import LocalGrid, use_toy_task
 from tests.server_app.test_strategy import initial, strategy
@@ -62,7 +63,7 @@ def test_a_round_beyond_what_the_config_says_is_counted(tmp_path):
 def test_a_refusal_reaches_the_server_with_its_reason_and_no_data_is_opened(tmp_path, monkeypatch):
     task = use_toy_task(monkeypatch)
     opened = []
-    monkeypatch.setattr(type(task), "examples", lambda self, *a, **k: opened.append(a) or [{}] * 3)
+    monkeypatch.setattr(type(task), "examples", lambda self, *a, **k: opened.append(a) or Example.of([{}] * 3))
     (tmp_path / "site-policy.toml").write_text('methods = ["dp_fpl"]')
     grid = LocalGrid(client.app, ["north", "south", "west"], tmp_path / "state", {"run.deterministic": True})
     grid.node_config = {"west": {"policy": str(tmp_path / "site-policy.toml")}}
