@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedveil import strategies, tasks
+from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.data_sets import ID_FILE, DataSet
 from fedveil.client_app.site.private import PrivateStore, ledger_of
@@ -79,8 +80,9 @@ class Turns:
         rows = trainer.rows
         if not config.run.deterministic:
             ledger = ledger_of(assignment.site.state_dir, assignment.name)
+            own = policy.of_site(assignment.site).budget if assignment.site.policy else policy.Policy().budget
             data_set = DataSet.of(Path(assignment.data), assignment.site.data_set)
-            rows = MeteredRows(rows, claim, ledger, ledger.names(data_set.records(self._origins)))
+            rows = MeteredRows(rows, claim, own, ledger, ledger.names(data_set.records(self._origins)))
             trainer = RowsOnly(trainer.spec, rows)
         dp = DpSgd.of(config.dp)
         return NoisyTrainer(trainer.spec, rows, dp, ctx) if dp else trainer

@@ -7,7 +7,8 @@ refuses.
     max-rounds = 50
     max-bytes-a-round = 50_000_000           # the server's message and the upload together
     max-epsilon = 8.0                        # the run's budget, at `delta`
-    delta = 1e-5
+    delta = 1e-5                             # what the site's privacy ledger judges every charge by, beside what
+    neighbours = "replace-one"               # the run claims; also without max-epsilon
     min-noise = 1.0                          # the run must train by noisy steps (dp.*) with at least this noise
     min-examples = 100                       # training examples behind an upload
     app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
@@ -34,6 +35,7 @@ guard/clientapp.py calls before any code of the bundle runs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -42,7 +44,7 @@ import tomllib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -50,6 +52,7 @@ from fedveil import places
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.node_config import Site
 from fedveil.config import RunConfig
+from fedveil.contract.budget import Budget, Neighbours
 from fedveil.errors import PolicyError
 
 _EPSILON_SECONDS = 120.0
@@ -68,11 +71,18 @@ class Policy(BaseModel):
     max_bytes_a_round: int | None = Field(None, ge=1)
     max_epsilon: float | None = Field(None, ge=0, allow_inf_nan=False)
     delta: float = Field(1e-5, gt=0, lt=1)
+    neighbours: Literal["replace-one", "add-or-remove-one"] = "replace-one"
     min_noise: float | None = Field(None, gt=0, allow_inf_nan=False)
     min_examples: int | None = Field(None, ge=1)
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
     hours: list[Annotated[str, Field(pattern=_WINDOW)]] | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """What the site itself lets a record be charged, whatever a run claims."""
+        epsilon = math.inf if self.max_epsilon is None else self.max_epsilon
+        return Budget(epsilon, self.delta, Neighbours(self.neighbours))
 
     @property
     def signer_keys(self) -> list[str] | None:

@@ -9,7 +9,7 @@ data is looked at: a turn that dies afterwards stays charged, and its repetition
 
 | case | what happens |
 |---|---|
-| a charge that would take a record above the budget | BudgetError; no record is charged |
+| a charge that would take a record above a budget, the run's or the site's own | BudgetError; no record is charged |
 | a record that other runs have charged already | their charges count |
 | two rows with equal content | two records |
 | a ledger of 0.1, whose records were named by their content | every record begins with the most that any of them was
@@ -62,11 +62,11 @@ class Ledger:
         texts = (json.dumps(record).encode() for record in records)
         return [hashlib.blake2b(text, key=key, digest_size=16).hexdigest() for text in texts]
 
-    def charge(self, records: Sequence[str], charges: Spent, budget: Budget) -> None:
+    def charge(self, records: Sequence[str], charges: Spent, *budgets: Budget) -> None:
         """Charges all of the records or none; a record that is named twice is charged twice.
 
         Raises:
-            BudgetError: a record would be charged more than the budget.
+            BudgetError: a record would be charged more than one of the budgets.
             StateError: the file cannot be read or written.
         """
         with self._locked():
@@ -75,7 +75,8 @@ class Ledger:
             for record in records:
                 new[record].update(dict(charges))
             for history in {frozenset(h.items()) for h in new.values()}:
-                self._require(dict(history), charges, budget)
+                for budget in budgets:
+                    self._require(dict(history), charges, budget)
             self._write(spent | new, carried)
 
     def epsilon(self, record: str, budget: Budget) -> float:

@@ -169,7 +169,7 @@ def test_every_training_of_a_turn_is_charged_before_its_rows_are_looked_at(tmp_p
 
     def turn(round_: int):
         names = ledger.names([("d", "train.jsonl", i) for i in range(9)])
-        metered = MeteredRows(task.trainer(rows, rng.initial(0, "b")).rows, noisy, ledger, names)
+        metered = MeteredRows(task.trainer(rows, rng.initial(0, "b")).rows, noisy, noisy.budget, ledger, names)
         ctx = RoundContext(round_, "a", True, rng.fresh_secret())
         trainer = NoisyTrainer(task.spec, metered, noisy, ctx)
         _, parts = exchange.participate(exchange.broadcast(server, ctx), None, trainer, ctx)

@@ -294,6 +294,25 @@ def test_charges_of_other_kinds_compose(tmp_path):
         ledger.charge(["a"], {STEP: 1}, limit(1))
 
 
+def test_charges_that_no_accountant_takes_together_are_added_up(tmp_path):
+    """Each of the two alone, at delta / 2; and before 0.2 an error of the config, in the middle of a run."""
+    poisson, fixed = {("poisson", 50, 5, 1.5): 4}, {("fixed", 50, 5, 8.0): 3}
+    alone = [accounting.epsilon(charges, DELTA, REPLACE) for charges in (poisson, fixed)]
+    found = accounting.epsilon(poisson | fixed, DELTA, REPLACE)
+    assert found == sum(accounting.epsilon(charges, DELTA / 2, REPLACE) for charges in (poisson, fixed))
+    assert sum(alone) < found < 1.2 * sum(alone)
+    assert accounting.epsilon(poisson | fixed | {STEP: 5}, DELTA, REPLACE) > found
+    ledger = Ledger(tmp_path / "s.json")
+    ledger.charge(["a"], fixed, Budget(found, DELTA, REPLACE))
+    with pytest.raises(BudgetError):
+        ledger.charge(["a"], poisson, Budget(found * 0.999, DELTA, REPLACE))
+    ledger.charge(["a"], poisson, Budget(found, DELTA, REPLACE))
+
+
+def test_a_draw_without_replacement_has_no_epsilon_where_the_number_of_rows_changes():
+    assert accounting.epsilon({("fixed", 50, 5, 8.0): 3}, DELTA, ADD) == math.inf
+
+
 def test_an_infinite_charge_fits_no_budget(tmp_path):
     free = ("gaussian", 0, 0, 0.0)
     with pytest.raises(BudgetError):
