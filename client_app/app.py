@@ -52,6 +52,7 @@ def _take_part(message: Message, context: Context) -> list[bytes]:
     assignment = Assignment.of(order, context.run_config, context.node_config)
     down_bytes = sum(len(array.data) for array in record.values())
     policy.check(assignment, policy.Bundle.of_environment(), down_bytes)
+    policy.count_round(assignment)
     upload = _trained(record, assignment)
     num_examples = header.of_slices(upload)["num_examples"]
     policy.check_upload(assignment.site, down_bytes, sum(map(len, upload)), num_examples)

@@ -80,7 +80,7 @@ class Turns:
         rows = trainer.rows
         if not config.run.deterministic:
             ledger = ledger_of(assignment.site.state_dir, assignment.name)
-            own = policy.of_site(assignment.site).budget if assignment.site.policy else policy.Policy().budget
+            own = policy.of(assignment.site).budget
             data_set = DataSet.of(Path(assignment.data), assignment.site.data_set)
             rows = MeteredRows(rows, claim, own, ledger, ledger.names(data_set.records(self._origins)))
             trainer = RowsOnly(trainer.spec, rows)

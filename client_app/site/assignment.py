@@ -56,6 +56,10 @@ class Assignment:
             asked = Order(**{key.replace("-", "_"): value for key, value in order.items()})
         except TypeError as error:
             raise WireError(f"message: expected an order of this version, found another ({error})") from None
+        for field in dataclasses.fields(Order):
+            found = getattr(asked, field.name)
+            if type(found).__name__ != field.type:
+                raise WireError(f"order.{field.name}: expected {field.type}, found {type(found).__name__}")
         return cls(asked, parse(config), parse_site(node))
 
     @property

@@ -5,6 +5,7 @@ refuses.
     tasks = ["text-generation"]
     models = ["tiny"]
     max-rounds = 50
+    max-repeats = 3                          # servings of one round; 3 unless said
     max-bytes-a-round = 50_000_000           # the server's message and the upload together
     max-epsilon = 8.0                        # the run's budget, at `delta`
     delta = 1e-5                             # what the site's privacy ledger judges every charge by, beside what
@@ -17,7 +18,8 @@ refuses.
 
 | case | what happens |
 |---|---|
-| the node config names no file | everything is permitted; only the guard's entry point in the image refuses |
+| the node config names no file | everything is permitted but a round that was served before (served.py); only the
+  guard's entry point in the image refuses |
 | the file is missing, is not TOML, has an unknown key or a value of another type | PolicyError |
 | a key is absent | it restricts nothing |
 | an empty list | nothing is permitted |
@@ -51,6 +53,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedveil import places
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.node_config import Site
+from fedveil.client_app.site.served import Served
 from fedveil.config import RunConfig
 from fedveil.contract.budget import Budget, Neighbours
 from fedveil.errors import PolicyError
@@ -68,6 +71,7 @@ class Policy(BaseModel):
     tasks: list[str] | None = None
     models: list[str] | None = None
     max_rounds: int | None = Field(None, ge=1)
+    max_repeats: int = Field(3, ge=1)
     max_bytes_a_round: int | None = Field(None, ge=1)
     max_epsilon: float | None = Field(None, ge=0, allow_inf_nan=False)
     delta: float = Field(1e-5, gt=0, lt=1)
@@ -107,15 +111,16 @@ def check(
     assignment: Assignment, bundle: Bundle | None = None, down_bytes: int = 0, now: datetime | None = None
 ) -> None:
     """Raises PolicyError, which names what the site does not permit. `down_bytes`: size of the server's message."""
+    policy = of(assignment.site)
+    _served(assignment).check(assignment.order.round, assignment.config.run.rounds, policy.max_repeats)
     if not assignment.site.policy:
         return
-    policy = of_site(assignment.site)
     order, config, bundle = assignment.order, assignment.config, bundle or Bundle()
     _require_bundle(bundle, policy)
     _require_one("method.name", order.method, policy.methods)
     _require_one("task.name", config.task.name, policy.tasks)
     _require_one("task.model", config.task.model, policy.models)
-    rounds = max(config.run.rounds, order.round + 1)
+    rounds = config.run.rounds
     if policy.max_rounds is not None and rounds > policy.max_rounds:
         raise PolicyError(f"run.rounds: this site permits at most {policy.max_rounds}, found {rounds}; ask for fewer")
     _require_bytes(policy, down_bytes, "in the server's message alone")
@@ -123,6 +128,21 @@ def check(
     _require_noise(config, policy.min_noise)
     if policy.max_epsilon is not None:
         _require_epsilon(assignment, policy.max_epsilon, policy.delta)
+
+
+def count_round(assignment: Assignment) -> None:
+    """Counts this turn's round as served, before the turn. Raises PolicyError for one that may not be served again."""
+    most = of(assignment.site).max_repeats
+    _served(assignment).count(assignment.order.round, assignment.config.run.rounds, most)
+
+
+def _served(assignment: Assignment) -> Served:
+    return Served.of(assignment.site.state_dir, assignment.order.run, assignment.name)
+
+
+def of(site: Site) -> Policy:
+    """The site's policy; the defaults where it names none."""
+    return of_site(site) if site.policy else Policy()
 
 
 def check_upload(site: Site, down_bytes: int, up_bytes: int, num_examples: object) -> None:

@@ -40,7 +40,7 @@ from typing import Any, final
 from fedveil.contract.budget import Budget, Spent, Step, stated
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
-from fedveil.records.state import write_atomic
+from fedveil.records.files import write_atomic
 
 Record = tuple[str, str, int]  # data set, file in it, row of the file
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -14,20 +13,7 @@ from fedveil.contract.codec import raw
 from fedveil.contract.method import State
 from fedveil.contract.spec import Weights
 from fedveil.errors import StateError
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replaces a file so that a reader, or a crash, finds the old or the new one whole. Only its owner can read it."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+from fedveil.records.files import write_atomic
 
 
 def save_state(state: State, path: Path) -> None:

@@ -22,7 +22,7 @@ from fedveil.attacks.samples import Source
 from fedveil.config import parse
 from fedveil.console.runs.folder import load
 from fedveil.errors import ConfigError, StateError
-from fedveil.records.state import write_atomic
+from fedveil.records.files import write_atomic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
