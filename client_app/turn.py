@@ -12,6 +12,7 @@ from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.data_sets import ID_FILE, DataSet
 from fedveil.client_app.site.private import PrivateStore, ledger_of
+from fedveil.client_app.site.witness import Witness
 from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.task import Examples, Origin, Rows, Share, Task, Watch, unwatched
@@ -54,6 +55,8 @@ class Turns:
         """One turn. `receive` gives the message, and the caller keeps no copy of it.
 
         Before it returns the upload, it prepares the next private state on disk. The caller commits that state.
+
+        Raises PolicyError, and keeps the last private state, if the upload was made from fewer rows than the site asks.
         """
         started = time.perf_counter()
         order, config = assignment.order, assignment.config
@@ -63,8 +66,10 @@ class Turns:
         store = PrivateStore.of(assignment.site.state_dir, order.run, assignment.name)
         secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
         ctx = RoundContext(order.round, assignment.name, order.is_new, secret, config.run.deterministic)
-        trainer = self._bounded(task.trainer(rows, ctx.rng("batches"), watch), exchange.method, assignment, ctx)
+        witness = Witness(task.trainer(rows, ctx.rng("batches"), watch))
+        trainer = self._bounded(witness, exchange.method, assignment, ctx)
         private, parts = exchange.participate(receive(), store.load(), trainer, ctx)
+        policy.check_rows(assignment.site, witness.distinct, witness.least)
         store.prepare(private)
         return Turn(parts, load_seconds)
 

@@ -11,7 +11,8 @@ refuses.
     delta = 1e-5                             # what the site's privacy ledger judges every charge by, beside what
     neighbours = "replace-one"               # the run claims; also without max-epsilon
     min-noise = 1.0                          # the run must train by noisy steps (dp.*) with at least this noise
-    min-examples = 100                       # training examples behind an upload
+    min-examples = 100                       # different rows that an upload was made from, in this turn
+    min-batch = 8                            # rows of each step that it was made from
     app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
     signers = ["ssh-ed25519 AAAA..."]        # who may have signed the bundle: `fedveil app sign`
     hours = ["20:00-06:00"]                  # by this machine's clock; a turn must begin in one of these windows
@@ -27,7 +28,7 @@ refuses.
 | app-digests or signers, and the guard has not checked the bundle | PolicyError: only the guard can check it |
 | min-noise, and the run has no `dp.clip` | PolicyError: its noise is 0 |
 | max-epsilon, and the run has no budget that the site's ledger enforces, or its draws are seeded | PolicyError |
-| too many bytes or too few examples, which only the upload shows | the site withholds the upload and sends the reason |
+| too many bytes or too few rows, which only the turn shows | the site withholds the upload and sends the reason |
 | hours "22:00-06:00" | the window runs over midnight, from 22:00 to before 06:00; "00:00-24:00" is always |
 
 This file comes with the server's bundle too. The policy is enforced by the site's own copy of it, which
@@ -78,6 +79,7 @@ class Policy(BaseModel):
     neighbours: Literal["replace-one", "add-or-remove-one"] = "replace-one"
     min_noise: float | None = Field(None, gt=0, allow_inf_nan=False)
     min_examples: int | None = Field(None, ge=1)
+    min_batch: int | None = Field(None, ge=1)
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
     hours: list[Annotated[str, Field(pattern=_WINDOW)]] | None = None
@@ -157,6 +159,19 @@ def check_upload(site: Site, down_bytes: int, up_bytes: int, num_examples: objec
         raise PolicyError(
             f"examples: this site takes part with at least {policy.min_examples}, found fewer; leave it out"
         )
+
+
+def check_rows(site: Site, distinct: int, least: int) -> None:
+    """Checks what only the training shows: different rows, and rows of the smallest step. Raises PolicyError."""
+    policy = of(site)
+    asked = (("examples: this site takes part with", distinct, policy.min_examples),
+             ("train.batch-size: this site takes steps of", least, policy.min_batch))  # fmt: skip
+    for words, found, limit in asked:
+        if limit is not None and found < limit:
+            # As in check_upload, the server must not learn the number.
+            raise PolicyError(
+                f"{words} at least {limit} rows, found fewer in this turn; train on more, or leave it out"
+            )
 
 
 def of_site(site: Site) -> Policy:

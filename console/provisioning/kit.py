@@ -31,6 +31,7 @@ app-digests = []                 # the SHA-256 of the app that you have looked a
 max-rounds = 50
 max-bytes-a-round = 200_000_000
 min-examples = 100
+min-batch = 4
 # signers = ["ssh-ed25519 AAAA..."]     # leave out, or list who may vouch for an app
 # max-epsilon = 8.0                     # refuses every method without a differential-privacy guarantee
 # delta = 1e-5                          # what the site's privacy ledger judges by, beside what a run claims

@@ -116,7 +116,7 @@ def test_hours_hold_their_first_minute_and_not_their_last(hours, inside, outside
 @pytest.mark.parametrize(
     "text", ['hours = ["8:00-9:00"]', 'hours = ["08:00-25:00"]', 'app-digests = ["5f"]', 'signers = ["ssh-rsa AAAA"]',
              'max-epsilon = "8"', "max-epsilon = inf", "delta = 1.0",
-             'neighbours = "none"', "max-repeats = 0", "max-bytes-a-round = 0", "min-examples = true"]
+             'neighbours = "none"', "max-repeats = 0", "min-batch = 0", "max-bytes-a-round = 0", "min-examples = true"]
 )  # fmt: skip
 def test_a_value_of_another_kind_closes_the_site(text, tmp_path):
     with pytest.raises(PolicyError, match="expected a readable policy file, found none"):
