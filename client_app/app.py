@@ -25,6 +25,7 @@ from fedveil.wire import header, slices
 
 app = ClientApp()
 
+_PUBLIC = (BudgetError.__name__, PolicyError.__name__, WireError.__name__)  # where they were raised in the worker
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 
@@ -52,6 +53,7 @@ def _take_part(message: Message, context: Context) -> list[bytes]:
     assignment = Assignment.of(order, context.run_config, context.node_config)
     down_bytes = sum(len(array.data) for array in record.values())
     policy.check(assignment, policy.Bundle.of_environment(), down_bytes)
+    policy.count_round(assignment)
     upload = _trained(record, assignment)
     num_examples = header.of_slices(upload)["num_examples"]
     policy.check_upload(assignment.site, down_bytes, sum(map(len, upload)), num_examples)
@@ -86,6 +88,6 @@ def _drained(record: ArrayRecord) -> Iterator[bytes]:
 def public_reason(error: Exception) -> str:
     """What the server may learn about an error at this site."""
     kind = error.kind if isinstance(error, link.TurnError) else type(error).__name__
-    if isinstance(error, PolicyError | WireError) or kind in (WireError.__name__, BudgetError.__name__):
+    if isinstance(error, PolicyError | WireError) or kind in _PUBLIC:
         return f"{kind}: {error}"
     return f"{kind} at the site; its log has the text"

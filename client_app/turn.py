@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedveil import strategies, tasks
+from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
+from fedveil.client_app.site.data_sets import ID_FILE, DataSet
 from fedveil.client_app.site.private import PrivateStore, ledger_of
+from fedveil.client_app.site.witness import Witness
 from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext
-from fedveil.contract.task import Examples, Rows, Share, Task, Watch, unwatched
+from fedveil.contract.task import Examples, Origin, Rows, Share, Task, Watch, unwatched
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
@@ -46,12 +49,14 @@ class Turns:
     def __init__(self) -> None:
         self._loaded: tuple[Task, Exchange] | None = None
         self._rows: tuple[Fingerprint, Rows] | None = None
-        self._records: list[str] | None = None  # the ledger's names of the rows
+        self._origins: list[Origin | None] = []  # of the examples behind the rows
 
     def take(self, receive: Callable[[], Buffer], assignment: Assignment, watch: Watch = unwatched) -> Turn:
         """One turn. `receive` gives the message, and the caller keeps no copy of it.
 
         Before it returns the upload, it prepares the next private state on disk. The caller commits that state.
+
+        Raises PolicyError, and keeps the last private state, if the upload was made from fewer rows than the site asks.
         """
         started = time.perf_counter()
         order, config = assignment.order, assignment.config
@@ -61,8 +66,10 @@ class Turns:
         store = PrivateStore.of(assignment.site.state_dir, order.run, assignment.name)
         secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
         ctx = RoundContext(order.round, assignment.name, order.is_new, secret, config.run.deterministic)
-        trainer = self._bounded(task.trainer(rows, ctx.rng("batches"), watch), exchange.method, assignment, ctx)
+        witness = Witness(task.trainer(rows, ctx.rng("batches"), watch))
+        trainer = self._bounded(witness, exchange.method, assignment, ctx)
         private, parts = exchange.participate(receive(), store.load(), trainer, ctx)
+        policy.check_rows(assignment.site, witness.distinct, witness.least)
         store.prepare(private)
         return Turn(parts, load_seconds)
 
@@ -78,9 +85,9 @@ class Turns:
         rows = trainer.rows
         if not config.run.deterministic:
             ledger = ledger_of(assignment.site.state_dir, assignment.name)
-            if self._records is None:
-                self._records = ledger.names(example.values for example in self._examples(assignment))
-            rows = MeteredRows(rows, claim, ledger, self._records)
+            own = policy.of(assignment.site).budget
+            data_set = DataSet.of(Path(assignment.data), assignment.site.data_set)
+            rows = MeteredRows(rows, claim, own, ledger, ledger.names(data_set.records(self._origins)))
             trainer = RowsOnly(trainer.spec, rows)
         dp = DpSgd.of(config.dp)
         return NoisyTrainer(trainer.spec, rows, dp, ctx) if dp else trainer
@@ -104,7 +111,8 @@ class Turns:
             )
         found = _fingerprint(Path(assignment.data))
         if self._rows is None or self._rows[0] != found:
-            self._rows, self._records = (found, task.encode(self._examples(assignment))), None
+            examples = self._examples(assignment)
+            self._rows, self._origins = (found, task.encode(examples)), [example.origin for example in examples]
         return self._rows[1]
 
     def _examples(self, assignment: Assignment) -> Examples:
@@ -115,7 +123,7 @@ class Turns:
 
 
 def _fingerprint(folder: Path) -> Fingerprint:
-    """Names, sizes and modification times of the files in a data folder, or of a single file."""
+    """Names, sizes and modification times of the files in a data folder without its id, or of a single file."""
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
-    stats = [(file.name, file.stat()) for file in files if file.is_file()]
+    stats = [(file.name, file.stat()) for file in files if file.is_file() and file.name != ID_FILE]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

@@ -31,7 +31,8 @@ from fedveil.contract.method import Method, State, fields_of
 from fedveil.contract.spec import Weights
 from fedveil.errors import StateError
 from fedveil.records import audit_log
-from fedveil.records.state import load_state, save_state, write_atomic
+from fedveil.records.files import write_atomic
+from fedveil.records.state import load_state, save_state
 from fedveil.wire.tap import Tap
 
 

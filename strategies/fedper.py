@@ -30,6 +30,8 @@ and the server's lower layers never change again. What clients sent in round 0, 
 |---|---|
 | `layers` at or above the number of layers | FedAvg, bit for bit |
 | client that trained in round 0 | its next participation starts from W_L,1, not from its own lower layers of round 0 |
+| round 0 once more, at a site that has taken part in it | the site sends its top layers alone, for its lower layers
+  leave it once in a run; W_L,1 is the mean over the clients whose first upload was accepted |
 | newcomer in a later round | gets the current top layers and W_L,1 |
 | the server takes a site for new that has a state of a round after 0, for example because its upload was lost | the
   server sends W_L,1 once more; the site continues with its own lower layers |
@@ -97,7 +99,7 @@ class FedPer(Method):
     def client(
         self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
-        """Local epochs on all layers from Eq. 3; the top layers are sent, in round 0 all layers."""
+        """Local epochs on all layers from Eq. 3; the top layers are sent, at first in round 0 all layers."""
         top, received = self._top(trainer.spec), tensors_of(down)
         # Eq. 4: lower layers that a site kept in round 0 are never started from.
         has_own = private is not None and private.scalars["round"] != 0
@@ -110,7 +112,9 @@ class FedPer(Method):
                 "all layers come at the next participation"
             )
         trained = trainer.train(as_spec(whole, trainer.spec)).weights
-        sent, variant = (trained, "all") if ctx.round == 0 else (_only(top, trained), "top")
+        # A server that asks for round 0 again must not get what was trained since: private state says who has sent it.
+        first = ctx.round == 0 and private is None
+        sent, variant = (trained, "all") if first else (_only(top, trained), "top")
         return State(dict(trained), {"round": ctx.round}), Payload(cast_to(sent, self.wire_dtype), variant)
 
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:

@@ -25,7 +25,7 @@ install_import_hook(
 
 from fedveil.contract.method import Method, State, Upload
 from fedveil.contract.spec import Spec, TensorSpec, Weights, spec_of
-from fedveil.contract.trainer import Batch, FeatureGradients, PerSample, Trained
+from fedveil.contract.trainer import Batch, FeatureGradients, Looked, PerSample, Trained
 from fedveil.federation.exchange import Exchange
 from fedveil.strategies import fedqsn
 from fedveil.training import per_sample
@@ -51,12 +51,18 @@ class ToyTrainer:
         moved = {n: w + self.step for n, w in weights.items()}
         for n, mask in (frozen or {}).items():
             moved[n] = torch.where(mask, weights[n], moved[n])
-        return Trained(moved, {"steps": 1, "loss_trained": 0.25})
+        return Trained(moved, {"steps": 1, "loss_trained": 0.25}, self._looked)
 
     def gradient(self, weights: Weights) -> Trained:
         """Whose step of rate 1 is the training."""
         self.started_from.append({n: w.clone() for n, w in weights.items()})
-        return Trained({n: torch.full_like(w, -self.step) for n, w in weights.items()}, {"loss_received": 0.25})
+        return Trained(
+            {n: torch.full_like(w, -self.step) for n, w in weights.items()}, {"loss_received": 0.25}, self._looked
+        )
+
+    @property
+    def _looked(self) -> Looked:
+        return Looked.of([range(self.num_examples)])
 
     @property
     def rows(self) -> ToyTrainer:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fedveil.config import parse
 from fedveil.contract.spec import TensorSpec
-from fedveil.contract.task import Example, Task, unwatched
+from fedveil.contract.task import Example, Origin, Task, unwatched
 from fedveil.rng import Stream
 from fedveil.training.local_training import LocalTraining
 
@@ -17,7 +19,7 @@ def examples(count: int, seed: int = 1, scale: float = 1.0):
     """Rows: features (classes, length x width) as lists, and a label."""
     generator = torch.Generator().manual_seed(seed)
     features = scale * torch.randn(count, CLASSES, LENGTH * WIDTH, generator=generator)
-    return [Example({"x": x.tolist(), "y": i % CLASSES}, f"row {i}") for i, x in enumerate(features)]
+    return [Example({"x": x.tolist(), "y": i % CLASSES}, Origin("train.jsonl", i + 1)) for i, x in enumerate(features)]
 
 
 class PromptTask(Task):
@@ -36,7 +38,7 @@ class PromptTask(Task):
         return {"prompt": 0.02 * torch.randn(LENGTH, WIDTH, generator=rng.torch_generator())}
 
     def examples(self, data, split, share=None):
-        return self.rows
+        return [replace(row, origin=replace(row.origin, file=f"{data}/{row.origin.file}")) for row in self.rows]
 
     def encode(self, examples):
         return [(torch.tensor(e.values["x"]), e.values["y"]) for e in examples]

@@ -17,6 +17,7 @@ class Site(BaseModel):
     Attributes:
         site: its name; "" = the registered one.
         data: its own data folder; "" = `task.data` of the run.
+        data_set: the name of that data in the site's privacy ledger; "" = the id file in its folder (data_sets.py).
         state_dir: folder of its private state and its worker's socket.
         policy: the file that says what this site permits; "" = everything is permitted.
         device: "auto", "cpu", "cuda", "cuda:1".
@@ -32,6 +33,7 @@ class Site(BaseModel):
 
     site: str = ""
     data: str = ""
+    data_set: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")
     state_dir: Path = Path("~/.local/state/fedveil")
     policy: str = ""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")

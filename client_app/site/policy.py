@@ -5,18 +5,22 @@ refuses.
     tasks = ["text-generation"]
     models = ["tiny"]
     max-rounds = 50
+    max-repeats = 3                          # servings of one round; 3 unless said
     max-bytes-a-round = 50_000_000           # the server's message and the upload together
     max-epsilon = 8.0                        # the run's budget, at `delta`
-    delta = 1e-5
+    delta = 1e-5                             # what the site's privacy ledger judges every charge by, beside what
+    neighbours = "replace-one"               # the run claims; also without max-epsilon
     min-noise = 1.0                          # the run must train by noisy steps (dp.*) with at least this noise
-    min-examples = 100                       # training examples behind an upload
+    min-examples = 100                       # different rows that an upload was made from, in this turn
+    min-batch = 8                            # rows of each step that it was made from
     app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
     signers = ["ssh-ed25519 AAAA..."]        # who may have signed the bundle: `fedveil app sign`
     hours = ["20:00-06:00"]                  # by this machine's clock; a turn must begin in one of these windows
 
 | case | what happens |
 |---|---|
-| the node config names no file | everything is permitted; only the guard's entry point in the image refuses |
+| the node config names no file | everything is permitted but a round that was served before (served.py); only the
+  guard's entry point in the image refuses |
 | the file is missing, is not TOML, has an unknown key or a value of another type | PolicyError |
 | a key is absent | it restricts nothing |
 | an empty list | nothing is permitted |
@@ -24,7 +28,7 @@ refuses.
 | app-digests or signers, and the guard has not checked the bundle | PolicyError: only the guard can check it |
 | min-noise, and the run has no `dp.clip` | PolicyError: its noise is 0 |
 | max-epsilon, and the run has no budget that the site's ledger enforces, or its draws are seeded | PolicyError |
-| too many bytes or too few examples, which only the upload shows | the site withholds the upload and sends the reason |
+| too many bytes or too few rows, which only the turn shows | the site withholds the upload and sends the reason |
 | hours "22:00-06:00" | the window runs over midnight, from 22:00 to before 06:00; "00:00-24:00" is always |
 
 This file comes with the server's bundle too. The policy is enforced by the site's own copy of it, which
@@ -34,6 +38,7 @@ guard/clientapp.py calls before any code of the bundle runs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -42,14 +47,16 @@ import tomllib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedveil import places
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.node_config import Site
+from fedveil.client_app.site.served import Served
 from fedveil.config import RunConfig
+from fedveil.contract.budget import Budget, Neighbours
 from fedveil.errors import PolicyError
 
 _EPSILON_SECONDS = 120.0
@@ -65,14 +72,23 @@ class Policy(BaseModel):
     tasks: list[str] | None = None
     models: list[str] | None = None
     max_rounds: int | None = Field(None, ge=1)
+    max_repeats: int = Field(3, ge=1)
     max_bytes_a_round: int | None = Field(None, ge=1)
     max_epsilon: float | None = Field(None, ge=0, allow_inf_nan=False)
     delta: float = Field(1e-5, gt=0, lt=1)
+    neighbours: Literal["replace-one", "add-or-remove-one"] = "replace-one"
     min_noise: float | None = Field(None, gt=0, allow_inf_nan=False)
     min_examples: int | None = Field(None, ge=1)
+    min_batch: int | None = Field(None, ge=1)
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
     hours: list[Annotated[str, Field(pattern=_WINDOW)]] | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """What the site itself lets a record be charged, whatever a run claims."""
+        epsilon = math.inf if self.max_epsilon is None else self.max_epsilon
+        return Budget(epsilon, self.delta, Neighbours(self.neighbours))
 
     @property
     def signer_keys(self) -> list[str] | None:
@@ -97,15 +113,16 @@ def check(
     assignment: Assignment, bundle: Bundle | None = None, down_bytes: int = 0, now: datetime | None = None
 ) -> None:
     """Raises PolicyError, which names what the site does not permit. `down_bytes`: size of the server's message."""
+    policy = of(assignment.site)
+    _served(assignment).check(assignment.order.round, assignment.config.run.rounds, policy.max_repeats)
     if not assignment.site.policy:
         return
-    policy = of_site(assignment.site)
     order, config, bundle = assignment.order, assignment.config, bundle or Bundle()
     _require_bundle(bundle, policy)
     _require_one("method.name", order.method, policy.methods)
     _require_one("task.name", config.task.name, policy.tasks)
     _require_one("task.model", config.task.model, policy.models)
-    rounds = max(config.run.rounds, order.round + 1)
+    rounds = config.run.rounds
     if policy.max_rounds is not None and rounds > policy.max_rounds:
         raise PolicyError(f"run.rounds: this site permits at most {policy.max_rounds}, found {rounds}; ask for fewer")
     _require_bytes(policy, down_bytes, "in the server's message alone")
@@ -113,6 +130,21 @@ def check(
     _require_noise(config, policy.min_noise)
     if policy.max_epsilon is not None:
         _require_epsilon(assignment, policy.max_epsilon, policy.delta)
+
+
+def count_round(assignment: Assignment) -> None:
+    """Counts this turn's round as served, before the turn. Raises PolicyError for one that may not be served again."""
+    most = of(assignment.site).max_repeats
+    _served(assignment).count(assignment.order.round, assignment.config.run.rounds, most)
+
+
+def _served(assignment: Assignment) -> Served:
+    return Served.of(assignment.site.state_dir, assignment.order.run, assignment.name)
+
+
+def of(site: Site) -> Policy:
+    """The site's policy; the defaults where it names none."""
+    return of_site(site) if site.policy else Policy()
 
 
 def check_upload(site: Site, down_bytes: int, up_bytes: int, num_examples: object) -> None:
@@ -127,6 +159,19 @@ def check_upload(site: Site, down_bytes: int, up_bytes: int, num_examples: objec
         raise PolicyError(
             f"examples: this site takes part with at least {policy.min_examples}, found fewer; leave it out"
         )
+
+
+def check_rows(site: Site, distinct: int, least: int) -> None:
+    """Checks what only the training shows: different rows, and rows of the smallest step. Raises PolicyError."""
+    policy = of(site)
+    asked = (("examples: this site takes part with", distinct, policy.min_examples),
+             ("train.batch-size: this site takes steps of", least, policy.min_batch))  # fmt: skip
+    for words, found, limit in asked:
+        if limit is not None and found < limit:
+            # As in check_upload, the server must not learn the number.
+            raise PolicyError(
+                f"{words} at least {limit} rows, found fewer in this turn; train on more, or leave it out"
+            )
 
 
 def of_site(site: Site) -> Policy:

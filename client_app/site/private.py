@@ -3,6 +3,7 @@
     <state-dir>/<run>/<site>/private.safetensors    what the method keeps between rounds
     <state-dir>/<run>/<site>/next.safetensors       the next such state, until this turn's upload is complete
     <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow
+    <state-dir>/<run>/<site>/served.json            the last round that was served (served.py)
     <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
 
 It is never in Flower's `Context.state`, which is lost at a restart, and silently above about 50 MB. The process that
@@ -88,7 +89,7 @@ class PrivateStore:
     def secret(self, seed: int, site: str, deterministic: bool) -> bytes:
         """This client's secret: drawn from the operating system at the first call, later read from the file."""
         from fedveil import rng
-        from fedveil.records.state import write_atomic
+        from fedveil.records.files import write_atomic
 
         if deterministic:
             return rng.secret(f"client:{site}", seed, deterministic)

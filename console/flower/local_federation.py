@@ -276,8 +276,8 @@ class LocalFederation:
         folder.mkdir(mode=0o700, exist_ok=True)
         config: dict[str, Value] = {"site": name, "state-dir": str(folder), "device": self.device}
         config |= {"partition-id": list(self.sites).index(name), "num-partitions": len(self.sites)}
-        if site.data is not None:
-            config["data"] = str(site.data.absolute())
+        if site.data is not None:  # which others may share: no id is written there
+            config |= {"data": str(site.data.absolute()), "data-set": name}
         file = self._node_file(name)
         file.write_text(toml({**config, **dict(site.node_config)}))
         return file

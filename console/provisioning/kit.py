@@ -31,9 +31,11 @@ app-digests = []                 # the SHA-256 of the app that you have looked a
 max-rounds = 50
 max-bytes-a-round = 200_000_000
 min-examples = 100
+min-batch = 4
 # signers = ["ssh-ed25519 AAAA..."]     # leave out, or list who may vouch for an app
 # max-epsilon = 8.0                     # refuses every method without a differential-privacy guarantee
-# delta = 1e-5
+# delta = 1e-5                          # what the site's privacy ledger judges by, beside what a run claims
+# neighbours = "replace-one"
 # hours = ["20:00-06:00"]
 """
 
@@ -82,7 +84,8 @@ def files(federation: FederationFile, site: str, ca: bytes) -> dict[str, bytes]:
     """The kit's files by name."""
     public = {"federation": federation.name, "site": site, "superlink": federation.superlink}
     words = {**public, "image": federation.image, "ca": hashlib.sha256(ca).hexdigest()}
-    node = {"site": site, "data": "/data", "state-dir": "/state", "policy": "/kit/site-policy.toml"}
+    # The containers mount the data read-only, so that its id cannot be kept beside it.
+    node = {"site": site, "data": "/data", "data-set": site, "state-dir": "/state", "policy": "/kit/site-policy.toml"}
     found = {
         "compose.yaml": compose.site(federation.name, site, federation.image, federation.superlink),
         "compose.gpu.yaml": compose.gpu("clientapp"),

@@ -20,25 +20,41 @@ Rows = Sequence[Any]  # examples as the task's model takes them
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a row was read.
+
+    Attributes:
+        file: its path, below the data folder as the task was given it.
+        row: its number in that file, from 1; 0 where the file is the row, as an image in a folder is.
+    """
+
+    file: str
+    row: int = 0
+
+    def __str__(self) -> str:
+        return f"row {self.row} of {self.file}" if self.row else self.file
+
+
+@dataclass(frozen=True)
 class Example:
     """One row of a data set, as it was read. What is known of it beside its columns has fields of its own.
 
     Attributes:
         values: its columns by name, all of them.
-        origin: the row and its file, for messages; "" where it was not read from a file.
+        origin: its file and row, for messages and for the privacy ledger; None where it was not read from a file.
         folder: where relative paths in its columns begin.
         class_names: of all classes of its data set, by number; empty where the data set names none.
     """
 
     values: Mapping[str, Any]
-    origin: str = ""
+    origin: Origin | None = None
     folder: str = "."
     class_names: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
         """How a message names it: by its origin, else by its columns."""
-        return self.origin or f"a row with {', '.join(self.values)}"
+        return str(self.origin) if self.origin else f"a row with {', '.join(self.values)}"
 
     @staticmethod
     def of(rows: Iterable[Mapping[str, Any]]) -> list[Example]:

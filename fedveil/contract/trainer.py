@@ -6,7 +6,7 @@ mechanism can make its own steps. A wrapper implements the one of the two interf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,11 +22,34 @@ Penalty = Callable[[Weights], Tensor]
 
 
 @dataclass(frozen=True)
+class Looked:
+    """The rows that a training made its steps from.
+
+    Attributes:
+        rows: different ones, as indices into the client's rows.
+        least: rows of the smallest step; 0 without a step.
+    """
+
+    rows: frozenset[int] = frozenset()
+    least: int = 0
+
+    @classmethod
+    def of(cls, steps: Iterable[Sequence[int]]) -> Looked:
+        """Of the rows of each step."""
+        taken = list(steps)
+        return cls(frozenset(row for step in taken for row in step), min(map(len, taken), default=0))
+
+
+@dataclass(frozen=True)
 class Trained:
-    """The result of local training: new weights (or a gradient) under the spec's names, and figures to report."""
+    """The result of local training: new weights (or a gradient) under the spec's names, and figures to report.
+
+    `looked` stays at the site, whose policy may ask for a number of rows; a trainer that leaves it out has none.
+    """
 
     weights: Weights
     report: Mapping[str, float]
+    looked: Looked = Looked()
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,16 @@ Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C 
 | with Poisson subsampling | privacy loss distributions | an upper bound, tight to about 1 % |
 | with sampling without replacement | Renyi, with every z halved: its bound assumes that the sum moves by C | an upper
   bound |
+| the last two together | no accountant takes both: epsilon of each group at delta / 2, added up | an upper bound, by
+  basic composition; Gaussian steps count with the Poisson ones |
+| sampling without replacement, under add-or-remove-one | none: all batches change with the number of rows | infinite |
 | NonPrivate, or z = 0 | - | infinite |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -81,7 +84,7 @@ def _one(kind: str, examples: int, batch: int, multiplier: float) -> Any:
 
 
 def epsilon(charges: Spent, delta: float, neighbours: Neighbours) -> float:
-    """The smallest epsilon known for these charges; infinite without noise. Raises ConfigError if there is none."""
+    """The smallest epsilon known for these charges; infinite where none is known."""
     check_delta(delta)
     return _epsilon(tuple(sorted((step, count) for step, count in charges.items() if count)), delta, neighbours)
 
@@ -97,17 +100,19 @@ def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Ne
         moved = 2 if neighbours is Neighbours.REPLACE_ONE else 1
         together = sum(count / step[3] ** 2 for step, count in charges) ** -0.5
         return float(gaussian_mechanism.get_epsilon_gaussian(together / moved, delta))
-    if "fixed" in kinds:
-        charges = tuple(((kind, n, b, z / 2), count) for (kind, n, b, z), count in charges)
-        accountant = RdpAccountant(neighboring_relation=_RELATION[neighbours])
-    else:
-        accountant = PLDAccountant(_RELATION[neighbours])
-    try:
-        accountant.compose(event(dict(charges)))
-    except dp_accounting.UnsupportedEventError as error:
-        raise ConfigError(
-            f"sampling: expected charges that one accountant can compose, found {sorted(kinds)} ({error})"
-        ) from None
+    if "fixed" not in kinds:
+        return _composed(PLDAccountant(_RELATION[neighbours]), charges, delta)
+    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        return math.inf
+    if "poisson" in kinds:
+        groups = [tuple(c for c in charges if (c[0][0] == "fixed") is fixed) for fixed in (True, False)]
+        return sum(_epsilon(group, delta / 2, neighbours) for group in groups)
+    halved = tuple(((kind, n, b, z / 2), count) for (kind, n, b, z), count in charges)
+    return _composed(RdpAccountant(neighboring_relation=_RELATION[neighbours]), halved, delta)
+
+
+def _composed(accountant: dp_accounting.PrivacyAccountant, charges: Iterable[tuple[Step, int]], delta: float) -> float:
+    accountant.compose(event(dict(charges)))
     return float(accountant.get_epsilon(delta))
 
 

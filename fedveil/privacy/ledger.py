@@ -1,6 +1,7 @@
 """The privacy ledger: what each record of a site has been charged, over all runs, on the site's own disk.
 
-    <state-dir>/.ledger/<site>.json     {"fedveil-ledger": 1, "spent": [[[[step, count], ...], [record, ...]], ...]}
+    <state-dir>/.ledger/<site>.json     {"fedveil-ledger": 2, "carried": [[step, count], ...],
+                                         "spent": [[[[step, count], ...], [record, ...]], ...]}
     <state-dir>/.ledger/<site>.key      the key of the records' names
 
 It keeps mechanisms and counts, not epsilons, so that charges of different runs compose. A charge is on disk before the
@@ -8,15 +9,18 @@ data is looked at: a turn that dies afterwards stays charged, and its repetition
 
 | case | what happens |
 |---|---|
-| a charge that would take a record above the budget | BudgetError; no record is charged |
+| a charge that would take a record above a budget, the run's or the site's own | BudgetError; no record is charged |
 | a record that other runs have charged already | their charges count |
-| two rows with equal content | one record, charged for both |
-| the file is damaged or of another version | StateError: nothing is charged until the site has restored it |
+| two rows with equal content | two records |
+| a ledger of 0.1, whose records were named by their content | every record begins with the most that any of them was
+  charged of each mechanism ("carried"), for nobody knows which row was which |
+| the file is damaged or of a later version | StateError: nothing is charged until the site has restored it |
 | two processes of one site | one waits for the other: the file is locked while it changes |
 
-A record is named by a keyed hash of its content. The key never leaves the site, and without it the ledger does not tell
-which rows the site has. Deleting the ledger or editing a row resets that record: the ledger protects a site against its
-runs, not against itself.
+A record is a row of a data set as the site names it (client_app/site/data_sets.py), under a keyed hash of that name.
+The key never leaves the site, and without it the ledger does not tell which files the site has. Deleting the ledger or
+moving a row to another place of its file resets that record: the ledger protects a site against its runs, not against
+itself.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, final
 
@@ -35,9 +41,12 @@ from fedveil import places
 from fedveil.contract.budget import Budget, Spent, Step, stated
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
-from fedveil.records.state import write_atomic
+from fedveil.records.files import write_atomic
 
-_VERSION = 1
+Record = tuple[str, str, int]  # data set, file in it, row of the file
+
+_VERSION = 2
+_BY_CONTENT = 1  # the version whose records were named by their content
 _KEY_BYTES = 32
 
 
@@ -48,30 +57,33 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def names(self, examples: Iterable[Mapping[str, Any]], ignored: str = "") -> list[str]:
-        """The names of these rows, in their order; the column `ignored` is left out."""
+    def names(self, records: Iterable[Record]) -> list[str]:
+        """The names of these records, in their order."""
         key = self._key()
-        return [_digest({k: v for k, v in example.items() if k != ignored}, key) for example in examples]
+        texts = (json.dumps(record).encode() for record in records)
+        return [hashlib.blake2b(text, key=key, digest_size=16).hexdigest() for text in texts]
 
-    def charge(self, records: Sequence[str], charges: Spent, budget: Budget) -> None:
+    def charge(self, records: Sequence[str], charges: Spent, *budgets: Budget) -> None:
         """Charges all of the records or none; a record that is named twice is charged twice.
 
         Raises:
-            BudgetError: a record would be charged more than the budget.
+            BudgetError: a record would be charged more than one of the budgets.
             StateError: the file cannot be read or written.
         """
         with self._locked():
-            spent = self._read()
-            new = {record: spent.get(record, Counter()).copy() for record in set(records)}
+            spent, carried = self._read()
+            new = {record: spent.get(record, carried).copy() for record in set(records)}
             for record in records:
                 new[record].update(dict(charges))
             for history in {frozenset(h.items()) for h in new.values()}:
-                self._require(dict(history), charges, budget)
-            self._write(spent | new)
+                for budget in budgets:
+                    self._require(dict(history), charges, budget)
+            self._write(spent | new, carried)
 
     def epsilon(self, record: str, budget: Budget) -> float:
         """The epsilon that a record has been charged, at the budget's delta and relation."""
-        return accounting.epsilon(self._read().get(record, Counter()), budget.delta, budget.neighbours)
+        spent, carried = self._read()
+        return accounting.epsilon(spent.get(record, carried), budget.delta, budget.neighbours)
 
     def _require(self, history: Spent, charges: Spent, budget: Budget) -> None:
         after = accounting.epsilon(history, budget.delta, budget.neighbours)
@@ -106,26 +118,32 @@ class Ledger:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _read(self) -> dict[str, Counter[Step]]:
+    def _read(self) -> tuple[dict[str, Counter[Step]], Counter[Step]]:
+        """What every charged record was charged, and what every other one begins with."""
         if not self._path.exists():
-            return {}
+            return {}, Counter()
         try:
             content = json.loads(self._path.read_text())
-            if content["fedveil-ledger"] != _VERSION:
-                raise ValueError(f"version {content['fedveil-ledger']}")
-            groups = [(Counter({_step(s): int(n) for s, n in spent}), names) for spent, names in content["spent"]]
+            version = content["fedveil-ledger"]
+            if version not in (_BY_CONTENT, _VERSION):
+                raise ValueError(f"version {version}")
+            groups = [(_history(spent), names) for spent, names in content["spent"]]
+            if version == _BY_CONTENT:
+                return {}, reduce(or_, (spent for spent, _ in groups), Counter())
+            carried = _history(content["carried"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
                 f"{self._path}: expected a privacy ledger of version {_VERSION}, found none that can be read "
                 f"({error}); restore it from a backup: without it nobody knows what was spent"
             ) from None
-        return {name: spent for spent, names in groups for name in names}
+        return {name: spent for spent, names in groups for name in names}, carried
 
-    def _write(self, spent: Mapping[str, Counter[Step]]) -> None:
+    def _write(self, spent: Mapping[str, Counter[Step]], carried: Counter[Step]) -> None:
         groups: dict[tuple[tuple[Step, int], ...], list[str]] = defaultdict(list)
         for name, history in spent.items():
             groups[tuple(sorted(history.items()))].append(name)
-        content = {"fedveil-ledger": _VERSION, "spent": [[list(history), names] for history, names in groups.items()]}
+        by_history = [[list(history), names] for history, names in groups.items()]
+        content = {"fedveil-ledger": _VERSION, "carried": sorted(carried.items()), "spent": by_history}
         try:
             write_atomic(self._path, json.dumps(content).encode())
         except OSError as error:
@@ -134,29 +152,12 @@ class Ledger:
             ) from error
 
 
+def _history(spent: Iterable[Sequence[Any]]) -> Counter[Step]:
+    return Counter({_step(step): int(count) for step, count in spent})
+
+
 def _step(parts: Sequence[Any]) -> Step:
     kind, examples, batch, multiplier = parts
     if kind not in ("gaussian", "poisson", "fixed") or not float(multiplier) >= 0:
         raise ValueError(f"step {parts}")
     return str(kind), int(examples), int(batch), float(multiplier)
-
-
-def _digest(value: object, key: bytes) -> str:
-    """A keyed hash of an example's columns, in the order of their names."""
-    h = hashlib.blake2b(key=key, digest_size=16)
-    _feed(h, value)
-    return h.hexdigest()
-
-
-def _feed(h: Any, value: object) -> None:
-    if isinstance(value, Mapping):
-        parts: Iterable[object] = [part for item in sorted(value.items()) for part in item]
-    elif isinstance(value, list | tuple):
-        parts = value
-    else:
-        data = value if isinstance(value, bytes) else repr(value).encode()
-        h.update(f"{type(value).__name__} {len(data)} ".encode() + data)
-        return
-    h.update(f"{type(value).__name__} {len(list(value))} ".encode())
-    for part in parts:
-        _feed(h, part)

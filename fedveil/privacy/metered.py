@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 from typing_extensions import override
 
-from fedveil.contract.budget import Claim, Plan, Sampling
+from fedveil.contract.budget import Budget, Claim, Neighbours, Plan, Sampling
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.errors import BudgetError
@@ -22,14 +23,16 @@ class MeteredRows(RowGradients):
     Args:
         rows: the site's row gradients.
         claim: what a look costs, and what a record may be charged.
+        own: the site's own budget. The run's epsilon holds under the site's delta and relation too.
         ledger: the site's.
         records: the ledger's names of the rows, in the rows' order.
     """
 
-    def __init__(self, rows: RowGradients, claim: Claim, ledger: Ledger, records: Sequence[str]) -> None:
+    def __init__(self, rows: RowGradients, claim: Claim, own: Budget, ledger: Ledger, records: Sequence[str]) -> None:
         if len(records) != rows.num_examples:
             raise ValueError(f"records: expected {rows.num_examples} names, one a row, found {len(records)}")
         self._rows, self._claim, self._ledger, self._records = rows, claim, ledger, records
+        self._own = replace(own, epsilon=min(own.epsilon, claim.budget.epsilon))
         self._paid: list[Batch] = []
 
     @property
@@ -50,12 +53,17 @@ class MeteredRows(RowGradients):
     @override
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
         """Raises BudgetError before any row is looked at."""
+        if sampling != "poisson" and self._own.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+            raise BudgetError(
+                f'sampling: expected "poisson" at this site, whose own relation is {self._own.neighbours.value}, found '
+                f'"{sampling}", whose batches all change with the number of rows; agree on it with the site'
+            )
         drawn = self._rows.batches(sampling, steps, rng, skip)
         budget = self._claim.budget
         plan = Plan(1, max(len(drawn), 1), self.batch_size, self.num_examples, budget.neighbours)
         charges = self._claim.privacy_spent(plan)
         used = sorted({i for b in drawn for i in b.rows}) if sampling == "disjoint" else range(self.num_examples)
-        self._ledger.charge([self._records[i] for i in used], charges, budget)
+        self._ledger.charge([self._records[i] for i in used], charges, budget, self._own)
         self._paid += drawn
         return drawn
 

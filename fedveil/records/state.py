@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from fedveil import places
 from fedveil.contract.codec import raw
 from fedveil.contract.method import State
 from fedveil.contract.spec import Weights
 from fedveil.errors import StateError
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replaces a file so that a reader, or a crash, finds the old or the new one whole. Only its owner can read it."""
-    places.private_folder(path.parent)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+from fedveil.records.files import write_atomic
 
 
 def save_state(state: State, path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.config import TaskConfig
-from fedveil.contract.task import Example
+from fedveil.contract.task import Example, Origin
 from fedveil.errors import TaskError
 from fedveil.rows import reading
 from fedveil.rows.reading import Table
@@ -107,4 +107,4 @@ def _by_class(folder: Path, task: TaskConfig) -> Table:
     columns = {task.image_column: [str(file.relative_to(folder)) for file in files]}
     for column in sorted({task.target_column, task.label_column} - {task.image_column}):
         columns[column] = [file.parent.name for file in files]
-    return Table(Dataset.from_dict(columns), [str(file) for file in files], str(folder), tuple(names))
+    return Table(Dataset.from_dict(columns), [Origin(str(file)) for file in files], str(folder), tuple(names))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedveil.contract.task import Example, Share
+from fedveil.contract.task import Example, Origin, Share
 from fedveil.errors import TaskError
 from fedveil.rows import partition
 
@@ -27,13 +27,13 @@ class Table:
 
     Attributes:
         rows: all columns.
-        origins: of each row, for messages.
+        origins: of each row.
         folder: where relative paths in the rows begin.
         class_names: of all classes, by number; empty where the rows name none.
     """
 
     rows: Dataset
-    origins: Sequence[str]
+    origins: Sequence[Origin]
     folder: str
     class_names: tuple[str, ...] = ()
 
@@ -60,7 +60,7 @@ def table(data: Path, split: str, columns: tuple[str, ...]) -> Table:
     file = split_file(data, split)
     rows = read(file, columns)
     folder = data if data.is_dir() else data.parent
-    return Table(rows, [f"row {i + 1} of {file}" for i in range(len(rows))], str(folder))
+    return Table(rows, [Origin(str(file), i + 1) for i in range(len(rows))], str(folder))
 
 
 def split_file(data: Path, split: str) -> Path:

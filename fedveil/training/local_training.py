@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, Protocol, final
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from fedveil.config import RunConfig, TrainConfig
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.task import Rows, Watch, unwatched
-from fedveil.contract.trainer import Penalty, Trained
+from fedveil.contract.trainer import Looked, Penalty, Trained
 from fedveil.errors import TaskError
 from fedveil.rng import Stream
 from fedveil.rows import batches
@@ -82,6 +82,7 @@ class LocalTraining:
         self._rows = rows
         self._rng = rng
         self._watch = watch
+        self._taken: list[Sequence[int]] = []  # the rows of each step of the last training
 
     @property
     def num_examples(self) -> int:
@@ -126,7 +127,7 @@ class LocalTraining:
             "tokens": float(tokens),
             "train_seconds": time.perf_counter() - started,
         }
-        return Trained(after, report)
+        return Trained(after, report, Looked.of(self._taken))
 
     def gradient(self, weights: Weights) -> Trained:
         """The gradient of the mean loss of one batch at `weights`, which stay as they are. No optimiser takes part.
@@ -157,7 +158,8 @@ class LocalTraining:
         }
         _forget(parameters)
         report = {"loss_received": progress.losses[0], "steps": 1.0, "tokens": float(batch.tokens)}
-        return Trained(found, {**report, "train_seconds": time.perf_counter() - started})
+        report["train_seconds"] = time.perf_counter() - started
+        return Trained(found, report, Looked.of([order[: train.batch_size]]))
 
     def _backward(self, step: list[AnyBatch]) -> Tensor:
         """Adds the gradient of the mean loss over the terms of all batches of a step; that loss, on the device."""
@@ -207,13 +209,15 @@ class LocalTraining:
         generator = self._rng.torch_generator()
         size = train.batch_size * train.accumulate
         left = self._planned
+        self._taken = []
         for _ in range(train.epochs):
             order = batches.order(self._rows, train.batch_size, generator, train.bucketing)
             for i in range(0, len(order), size):
                 if left == 0:
                     return
                 left -= 1
-                yield [self._rows[j] for j in order[i : i + size]]
+                self._taken.append(order[i : i + size])
+                yield [self._rows[j] for j in self._taken[-1]]
 
 
 @final

@@ -104,7 +104,7 @@ def test_noisy_steps_under_fedrand_are_charged_at_every_site(text, tmp_path):
         rows = int(reports[site]["num_examples"])
         charged = [(tuple(step), n, len(records)) for history, records in read(path) for step, n in history]
         assert {step for step, _, _ in charged} == {("poisson", rows, 4, 2.0)}
-        assert sum(n * count for _, n, count in charged) == 4 * rows  # equal rows are one record, charged for both
+        assert sum(n * count for _, n, count in charged) == 4 * rows
     for line in lines(tmp_path / "first" / "fedrand" / "disclosure.jsonl"):
         if line["direction"] == "up":
             assert {name[-1] for name, *_ in line["fields"]} == {line["variant"]}

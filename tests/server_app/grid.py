@@ -14,7 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedveil import tasks
 from fedveil.contract.spec import TensorSpec
-from fedveil.contract.task import Task
+from fedveil.contract.task import Example, Task
 from tests.conftest import ToyTrainer
 
 SHAPES = {"h.0.lora_A": (2, 5), "h.0.lora_B": (7, 2), "h.1.lora_A": (2, 7), "h.1.lora_B": (3, 2)}
@@ -37,7 +37,7 @@ class ToyTask(Task):
         return {n: torch.randn(t.shape, generator=generator) * n.endswith("A") for n, t in self.spec_.items()}
 
     def examples(self, data: Path, split: str, share=None):
-        return [{"mr": "a", "ref": "b"}] * (3 + (share.index if share else 0))
+        return Example.of([{"mr": "a", "ref": "b"}] * (3 + (share.index if share else 0)))
 
     def encode(self, examples):
         return examples

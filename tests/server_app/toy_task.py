@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fedveil.contract.spec import TensorSpec
-from fedveil.contract.task import Step, Task
+from fedveil.contract.task import Example, Step, Task
 from fedveil.contract.trainer import Trained
 from fedveil.errors import TaskError
 
@@ -49,7 +49,7 @@ class Toy(Task):
         return {name: torch.zeros(t.shape) for name, t in self.spec.items()}
 
     def examples(self, data, split, share=None):
-        return [{"folder": str(data), **DEFAULTS, **json.loads((data / "orders.json").read_text())}] * 3
+        return Example.of([{"folder": str(data), **DEFAULTS, **json.loads((data / "orders.json").read_text())}] * 3)
 
     def encode(self, examples):
         return examples
@@ -66,7 +66,7 @@ class Toy(Task):
 
 class ToyTraining:
     def __init__(self, task, rows, rng, watch):
-        self.spec, self.orders, self.num_examples = task.spec, rows[0], len(rows)
+        self.spec, self.orders, self.num_examples = task.spec, rows[0].values, len(rows)
         self.step, self.watch = float(torch.rand((), generator=rng.torch_generator())), watch
 
     def train(self, weights, frozen=None, penalty=None):

@@ -271,7 +271,7 @@ def test_texts_cost_what_the_prompt_costs_and_a_batch_is_used_once(tmp_path):
     method = make(clipped="texts")
     ledger = Ledger(tmp_path / "s.json")
     names = [f"r{i}" for i in range(12)]
-    rows = MeteredRows(local_of(12, kind=TextTask).rows, method, ledger, names)
+    rows = MeteredRows(local_of(12, kind=TextTask).rows, method, method.budget, ledger, names)
     turn(method, RowsOnly(SPEC, rows))
     assert ledger.epsilon("r0", method.budget) > 0
     (batch,) = rows.batches("poisson", 1, rng.Stream(bytes(32)))
@@ -410,7 +410,7 @@ def test_events_compose_the_two_releases_and_nothing_is_claimed_without_noise():
 
 def accounted(method, path, count=12, **config):
     local, ledger = local_of(count, **config), Ledger(path)
-    rows = MeteredRows(local.rows, method, ledger, [f"r{i}" for i in range(count)])
+    rows = MeteredRows(local.rows, method, method.budget, ledger, [f"r{i}" for i in range(count)])
     return RowsOnly(SPEC, rows), ledger
 
 

@@ -23,7 +23,7 @@ from fedveil.console.runs.folder import load
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError, StateError
 from fedveil.foreign import shown
-from fedveil.records.state import write_atomic
+from fedveil.records.files import write_atomic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -128,14 +128,14 @@ def _size(field: Field, exchange: Exchange) -> int:
 
 def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfig) -> None:
     """Raises PolicyError as the site would before the run's first round; sizes of fields for those of messages."""
-    site = Site(policy=str(policy.absolute()))
+    site = Site(policy=str(policy.absolute()), state_dir=Path("/nonexistent"))
     read = policies.of_site(site)
     bundle = policies.Bundle()
     if read.app_digests is not None or read.signers is not None:
         digest = hashlib.sha256(built(app)).hexdigest()
         bundle = policies.Bundle(digest, signature.signer(config.run.signature, config.run.name, digest))
     fields = json.dumps(fields_of(exchange.method))
-    order = Order(0, True, "", "explain", exchange.name, fields)
+    order = Order(0, True, "site", "explain", exchange.name, fields)
     down, up = largest(exchange, "down"), largest(exchange, "up")
     policies.check(Assignment(order, config, site), bundle, down)
     policies.check_upload(site, down, up, read.min_examples)

@@ -75,13 +75,14 @@ def test_a_run_ends_for_a_site_whose_records_have_spent_their_budget(tmp_path, t
     take(assignment(tmp_path, 3, "third", epsilon=allowed(3)))
 
 
-def test_the_order_of_the_rows_does_not_matter_and_new_rows_start_anew(tmp_path, take):
+def test_what_rows_hold_and_their_order_do_not_matter_and_new_rows_start_anew(tmp_path, take):
     for round_ in range(3):
         take(assignment(tmp_path, round_, epsilon=allowed(1)))
-    for rows in (ROWS[::-1], [replace(row, origin="moved", folder="elsewhere", class_names=("a",)) for row in ROWS]):
+    renamed = [replace(row, folder="elsewhere", class_names=("a",)) for row in ROWS]
+    for rows in (ROWS[::-1], renamed, examples(12, seed=2)):
         with pytest.raises(BudgetError):
             take(assignment(tmp_path, 3, epsilon=allowed(1)), rows)
-    take(assignment(tmp_path, 3, epsilon=allowed(1)), examples(12, seed=2))
+    take(assignment(tmp_path, 3, epsilon=allowed(1)), examples(24)[12:])
 
 
 def test_without_an_epsilon_the_ledger_counts_and_stops_nothing(tmp_path, take):
@@ -123,3 +124,41 @@ def test_plans_of_the_ledger_and_of_the_whole_run_agree():
     assert replace(method, exchange="epoch").privacy_spent(Plan(6, 3, 4, 12, Neighbours.REPLACE_ONE)) == {
         next(iter(whole)): 6
     }
+
+
+def under(relation: str, epsilon: float) -> dict[str, object]:
+    shared = {"sampling": "poisson", "noise_local": 1.8, "noise_global": 1.8}
+    return {**shared, "neighbours": relation, "epsilon": epsilon}
+
+
+def cost(turns: int, relation: Neighbours) -> float:
+    """Of so many turns of `under`."""
+    return 1.001 * accounting.epsilon({("poisson", 12, 4, 1.8 / 2**0.5): turns}, 1e-5, relation)
+
+
+def test_a_server_gains_no_budget_by_another_relation(tmp_path, take):
+    """What is refused under replace-one is refused under add-or-remove-one, where the same charges cost less."""
+    epsilon = cost(2, Neighbours.REPLACE_ONE)
+    assert cost(3, Neighbours.ADD_OR_REMOVE_ONE) < epsilon
+    for round_ in range(2):
+        take(assignment(tmp_path, round_, **under("replace-one", epsilon)))
+    for relation in Neighbours:
+        with pytest.raises(BudgetError, match=r"replace-one\) for every record, found .* after this turn"):
+            take(assignment(tmp_path, 2, relation.value, **under(relation.value, epsilon)))
+
+
+def test_a_site_may_judge_by_another_relation_or_delta(tmp_path, take):
+    def asked(text, **fields):
+        (tmp_path / "policy.toml").write_text(text)
+        found = assignment(tmp_path, **fields)
+        return replace(found, site=found.site.model_copy(update={"policy": str(tmp_path / "policy.toml")}))
+
+    disjoint = asked('neighbours = "add-or-remove-one"')
+    with pytest.raises(BudgetError, match='sampling: expected "poisson" at this site'):
+        take(disjoint)
+    fields = under("add-or-remove-one", cost(1, Neighbours.ADD_OR_REMOVE_ONE))
+    with pytest.raises(BudgetError, match="replace-one"):
+        take(asked("", **fields))
+    with pytest.raises(BudgetError, match="at delta 1e-09"):
+        take(asked('neighbours = "add-or-remove-one"\ndelta = 1e-9', **fields))
+    take(asked('neighbours = "add-or-remove-one"', **fields))

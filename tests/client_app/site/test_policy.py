@@ -9,6 +9,7 @@ import pytest
 from fedveil.client_app import app as client
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.policy import Bundle, check, check_upload, epsilon
+from fedveil.contract.task import Example
 from fedveil.errors import PolicyError
 from tests.server_app.grid import LocalGrid, use_toy_task
 from tests.server_app.test_strategy import initial, strategy
@@ -54,15 +55,10 @@ def test_it_fails_closed_and_names_the_key(text, reason, tmp_path):
         check(assignment(tmp_path, text))
 
 
-def test_a_round_beyond_what_the_config_says_is_counted(tmp_path):
-    with pytest.raises(PolicyError, match="at most 5, found 9"):
-        check(assignment(tmp_path, "max-rounds = 5", order={"round": 8}))
-
-
 def test_a_refusal_reaches_the_server_with_its_reason_and_no_data_is_opened(tmp_path, monkeypatch):
     task = use_toy_task(monkeypatch)
     opened = []
-    monkeypatch.setattr(type(task), "examples", lambda self, *a, **k: opened.append(a) or [{}] * 3)
+    monkeypatch.setattr(type(task), "examples", lambda self, *a, **k: opened.append(a) or Example.of([{}] * 3))
     (tmp_path / "site-policy.toml").write_text('methods = ["dp_fpl"]')
     grid = LocalGrid(client.app, ["north", "south", "west"], tmp_path / "state", {"run.deterministic": True})
     grid.node_config = {"west": {"policy": str(tmp_path / "site-policy.toml")}}
@@ -119,7 +115,8 @@ def test_hours_hold_their_first_minute_and_not_their_last(hours, inside, outside
 
 @pytest.mark.parametrize(
     "text", ['hours = ["8:00-9:00"]', 'hours = ["08:00-25:00"]', 'app-digests = ["5f"]', 'signers = ["ssh-rsa AAAA"]',
-             'max-epsilon = "8"', "max-epsilon = inf", "delta = 1.0", "max-bytes-a-round = 0", "min-examples = true"]
+             'max-epsilon = "8"', "max-epsilon = inf", "delta = 1.0",
+             'neighbours = "none"', "max-repeats = 0", "min-batch = 0", "max-bytes-a-round = 0", "min-examples = true"]
 )  # fmt: skip
 def test_a_value_of_another_kind_closes_the_site(text, tmp_path):
     with pytest.raises(PolicyError, match="expected a readable policy file, found none"):
@@ -182,7 +179,7 @@ def test_epsilon_is_compared_and_closes_on_what_is_no_number(found, permitted, t
         return subprocess.CompletedProcess(command, 0, json.dumps({"epsilon": found}), "")
 
     monkeypatch.setattr("subprocess.run", run)
-    order = {"round": 11, "fields": '{"rho": 0.25}'}
+    order = {"round": 4, "fields": '{"rho": 0.25}'}
     if permitted:
         check(assignment(tmp_path, "max-epsilon = 8\ndelta = 1e-6", order=order))
     else:

@@ -96,7 +96,7 @@ def test_members_are_the_rows_of_the_site(run_folder):
     used = {row.origin for rows in members.values() for row in rows}
     assert len(used) == 24
     assert not used & {row.origin for row in others}
-    assert {row.origin.partition(" of ")[2] for row in others} == {str(DATA / "train.jsonl")}
+    assert {row.origin.file for row in others} == {str(DATA / "train.jsonl")}
 
 
 def test_the_report_has_a_section_of_it(run_folder, audited):

@@ -98,5 +98,6 @@ def test_node_config_is_a_file_that_carries_any_path(tmp_path):
         "partition-id": 1,
         "num-partitions": 2,
         "data": '/data/it\'s "here"',
+        "data-set": "b",
         "policy": "p.toml",
     }

@@ -168,8 +168,8 @@ def test_every_training_of_a_turn_is_charged_before_its_rows_are_looked_at(tmp_p
     server = method.init(task.spec, weights, rng.initial(0, "m"))
 
     def turn(round_: int):
-        names = ledger.names([{"row": i} for i in range(9)])
-        metered = MeteredRows(task.trainer(rows, rng.initial(0, "b")).rows, noisy, ledger, names)
+        names = ledger.names([("d", "train.jsonl", i) for i in range(9)])
+        metered = MeteredRows(task.trainer(rows, rng.initial(0, "b")).rows, noisy, noisy.budget, ledger, names)
         ctx = RoundContext(round_, "a", True, rng.fresh_secret())
         trainer = NoisyTrainer(task.spec, metered, noisy, ctx)
         _, parts = exchange.participate(exchange.broadcast(server, ctx), None, trainer, ctx)
@@ -179,7 +179,7 @@ def test_every_training_of_a_turn_is_charged_before_its_rows_are_looked_at(tmp_p
         found = turn(round_)
         assert found.report == {"steps": 6.0}
         assert noisy.privacy_spent(plan) == {("poisson", 9, 4, 2.0): 3}
-    (record,) = ledger.names([{"row": 4}])
+    (record,) = ledger.names([("d", "train.jsonl", 4)])
     assert ledger.epsilon(record, noisy.budget) == pytest.approx(wished / 1.0001)
     with pytest.raises(BudgetError, match="replace-one"):
         turn(2)

@@ -294,6 +294,25 @@ def test_charges_of_other_kinds_compose(tmp_path):
         ledger.charge(["a"], {STEP: 1}, limit(1))
 
 
+def test_charges_that_no_accountant_takes_together_are_added_up(tmp_path):
+    """Each of the two alone, at delta / 2; and before 0.2 an error of the config, in the middle of a run."""
+    poisson, fixed = {("poisson", 50, 5, 1.5): 4}, {("fixed", 50, 5, 8.0): 3}
+    alone = [accounting.epsilon(charges, DELTA, REPLACE) for charges in (poisson, fixed)]
+    found = accounting.epsilon(poisson | fixed, DELTA, REPLACE)
+    assert found == sum(accounting.epsilon(charges, DELTA / 2, REPLACE) for charges in (poisson, fixed))
+    assert sum(alone) < found < 1.2 * sum(alone)
+    assert accounting.epsilon(poisson | fixed | {STEP: 5}, DELTA, REPLACE) > found
+    ledger = Ledger(tmp_path / "s.json")
+    ledger.charge(["a"], fixed, Budget(found, DELTA, REPLACE))
+    with pytest.raises(BudgetError):
+        ledger.charge(["a"], poisson, Budget(found * 0.999, DELTA, REPLACE))
+    ledger.charge(["a"], poisson, Budget(found, DELTA, REPLACE))
+
+
+def test_a_draw_without_replacement_has_no_epsilon_where_the_number_of_rows_changes():
+    assert accounting.epsilon({("fixed", 50, 5, 8.0): 3}, DELTA, ADD) == math.inf
+
+
 def test_an_infinite_charge_fits_no_budget(tmp_path):
     free = ("gaussian", 0, 0, 0.0)
     with pytest.raises(BudgetError):
@@ -307,26 +326,33 @@ def test_a_record_named_twice_is_charged_twice(tmp_path):
     ledger.charge(["a", "b"], {STEP: 1}, limit(1))
 
 
-def test_names_depend_on_content_alone_and_on_the_sites_key(tmp_path):
+def test_names_depend_on_data_set_file_and_row_alone_and_on_the_sites_key(tmp_path):
     first, other = Ledger(tmp_path / "a.json"), Ledger(tmp_path / "b.json")
-    rows = [
-        {"x": [1, 2], "img": {"bytes": b"p"}, "where": "row 1"},
-        {"where": "row 9", "img": {"bytes": b"p"}, "x": [1, 2]},
-    ]
-    names = first.names(rows, ignored="where")
-    assert names[0] == names[1] == Ledger(tmp_path / "a.json").names(rows, "where")[0] != other.names(rows, "where")[0]
-    different = [
-        {"x": [1, 2], "img": {"bytes": b"q"}},
-        {"x": [12], "img": {"bytes": b"p"}},
-        {"x": "[1, 2]", "img": {"bytes": b"p"}},
-    ]
-    assert len({*names, *first.names(different)}) == 4
+    records = [("d", "train.jsonl", 1), ("d", "train.jsonl", 2), ("d", "train.jsonl1", 2), ("e", "train.jsonl", 1)]
+    names = first.names(records)
+    assert names == Ledger(tmp_path / "a.json").names(records)
+    assert len({*names, *other.names(records)}) == 8
+
+
+def test_a_ledger_of_0_1_is_carried_over_by_its_largest_charges(tmp_path):
+    """Its records were named by their content: each of today's may be any of them."""
+    path, poisson = tmp_path / "s.json", ("poisson", 50, 5, 1.5)
+    old = [[[[list(STEP), 2], [list(poisson), 1]], ["a"]], [[[list(STEP), 1], [list(poisson), 4]], ["b", "c"]]]
+    path.write_text(json.dumps({"fedveil-ledger": 1, "spent": old}))
+    carried = accounting.epsilon({STEP: 2, poisson: 4}, DELTA, REPLACE)
+    assert Ledger(path).epsilon("new", limit(1)) == carried
+    Ledger(path).charge(["new"], {STEP: 1}, Budget(math.inf, DELTA, REPLACE))
+    assert Ledger(path).epsilon("new", limit(1)) == accounting.epsilon({STEP: 3, poisson: 4}, DELTA, REPLACE)
+    assert Ledger(path).epsilon("other", limit(1)) == carried
+    with pytest.raises(BudgetError):
+        Ledger(path).charge(["other"], {STEP: 1}, Budget(carried, DELTA, REPLACE))
 
 
 @pytest.mark.parametrize(
     "damage",
-    ["", "{", '{"fedveil-ledger": 2, "spent": []}', '{"fedveil-ledger": 1, "spent": [[[[["none",0,0,1],1]],["a"]]]}'],
-)
+    ["", "{", '{"fedveil-ledger": 3, "carried": [], "spent": []}', '{"fedveil-ledger": 2, "spent": []}',
+     '{"fedveil-ledger": 1, "spent": [[[[["none",0,0,1],1]],["a"]]]}'],
+)  # fmt: skip
 def test_a_damaged_ledger_lets_nobody_spend(tmp_path, damage):
     path = tmp_path / "s.json"
     Ledger(path).charge(["a"], {STEP: 1}, limit(5))
@@ -338,10 +364,10 @@ def test_a_damaged_ledger_lets_nobody_spend(tmp_path, damage):
 
 def test_a_lost_key_is_not_replaced(tmp_path):
     ledger = Ledger(tmp_path / "s.json")
-    ledger.charge(ledger.names([{"x": 1}]), {STEP: 1}, limit(5))
+    ledger.charge(ledger.names([("d", "train.jsonl", 1)]), {STEP: 1}, limit(5))
     (tmp_path / "s.key").unlink()
     with pytest.raises(StateError, match="key"):
-        ledger.names([{"x": 1}])
+        ledger.names([("d", "train.jsonl", 1)])
 
 
 def _spend(path) -> None:

@@ -9,7 +9,8 @@ import torch
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.contract.method import State
 from fedveil.errors import ConfigError, StateError
-from fedveil.records.state import digest, load_state, save_state, write_atomic
+from fedveil.records.files import write_atomic
+from fedveil.records.state import digest, load_state, save_state
 
 STATE = State(
     {"w": torch.arange(6.0).reshape(2, 3), "h": torch.ones(2, dtype=torch.bfloat16)}, {"round": 3, "who": ["a"]}

@@ -8,7 +8,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 
 from fedveil.config import parse
-from fedveil.contract.task import Example, Share
+from fedveil.contract.task import Example, Origin, Share
 from fedveil.rows import decoding, reading
 
 # Names that FedVeil or its partitioners have, or had, for columns of their own.
@@ -32,7 +32,7 @@ def test_a_user_s_columns_come_through_whatever_their_names(folder, partition):
     table = reading.table(folder, "train", ("mr",))
     found = [example for i in range(2) for example in table.examples("train", Share(i, 2), config)]
     assert sorted(found, key=lambda e: e.values["index"]) == sorted(
-        [Example(row, f"row {i + 1} of {folder / 'train.jsonl'}", str(folder)) for i, row in enumerate(ROWS)],
+        [Example(row, Origin(str(folder / "train.jsonl"), i + 1), str(folder)) for i, row in enumerate(ROWS)],
         key=lambda e: e.values["index"],
     )
 
@@ -57,7 +57,7 @@ def test_at_most_so_many_training_rows_in_file_order_with_their_own_origins(fold
     at = [ROWS.index(example.values) for example in found]
     assert at == sorted(at)
     assert len(at) == 5
-    assert [e.origin for e in found] == [f"row {i + 1} of {folder / 'train.jsonl'}" for i in at]
+    assert [e.origin for e in found] == [Origin(str(folder / "train.jsonl"), i + 1) for i in at]
     assert len(table.examples("test", None, config)) == 12
 
 
@@ -72,4 +72,5 @@ def test_class_names_are_those_of_the_column_else_its_sorted_texts(folder):
 
 def test_a_message_names_a_row_by_its_origin_else_by_its_columns():
     assert Example({"a": 1, "origin": "x"}).where == "a row with a, origin"
-    assert Example({"a": 1}, "row 3 of f").where == "row 3 of f"
+    assert Example({"a": 1}, Origin("f", 3)).where == "row 3 of f"
+    assert Example({"a": 1}, Origin("f")).where == "f"

@@ -293,7 +293,7 @@ def image_folder(folder: Path, numbers: range = range(12)) -> Path:
 def test_an_image_folder_and_a_file_read_alike(tmp_path, task, rows):
     folder = image_folder(tmp_path / "folder")
     found = task.examples(folder, "train")
-    assert [e.origin for e in found[:2]] == [str(folder / "train" / "bird" / f"{n}.png") for n in ("00", "03")]
+    assert [e.where for e in found[:2]] == [str(folder / "train" / "bird" / f"{n}.png") for n in ("00", "03")]
     prepared = task.encode(found)
     expected = sorted(range(12), key=lambda i: (i % 3, i))
     assert [row.label for row in prepared] == [rows[i].label for i in expected] == [0] * 4 + [1] * 4 + [2] * 4

@@ -208,7 +208,7 @@ def test_shares_cut_by_label(tmp_path):
     task = make(task__partition="dirichlet", task__alpha=0.5, task__label_column="topic")
     folder = save(tmp_path / "d", rows)
     parts = [task.examples(folder, "train", Share(i, 2)) for i in range(2)]
-    where = [example.origin for part in parts for example in part]
+    where = [example.where for part in parts for example in part]
     assert sorted(where) == sorted({f"row {i + 1} of {folder / 'train.parquet'}" for i in range(30)})
 
 

@@ -1,0 +1,126 @@
+"""Data sets as the site names them: what the site's privacy ledger charges.
+
+    <data folder>/.fedveil-data-set     {"fedveil-data-set": 1, "id": 32 hex digits}
+
+| case | the id of the data set |
+|---|---|
+| the node config has `data-set` | that name |
+| the data folder holds an id file | the id in it |
+| neither, at the first private turn | 32 random hex digits, written into the folder before a row is charged |
+| neither, and the folder cannot be written | none: ConfigError, before a row is charged |
+| two paths, or a symbolic link, to one folder | one id, for links are followed first |
+| the data is one file | that of its folder, so that both paths to the file's rows name one data set |
+| the id file is damaged | StateError: nothing is charged until the site has restored it |
+
+A record is a row of a data set: (id, file in the data folder, number of the row). Nothing that a server sends enters
+it: no column, no name of a class, no spelling of a path. Who copies the folder copies the id, and with it what was
+spent. Rows with equal content are different records; `docs/deploy.md` says what that means for a guarantee.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedveil.errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    from fedveil.contract.task import Origin
+    from fedveil.privacy.ledger import Record
+
+ID_FILE = ".fedveil-data-set"
+_VERSION = 1
+_LARGEST_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One data set.
+
+    Attributes:
+        id: its name in the ledger.
+        data: the folder or file of its rows, as the task was given it.
+    """
+
+    id: str
+    data: Path
+
+    @classmethod
+    def of(cls, data: Path, given: str = "") -> DataSet:
+        """The data set at `data`, named `given` where that is not "".
+
+        Raises:
+            ConfigError: it has no id, and none can be written.
+            StateError: its id file cannot be read.
+        """
+        return cls(given or _id_of(_folder(data)), data)
+
+    def records(self, origins: Iterable[Origin | None]) -> list[Record]:
+        """The records of rows of these origins. Raises ConfigError for a row from elsewhere."""
+        return [self._record(origin) for origin in origins]
+
+    def _record(self, origin: Origin | None) -> Record:
+        if origin is not None and self.data.is_file() and Path(origin.file) == self.data:
+            return self.id, self.data.resolve().name, origin.row
+        if origin is None or not Path(origin.file).is_relative_to(self.data):
+            raise ConfigError(
+                f"origin: expected every row to name its file below {self.data}, found {origin}; a private run needs "
+                "a task whose examples have an origin"
+            )
+        return self.id, Path(origin.file).relative_to(self.data).as_posix(), origin.row
+
+
+def _folder(data: Path) -> Path:
+    real = data.resolve()
+    return real if real.is_dir() else real.parent
+
+
+def _id_of(folder: Path) -> str:
+    path = folder / ID_FILE
+    if not path.exists():
+        _write_new(path)
+    try:
+        with path.open() as file:
+            content = json.loads(file.read(_LARGEST_BYTES))
+        if content["fedveil-data-set"] == _VERSION and re.fullmatch(r"[0-9a-f]{32}", content["id"]):
+            return str(content["id"])
+        found = "another"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = f"none that can be read ({type(error).__name__})"
+    raise StateError(
+        f"{path}: expected the id of a data set, version {_VERSION}, found {found}; restore it from a backup: without "
+        "it nobody knows what its rows have spent"
+    )
+
+
+def _write_new(path: Path) -> None:
+    """Writes an id file that nobody ever sees in part, unless another process has just written one."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    text = json.dumps({"fedveil-data-set": _VERSION, "id": secrets.token_hex(16)})
+    try:
+        try:
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(partial, path)
+        except FileExistsError:
+            return
+        finally:
+            partial.unlink(missing_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"data-set: expected a name in the node config, or a data folder in which its id can be kept, found "
+            f"neither ({type(error).__name__} in {path.parent}); set data-set in the node config, and never change it"
+        ) from None

@@ -1,0 +1,120 @@
+"""How many rows an upload was made from, as the trainers say and not as the upload claims.
+
+| rows | counted |
+|---|---|
+| of a plain training or gradient | those of its steps, as the trainer reports them (`Trained.looked`) |
+| of batches that a method or a privacy mechanism drew | those of the batches |
+| of Poisson batches | as many as are expected, and batch-size as the smallest step: who was drawn must stay secret,
+  and a refusal would tell something of it |
+| behind the report's `loss_received` | not counted: no step was made from them |
+| a trainer that does not report its rows | none |
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from typing_extensions import override
+
+from fedveil.contract.budget import Sampling
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.trainer import Batch, FeatureGradients, Looked, Penalty, PerSample, RowGradients, Trained, Trainer
+from fedveil.rng import Stream
+
+
+@final
+class Witness(Trainer):
+    """A trainer that counts the rows behind everything that it gives."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._rows: set[int] = set()
+        self._least: list[int] = []
+        self._missed = 1.0  # the chance of a row to be in none of the Poisson batches
+
+    @property
+    def distinct(self) -> int:
+        """Different rows so far."""
+        return max(len(self._rows), int(self.num_examples * (1 - self._missed) + 1e-9))
+
+    @property
+    def least(self) -> int:
+        """Rows of the smallest step so far; 0 before the first one."""
+        return min(self._least, default=0)
+
+    def saw(self, looked: Looked) -> None:
+        """Counts the rows of a training."""
+        self._rows |= looked.rows
+        self._least += [looked.least] if looked.rows else []
+
+    def saw_poisson(self, batch_size: int, steps: int) -> None:
+        """Counts Poisson batches."""
+        self._missed *= (1 - batch_size / self.num_examples) ** steps
+        self._least += [batch_size] if steps else []
+
+    @property
+    @override
+    def num_examples(self) -> int:
+        return self._trainer.num_examples
+
+    @property
+    @override
+    def spec(self) -> Spec:
+        return self._trainer.spec
+
+    @property
+    @override
+    def rows(self) -> RowGradients:
+        return _WitnessedRows(self._trainer.rows, self)
+
+    @override
+    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+        trained = self._trainer.train(weights, frozen, penalty)
+        self.saw(trained.looked)
+        return trained
+
+    @override
+    def gradient(self, weights: Weights) -> Trained:
+        found = self._trainer.gradient(weights)
+        self.saw(found.looked)
+        return found
+
+
+@final
+class _WitnessedRows(RowGradients):
+    """Row gradients that tell a witness which batches were drawn."""
+
+    def __init__(self, rows: RowGradients, witness: Witness) -> None:
+        self._rows, self._witness = rows, witness
+
+    @property
+    @override
+    def num_examples(self) -> int:
+        return self._rows.num_examples
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        return self._rows.batch_size
+
+    @property
+    @override
+    def steps(self) -> int:
+        return self._rows.steps
+
+    @override
+    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
+        drawn = self._rows.batches(sampling, steps, rng, skip)
+        if sampling == "poisson":
+            self._witness.saw_poisson(self.batch_size, len(drawn))
+        else:
+            self._witness.saw(Looked.of(batch.rows for batch in drawn))
+        return drawn
+
+    @override
+    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
+        return self._rows.per_sample(weights, batch)
+
+    @override
+    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
+        return self._rows.feature(weights, batch)

@@ -1,0 +1,100 @@
+"""A server that asks for rounds as it likes, and a site that counts them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+
+from fedveil import strategies
+from fedveil.client_app import app as client
+from fedveil.client_app.site.assignment import Assignment
+from fedveil.client_app.site.served import Served
+from fedveil.contract.method import RoundContext, fields_of
+from fedveil.errors import PolicyError, StateError, WireError
+from fedveil.federation.exchange import Exchange
+from fedveil.rng import initial
+from fedveil.wire import slices
+from fedveil.wire.envelope import describe
+from tests.server_app.grid import LocalGrid, use_toy_task
+
+METHOD = strategies.create("fedper", "layers = 1")
+
+
+@pytest.fixture
+def ask(monkeypatch, tmp_path):
+    """The reply of a site of FedPer to any round, under a policy: variant of the upload, or the reason."""
+    task = use_toy_task(monkeypatch)
+    exchange = Exchange(METHOD, "fedper", task.spec)
+    server = METHOD.init(task.spec, task.initial(initial(0, "w")), initial(0, "m"))
+    grid = LocalGrid(
+        client.app, ["north"], tmp_path / "state", {"method.name": "fedper", "method.fields": "layers = 1"}
+    )
+
+    def go(round_: int, policy: str = "") -> str:
+        (tmp_path / "policy.toml").write_text(policy)
+        grid.node_config = {"north": {"policy": str(tmp_path / "policy.toml")}} if policy else {}
+        down = exchange.broadcast(server, RoundContext(round_, "north", True, bytes(32)))
+        record = ArrayRecord({slices.name(0): Array("uint8", (len(down),), slices.STYPE, down)})
+        order = {"round": round_, "is-new": True, "site": "north", "run": "r", "method": "fedper"}
+        order |= {"fields": json.dumps(fields_of(METHOD)), "log": ""}
+        content = RecordDict({"fedveil": record, "order": ConfigRecord(order)})
+        reply = grid.replies[grid._push(Message(content, 1000, "train"))]
+        if reply.has_error():
+            return reply.error.reason
+        found = reply.content.array_records["fedveil"]
+        return describe(b"".join(found[name].data for name in slices.in_order(list(found))))["variant"]
+
+    return go
+
+
+def test_a_site_serves_no_older_round_and_none_beyond_the_run(ask):
+    assert ask(1) == "top"
+    for round_ in (0, -5, -1, 5, 10**9):
+        assert ask(round_).startswith("PolicyError: round: expected")
+    assert ask(4) == "top"
+
+
+def test_a_round_is_repeated_as_often_as_the_site_permits(ask):
+    assert [ask(0)[:11] for _ in range(5)] == ["all", "top", "top", "PolicyError", "PolicyError"]
+    assert "at most 3 times" in ask(0)
+    assert ask(0, "max-repeats = 4") == "top"
+    assert ask(0, "max-repeats = 4").startswith("PolicyError: round: this site serves one at most 4 times")
+    assert ask(1, "max-repeats = 1") == "top"
+    assert ask(1, "max-repeats = 1").startswith("PolicyError")
+
+
+def test_a_private_layer_leaves_a_site_once_whatever_round_the_server_names(ask):
+    """After later rounds the lower layers have learned what stays at the site."""
+    uploads = [ask(round_) for round_ in (0, 0, 1, 0, 2, -1, 0)]
+    assert uploads.count("all") == 1
+    assert uploads[0] == "all"
+
+
+def test_a_damaged_count_serves_nobody(ask, tmp_path):
+    ask(0)
+    file = tmp_path / "state" / "r" / "north" / "served.json"
+    file.write_text("{")
+    assert ask(1) == "StateError at the site; its log has the text"
+    with pytest.raises(StateError, match="restore it"):
+        Served(file.parent).check(1, 5, 3)
+    assert file.read_text() == "{"
+
+
+def test_a_serving_is_counted_before_the_turn(tmp_path):
+    served = Served.of(tmp_path, "r", "s")
+    served.check(0, 2, 1)
+    served.check(0, 2, 1)
+    served.count(0, 2, 1)
+    with pytest.raises(PolicyError):
+        served.count(0, 2, 1)
+    Served.of(tmp_path, "another", "s").count(0, 2, 1)
+    Served.of(tmp_path, "r", "t").count(0, 2, 1)
+
+
+@pytest.mark.parametrize("change", [{"round": "0"}, {"round": 0.0}, {"round": True}, {"is-new": 1}, {"run": b"r"}])
+def test_an_order_of_other_types_is_refused(change):
+    order = {"round": 0, "is-new": True, "site": "north", "run": "r", "method": "fedper", "fields": "{}"}
+    with pytest.raises(WireError, match="order.*expected (int|bool|str), found"):
+        Assignment.of(order | change, {}, {})
