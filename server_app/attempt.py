@@ -6,6 +6,7 @@
 | is killed | Flower's reason for the node |
 | raises | the kind of its error; the text stays in the site's log |
 | sends what the envelope or the intake gate refuses | "refused: " field, expected, found |
+| sends what makes this server's own code fail | "refused: " the kind of the error; its text is in the server's log |
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
-from logging import WARNING
+from logging import ERROR, WARNING
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -119,12 +120,17 @@ class Attempt:
             data = _message_bytes(reply)
             message = self.exchange.receive(data, ctx.round)
             num_examples = intake.check(message, self.limits)
+            site_log = _anchor(reply)
         except (WireError, UploadRefused) as error:
-            self._refused(data, ctx, error)
+            self._refused(data, ctx, str(error))
+            return None
+        except Exception as error:  # whatever one reply does to this code, the round belongs to the other sites too
+            log(ERROR, "round %s: judging the reply of %s failed", ctx.round, ctx.client, exc_info=error)
+            self._refused(data, ctx, type(error).__name__)
             return None
         finally:
             self.record.upload_bytes += len(data)
-        self._accepted(data, ctx, message, num_examples, _anchor(reply))
+        self._accepted(data, ctx, message, num_examples, site_log)
         return Upload(message.payload, num_examples, ctx, message.report)
 
     def _accepted(self, data: Buffer, ctx: RoundContext, message: Decoded, num_examples: int, site_log: str) -> None:
@@ -133,8 +139,8 @@ class Attempt:
         self.record.accepted.append(ctx.client)
         self.record.reports[ctx.client] = {"num_examples": num_examples, **message.report}
 
-    def _refused(self, data: Buffer, ctx: RoundContext, error: Exception) -> None:
-        self._failed(ctx, f"refused: {error}", up_bytes=len(data))
+    def _refused(self, data: Buffer, ctx: RoundContext, reason: str) -> None:
+        self._failed(ctx, f"refused: {reason}", up_bytes=len(data))
         self._tapped(data, ctx, "up", accepted=False)
         log(WARNING, "round %s: %s: %s", ctx.round, ctx.client, self.record.failed[ctx.client])
 

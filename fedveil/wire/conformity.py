@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from fedveil.contract.layout import Direction, Layout
 from fedveil.contract.method import REPORT_FIELDS
 from fedveil.errors import WireError
+from fedveil.wire.header import GREATEST, shown
 
 _MAX_DIMENSION = 1 << 40
 
@@ -16,7 +16,7 @@ _MAX_DIMENSION = 1 << 40
 def check_names(layout: Layout, direction: Direction, variant: str, names: Any) -> None:
     """Raises WireError unless `names` are exactly the fields declared for this direction and variant."""
     if variant not in layout.variants(direction):
-        raise WireError(f"variant: expected one of {layout.variants(direction)}, found {variant!r}")
+        raise WireError(f"variant: expected one of {layout.variants(direction)}, found {shown(variant)}")
     declared, found = layout.fields_of(direction, variant), list(names)
     if extra := [n for n in found if n not in declared]:
         raise WireError(f"{extra[0]}: expected no such field {direction} in variant {variant!r}, found it")
@@ -43,13 +43,13 @@ def check_scalars(layout: Layout, direction: Direction, found: Mapping[str, Any]
         raise WireError(f"scalars: expected {sorted(declared)}, found {sorted(found)}")
     for name, value in found.items():
         if value not in declared[name]:
-            raise WireError(f"scalar {name}: expected one of {declared[name]}, found {value!r}")
+            raise WireError(f"scalar {name}: expected one of {declared[name]}, found {shown(value)}")
 
 
 def check_report(report: Mapping[str, Any]) -> None:
-    """Raises WireError unless all names are in REPORT_FIELDS and all values are finite numbers."""
+    """Raises WireError unless all names are in REPORT_FIELDS and all values are numbers within +-2**53."""
     for name, value in report.items():
         if name not in REPORT_FIELDS:
             raise WireError(f"report {name}: expected one of {sorted(REPORT_FIELDS)}, found another")
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise WireError(f"report {name}: expected a finite number, found {value!r}")
+        if type(value) not in (int, float) or not abs(value) <= GREATEST:
+            raise WireError(f"report {name}: expected a finite number within +-{GREATEST}, found {shown(value)}")

@@ -142,7 +142,7 @@ def test_every_flipped_bit_of_a_field_or_header_is_refused():
         ({"fields": [["w", "dense float32", [3, 5], -4, "0"]]}, "header.fields"),
         ({"fields": [["w", "dense float32", [3, True], 60, "0"]]}, "header.fields"),
         ({"report": {"diagnosis": 1.0}}, "report diagnosis: expected one of"),
-        ({"report": {"steps": float("nan")}}, "report steps: expected a finite number, found nan"),
+        ({"report": {"steps": float("nan")}}, "report steps: expected a finite number within .*, found nan"),
         ({"report": {"steps": "3"}}, "report steps: expected a finite number"),
         ({"scalars": {"note": "x"}}, r"scalars: expected \[\], found \['note'\]"),
         ({"variant": "A"}, "variant: expected one of"),
