@@ -115,21 +115,22 @@ class Attempt:
         if reply.has_error():
             self._failed(ctx, f"{reply.error.reason} (code {reply.error.code})")
             return None
-        data = bytearray()
+        data, sent, refused = bytearray(), 0, ""
         try:
-            data = _message_bytes(reply)
+            sent = sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
+            data = _message_bytes(reply, self.exchange.largest_upload)
             message = self.exchange.receive(data, ctx.round)
             num_examples = intake.check(message, self.limits)
             site_log = _anchor(reply)
         except (WireError, UploadRefused) as error:
-            self._refused(data, ctx, str(error))
-            return None
+            refused = str(error)
         except Exception as error:  # whatever one reply does to this code, the round belongs to the other sites too
             log(ERROR, "round %s: judging the reply of %s failed", ctx.round, ctx.client, exc_info=error)
-            self._refused(data, ctx, type(error).__name__)
+            refused = type(error).__name__
+        self.record.upload_bytes += sent
+        if refused:
+            self._refused(data, sent, ctx, refused)
             return None
-        finally:
-            self.record.upload_bytes += len(data)
         self._accepted(data, ctx, message, num_examples, site_log)
         return Upload(message.payload, num_examples, ctx, message.report)
 
@@ -139,8 +140,8 @@ class Attempt:
         self.record.accepted.append(ctx.client)
         self.record.reports[ctx.client] = {"num_examples": num_examples, **message.report}
 
-    def _refused(self, data: Buffer, ctx: RoundContext, reason: str) -> None:
-        self._failed(ctx, f"refused: {reason}", up_bytes=len(data))
+    def _refused(self, data: Buffer, sent: int, ctx: RoundContext, reason: str) -> None:
+        self._failed(ctx, f"refused: {reason}", up_bytes=sent)
         self._tapped(data, ctx, "up", accepted=False)
         log(WARNING, "round %s: %s: %s", ctx.round, ctx.client, self.record.failed[ctx.client])
 
@@ -181,19 +182,21 @@ def _array(part: bytes) -> Array:
     return Array("uint8", (len(part),), slices.STYPE, part)
 
 
-def _message_bytes(reply: Message) -> bytearray:
-    """The message in a reply. Removes the reply's slices as it reads them."""
-    try:
-        record = reply.content.array_records["fedveil"]
-    except KeyError:
-        raise WireError(f"reply: expected the record fedveil, found {sorted(reply.content)[:8]}") from None
-    names = slices.in_order(list(record))
+def _message_bytes(reply: Message, most: int) -> bytearray:
+    """The message in a reply, of at most `most` bytes. Removes the reply's slices as it reads them."""
+    if not {"fedveil"} <= set(reply.content) <= {"fedveil", "log"}:
+        raise WireError(f"reply: expected the record fedveil, and perhaps log, found {sorted(reply.content)[:8]}")
+    record = reply.content.array_records.get("fedveil", ArrayRecord())
     for array in record.values():
         if array.stype != slices.STYPE:
             raise WireError(f"reply: expected arrays of type {slices.STYPE}, found {array.stype[:40]!r}")
     total = sum(len(array.data) for array in record.values())
-    return slices.gathered((record.pop(name).data for name in names), total)
+    if total > most:
+        raise WireError(f"reply: expected at most {most} bytes for the run's layout, found {total}")
+    if len(record) != (count := -(-total // slices.SLICE_BYTES)):
+        raise WireError(f"reply: expected {count} slices for {total} bytes, found {len(record)}")
+    return slices.gathered((record.pop(name).data for name in slices.in_order(list(record))), total)
 
 
 def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)[:_REASON_CHARACTERS]
+    return "".join(c if c.isprintable() else " " for c in text[:_REASON_CHARACTERS])

@@ -16,6 +16,7 @@ from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.rng import Stream
+from fedveil.wire.conformity import bounds
 from fedveil.wire.envelope import Message, Packed, Stamp, packed, unpack
 
 
@@ -37,6 +38,11 @@ class Exchange:
     def layout(self) -> Layout:
         """Every field on the wire."""
         return self.method.layout(self.spec)
+
+    @cached_property
+    def largest_upload(self) -> int:
+        """The most bytes that a client's message can have, whatever it holds."""
+        return bounds(self.layout, "up").message
 
     def broadcast(self, server: State, ctx: RoundContext) -> bytes:
         """The message to one client."""

@@ -127,7 +127,7 @@ def packed(
     parts: list[Buffer] = []
     for name, value in payload.fields.items():
         codec, shape = declared[name].codec, declared[name].codec.shape(value)
-        conformity.check_shape(name, declared[name].shape, shape)
+        conformity.check_shape(declared[name], shape)
         encoded = codec.encode(value)
         size, checksum = sum(len(p) for p in encoded), xxhash.xxh3_64()
         for part in encoded:
@@ -167,7 +167,10 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
         WireError: names the field, what was expected and what was found.
     """
     whole = memoryview(data).cast("B")
-    header, offset = header_.read(whole)
+    bounds = conformity.bounds(layout, stamp.direction)
+    if len(whole) > bounds.message:
+        raise WireError(f"message: expected at most {bounds.message} bytes for its layout, found {len(whole)}")
+    header, offset = header_.read(whole, bounds.header)
     for key in ("method", "version", "round", "direction"):
         _expect(key, getattr(stamp, key), header.get(key))
     if header.get("layout") != (expected := digest(layout)):
@@ -203,7 +206,7 @@ def _read_field(job: tuple[memoryview, Field, list[Any]]) -> tuple[Value, float 
     shape = tuple(shape)
     if codec_name != declared.codec.name:
         raise WireError(f"{name}: expected codec {declared.codec.name}, found {codec_name}")
-    conformity.check_shape(name, declared.shape, shape)
+    conformity.check_shape(declared, shape)
     if len(data) != (size := declared.codec.nbytes(shape)):
         raise WireError(f"{name}: expected {size} bytes for shape {shape}, found {len(data)}")
     try:
@@ -244,7 +247,7 @@ def _explain_layout(layout: Layout, direction: Direction, header: Mapping[str, A
             for found, codec_name, shape, _, _ in header["fields"]:
                 if found == name:
                     _expect(f"{name}: codec", declared.codec.name, codec_name)
-                    conformity.check_shape(name, declared.shape, tuple(shape))
+                    conformity.check_shape(declared, tuple(shape))
 
 
 def describe(data: Buffer) -> dict[str, Any]:

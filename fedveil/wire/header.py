@@ -29,11 +29,17 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def read(whole: memoryview) -> tuple[dict[str, Any], int]:
-    """The header at the beginning of a message, and the offset of the first field. Raises WireError."""
+def read(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, Any], int]:
+    """The header at the beginning of a message, and the offset of the first field.
+
+    Raises:
+        WireError: there is none, or it has more than `most` bytes, compressed or not.
+    """
     if len(whole) < PREFIX or whole[:4] != MAGIC:
         raise WireError(f"message: expected the magic {MAGIC!r}, found {bytes(whole[:4])!r} in {len(whole)} bytes")
     length = int.from_bytes(whole[4:8], "little")
+    if length > most:
+        raise WireError(f"header: expected at most {most} bytes for the message's layout, found {length}")
     header = whole[PREFIX : PREFIX + length]
     if len(header) < length:
         raise WireError(f"header: expected {length} bytes, found {len(header)}: the message is truncated")
@@ -41,9 +47,9 @@ def read(whole: memoryview) -> tuple[dict[str, Any], int]:
         raise WireError("header: expected the checksum of its bytes, found another: the message was damaged on the way")
     inflate = zlib.decompressobj()
     try:
-        content = json.loads(inflate.decompress(header, _MAX_HEADER), parse_int=_bounded)
+        content = json.loads(inflate.decompress(header, most), parse_int=_bounded)
     except (zlib.error, ValueError, RecursionError) as error:
-        raise WireError(f"header: expected zlib of at most {_MAX_HEADER} bytes of JSON, found none ({error})") from None
+        raise WireError(f"header: expected zlib of at most {most} bytes of JSON, found none ({error})") from None
     _check_content(content)
     return content, PREFIX + length + -(PREFIX + length) % 8
 

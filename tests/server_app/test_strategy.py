@@ -183,11 +183,12 @@ BAD = {
     "another round": (repacked(round_=7), "round: expected 0, found 7"),
     "another version": (repacked(version=2), "version: expected 1, found 2"),
     "truncated": (rebuilt(lambda d: d[:-40]), "message: expected .* bytes as its header declares, found"),
-    "ten times the size": (rebuilt(lambda d: d * 10), "message: expected .* bytes as its header declares, found"),
+    "twice the size": (rebuilt(lambda d: d * 2), "message: expected .* bytes as its header declares, found"),
+    "ten times the size": (rebuilt(lambda d: d * 10), "reply: expected at most .* bytes for the run's layout, found"),
     "flipped bit": (rebuilt(flip), "expected checksum .* the field was damaged"),
     "no record": (
         lambda m, r: Message(RecordDict({"x": ArrayRecord()}), reply_to=m),
-        "reply: expected the record fedveil, found",
+        "reply: expected the record fedveil, and perhaps log, found",
     ),
     "foreign array": (
         lambda m, r: Message(RecordDict({"fedveil": in_slices(b"x", "numpy.ndarray")}), reply_to=m),
