@@ -31,7 +31,6 @@ from fedveil.records.audit_log import Head
 from fedveil.server_app import intake
 from fedveil.server_app.record import RoundRecord, RunFolder
 from fedveil.wire import slices
-from fedveil.wire.envelope import Message as Decoded
 from fedveil.wire.tap import Tap
 
 _POLL_SECONDS = 0.25
@@ -120,7 +119,7 @@ class Attempt:
             sent = sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
             data = _message_bytes(reply, self.exchange.largest_upload)
             message = self.exchange.receive(data, ctx.round)
-            num_examples = intake.check(message, self.limits)
+            upload = intake.judge(self.exchange, message, ctx, self.limits)
             site_log = _anchor(reply)
         except (WireError, UploadRefused) as error:
             refused = str(error)
@@ -131,14 +130,15 @@ class Attempt:
         if refused:
             self._refused(data, sent, ctx, refused)
             return None
-        self._accepted(data, ctx, message, num_examples, site_log)
-        return Upload(message.payload, num_examples, ctx, message.report)
+        self._accepted(data, upload, message.disclosed, site_log)
+        return upload
 
-    def _accepted(self, data: Buffer, ctx: RoundContext, message: Decoded, num_examples: int, site_log: str) -> None:
-        self._noted(message.disclosed, ctx, "up", "accepted", site_log=site_log)
-        self._tapped(data, ctx, "up", accepted=True)
-        self.record.accepted.append(ctx.client)
-        self.record.reports[ctx.client] = {"num_examples": num_examples, **message.report}
+    def _accepted(self, data: Buffer, upload: Upload, disclosed: Mapping[str, Any], site_log: str) -> None:
+        site = upload.ctx.client
+        self._noted(disclosed, upload.ctx, "up", "accepted", site_log=site_log)
+        self._tapped(data, upload.ctx, "up", accepted=True)
+        self.record.accepted.append(site)
+        self.record.reports[site] = {"num_examples": upload.num_examples, **upload.report}
 
     def _refused(self, data: Buffer, sent: int, ctx: RoundContext, reason: str) -> None:
         self._failed(ctx, f"refused: {reason}", up_bytes=sent)

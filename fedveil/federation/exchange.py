@@ -14,6 +14,7 @@ from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Layout
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.sums import Terms
 from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.rng import Stream
 from fedveil.wire.conformity import bounds
@@ -74,6 +75,10 @@ class Exchange:
         self.method.check(message.payload, self.spec)
         return message
 
+    def terms(self, upload: Upload) -> Terms:
+        """What an upload adds to the sums."""
+        return self.method.terms(upload.payload, upload.num_examples, self.spec, upload.ctx)
+
     def aggregate(self, server: State, uploads: Iterable[Upload]) -> State:
         """The next state: adds up the terms of all uploads, one in memory at a time, and settles the sums.
 
@@ -82,7 +87,7 @@ class Exchange:
         sums, ctx = RunningSums(), None
         for upload in uploads:
             ctx = upload.ctx
-            terms = self.method.terms(upload.payload, upload.num_examples, self.spec, ctx)
+            terms = self.terms(upload)
             sums.add(ctx.client, upload.num_examples, terms)
             del upload, terms
         return server if ctx is None else self.method.settle(server, sums, replace(ctx, client="", is_new=False))
