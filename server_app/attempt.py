@@ -79,6 +79,7 @@ class Attempt:
     def _order(self, ctx: RoundContext, anchor: str) -> ConfigRecord:
         fields = json.dumps(fields_of(self.exchange.method))
         order = ConfigRecord({"round": ctx.round, "is-new": ctx.is_new, "site": ctx.client, "run": self.run})
+        order["attempt"] = ctx.address.attempt
         order["method"], order["fields"], order["log"] = self.exchange.name, fields, anchor
         return order
 
@@ -118,7 +119,7 @@ class Attempt:
         try:
             sent = sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
             data = _message_bytes(reply, self.exchange.largest_upload)
-            message = self.exchange.receive(data, ctx.round)
+            message = self.exchange.receive(data, ctx.round, ctx.address)
             upload = intake.judge(self.exchange, message, ctx, self.limits)
             site_log = _anchor(reply)
         except (WireError, UploadRefused) as error:

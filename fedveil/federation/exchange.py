@@ -9,6 +9,7 @@ from functools import cached_property
 from typing_extensions import override
 
 from fedveil.algebra.sums import RunningSums
+from fedveil.contract.address import Address
 from fedveil.contract.budget import Sampling
 from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Layout
@@ -52,7 +53,9 @@ class Exchange:
     def packed(self, server: State, ctx: RoundContext) -> Packed:
         """The same message in parts, with what it discloses."""
         payload = self.method.broadcast(server, ctx)
-        return packed(self.layout, Stamp.of(self.method, self.name, ctx.round, "down"), payload)
+        return packed(
+            self.layout, Stamp.of(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast), payload
+        )
 
     def participate(
         self, data: Buffer, private: State | None, trainer: Trainer, ctx: RoundContext
@@ -63,15 +66,19 @@ class Exchange:
         can be freed while the client trains.
         """
         reporting = _Reporting(trainer)
-        received = [unpack(data, self.layout, Stamp.of(self.method, self.name, ctx.round, "down")).payload]
+        received = [
+            unpack(
+                data, self.layout, Stamp.of(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast)
+            ).payload
+        ]
         del data
         private, payload = self.method.client(private, received.pop(), reporting, ctx)
-        stamp = Stamp.of(self.method, self.name, ctx.round, "up")
+        stamp = Stamp.of(self.method, self.name, ctx.round, "up", ctx.address)
         return private, packed(self.layout, stamp, payload, trainer.num_examples, reporting.report).parts
 
-    def receive(self, data: Buffer, round_: int) -> Message:
+    def receive(self, data: Buffer, round_: int, address: Address = Address()) -> Message:
         """A client's message, decoded; the intake gate has not checked it yet. Raises WireError."""
-        message = unpack(data, self.layout, Stamp.of(self.method, self.name, round_, "up"))
+        message = unpack(data, self.layout, Stamp.of(self.method, self.name, round_, "up", address))
         self.method.check(message.payload, self.spec)
         return message
 

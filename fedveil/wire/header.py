@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import xxhash
 
 from fedveil.errors import WireError
 
-MAGIC = b"FVL1"
-PREFIX = 16
+MAGIC = b"FVL2"
+PREFIX = 32
 GREATEST = 1 << 53  # every whole number up to it is exact as a float, in any language's JSON
 _MAX_HEADER = 16 << 20  # bytes when decompressed; only a million fields would need more
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -47,11 +47,29 @@ def read(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, Any], in
         raise WireError("header: expected the checksum of its bytes, found another: the message was damaged on the way")
     inflate = zlib.decompressobj()
     try:
-        content = json.loads(inflate.decompress(header, most), parse_int=_bounded)
+        text = inflate.decompress(header, most)
+        content = json.loads(text, parse_int=_bounded)
     except (zlib.error, ValueError, RecursionError) as error:
         raise WireError(f"header: expected zlib of at most {most} bytes of JSON, found none ({error})") from None
     _check_content(content)
-    return content, PREFIX + length + -(PREFIX + length) % 8
+    if not inflate.eof or inflate.unused_data or text != written(content):
+        raise WireError("header: expected one zlib stream of JSON as the sender writes it, found another form of it")
+    start = PREFIX + length + -(PREFIX + length) % 8
+    check_padding("header", whole[PREFIX + length : start])
+    return content, start
+
+
+def written(content: Mapping[str, Any]) -> bytes:
+    """The one JSON text of a header: keys in the order of `_TYPES`, those of words and report sorted, no spaces."""
+    ordered = {key: content[key] for key in _TYPES}
+    ordered |= {key: dict(sorted(content[key].items())) for key in ("scalars", "report")}
+    return json.dumps(ordered, separators=(",", ":")).encode()
+
+
+def check_padding(name: str, padding: memoryview) -> None:
+    """Raises WireError unless the bytes after a field or the header are zero."""
+    if any(padding):
+        raise WireError(f"{name}: expected zero bytes of padding after it, found {bytes(padding[:8]).hex()}")
 
 
 def shown(value: Any) -> str:

@@ -15,6 +15,7 @@ import fedveil.federation.inprocess
 from fedveil import rng
 from fedveil.client_app.app import app
 from fedveil.config import CohortConfig, parse
+from fedveil.contract.address import Address
 from fedveil.contract.layout import Field, Layout, Payload
 from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, QuorumError, StateError
@@ -123,13 +124,15 @@ def rebuilt(change):
     """A reply whose message bytes are changed by `change`."""
 
     def tamper(message: Message, reply: Message) -> Message:
-        data = change(b"".join(array.data for _, array in sorted(reply.content.array_records["fedveil"].items())))
+        order = message.content.config_records["order"]
+        data = b"".join(array.data for _, array in sorted(reply.content.array_records["fedveil"].items()))
+        data = change(data, Address(order["run"], order["attempt"], order["site"]))
         return Message(RecordDict({"fedveil": in_slices(data)}), reply_to=message)
 
     return tamper
 
 
-def flip(data: bytes) -> bytes:
+def flip(data: bytes, address) -> bytes:
     damaged = bytearray(data)
     damaged[-12] ^= 1
     return bytes(damaged)
@@ -138,11 +141,11 @@ def flip(data: bytes) -> bytes:
 def repacked(change_payload=lambda p: p, num_examples=3, round_=None, version=1):
     """A reply packed anew, as a hostile or broken site could pack it."""
 
-    def change(data: bytes) -> bytes:
+    def change(data: bytes, address: Address) -> bytes:
         exchange = Exchange(FedAvg(), "fedavg", SPEC)
-        message = exchange.receive(data, 0)
+        message = exchange.receive(data, 0, address)
         payload = change_payload(message.payload)
-        return pack(_layout_of(payload), Stamp("fedavg", version, round_ or 0, "up"), payload, num_examples)
+        return pack(_layout_of(payload), Stamp("fedavg", version, round_ or 0, "up", address), payload, num_examples)
 
     return rebuilt(change)
 
@@ -182,9 +185,9 @@ BAD = {
     "huge examples": (repacked(num_examples=1e12), "found 1000000000000.0"),
     "another round": (repacked(round_=7), "round: expected 0, found 7"),
     "another version": (repacked(version=2), "version: expected 1, found 2"),
-    "truncated": (rebuilt(lambda d: d[:-40]), "message: expected .* bytes as its header declares, found"),
-    "twice the size": (rebuilt(lambda d: d * 2), "message: expected .* bytes as its header declares, found"),
-    "ten times the size": (rebuilt(lambda d: d * 10), "reply: expected at most .* bytes for the run's layout, found"),
+    "truncated": (rebuilt(lambda d, _: d[:-40]), "message: expected .* bytes as its header declares, found"),
+    "twice the size": (rebuilt(lambda d, _: d * 2), "message: expected .* bytes as its header declares, found"),
+    "ten times the size": (rebuilt(lambda d, _: d * 10), "reply: expected at most .* bytes for the run's layout"),
     "flipped bit": (rebuilt(flip), "expected checksum .* the field was damaged"),
     "no record": (
         lambda m, r: Message(RecordDict({"x": ArrayRecord()}), reply_to=m),
@@ -223,7 +226,7 @@ def test_a_silent_site_ends_the_round_at_the_deadline(grid, task):
 
 
 def test_below_the_quorum_the_round_is_repeated_and_the_run_then_ends_with_the_reasons(grid, task, tmp_path):
-    broken = dict.fromkeys(("east", "south", "west"), rebuilt(lambda d: d[:-40]))
+    broken = dict.fromkeys(("east", "south", "west"), rebuilt(lambda d, _: d[:-40]))
     folder = RunFolder(tmp_path / "run")
     ours = strategy(FedAvg(), cohort={"repeats": 2}, folder=folder)
     with pytest.raises(

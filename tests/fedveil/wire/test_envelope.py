@@ -104,22 +104,19 @@ def test_every_truncation_and_extension_is_refused():
         unpack(data * 20, LAYOUT, STAMP)
 
 
-def test_every_flipped_bit_of_a_field_or_header_is_refused():
+def test_every_flipped_bit_is_refused():
     data = packed()
     length = int.from_bytes(data[4:8], "little")
     end = PREFIX + length
     start = end + -end % 8
-    padding = {start + 60 + i for i in range(4)} | {len(data) - 1 - i for i in range(4)} | set(range(end, start))
     for position in range(len(data)):
-        if position in padding:
-            continue
         damaged = bytearray(data)
         damaged[position] ^= 1 << (position % 8)
         with pytest.raises(WireError):
             unpack(bytes(damaged), LAYOUT, STAMP)
     damaged = bytearray(data)
     damaged[start + 5] ^= 4
-    with pytest.raises(WireError, match="w: expected checksum"):
+    with pytest.raises(WireError, match="b: expected checksum"):
         unpack(bytes(damaged), LAYOUT, STAMP)
 
 
@@ -170,8 +167,8 @@ def test_any_value_in_any_place_of_a_field_s_entry_is_decoded_or_refused(positio
 def test_a_declared_size_that_does_not_fit_the_shape_is_refused():
     data = packed()
     fields = header_of(data)["fields"]
-    fields[0][3], fields[1][3] = fields[0][3] + 8, fields[1][3] - 8
-    with pytest.raises(WireError, match=r"w: expected 60 bytes for shape \(3, 5\), found 68"):
+    fields[0][3] += 4
+    with pytest.raises(WireError, match=r"b: expected 28 bytes for shape \(7,\), found 32"):
         unpack(with_header(data, fields=fields), LAYOUT, STAMP)
 
 
