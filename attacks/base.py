@@ -124,7 +124,7 @@ class View:
             yield self._decode(seen)
 
     def _decode(self, seen: Seen) -> Sighting:
-        stamp = Stamp.of(self.exchange.method, self.exchange.name, seen.round, seen.direction)
+        stamp = Stamp.of(self.exchange.method, self.exchange.name, seen.round, seen.direction, None)
         try:
             message = unpack(self.tap.read(seen), self.exchange.layout, stamp)
         except FedVeilError as error:

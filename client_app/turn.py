@@ -65,7 +65,8 @@ class Turns:
         load_seconds = time.perf_counter() - started
         store = PrivateStore.of(assignment.site.state_dir, order.run, assignment.name)
         secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
-        ctx = RoundContext(order.round, assignment.name, order.is_new, secret, config.run.deterministic)
+        seeded = config.run.deterministic
+        ctx = RoundContext(order.round, assignment.name, order.is_new, secret, seeded, order.address)
         witness = Witness(task.trainer(rows, ctx.rng("batches"), watch))
         trainer = self._bounded(witness, exchange.method, assignment, ctx)
         private, parts = exchange.participate(receive(), store.load(), trainer, ctx)

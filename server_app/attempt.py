@@ -6,6 +6,7 @@
 | is killed | Flower's reason for the node |
 | raises | the kind of its error; the text stays in the site's log |
 | sends what the envelope or the intake gate refuses | "refused: " field, expected, found |
+| sends what makes this server's own code fail | "refused: " the kind of the error; its text is in the server's log |
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
-from logging import WARNING
+from logging import ERROR, WARNING
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -30,7 +31,6 @@ from fedveil.records.audit_log import Head
 from fedveil.server_app import intake
 from fedveil.server_app.record import RoundRecord, RunFolder
 from fedveil.wire import slices
-from fedveil.wire.envelope import Message as Decoded
 from fedveil.wire.tap import Tap
 
 _POLL_SECONDS = 0.25
@@ -79,6 +79,7 @@ class Attempt:
     def _order(self, ctx: RoundContext, anchor: str) -> ConfigRecord:
         fields = json.dumps(fields_of(self.exchange.method))
         order = ConfigRecord({"round": ctx.round, "is-new": ctx.is_new, "site": ctx.client, "run": self.run})
+        order["attempt"] = ctx.address.attempt
         order["method"], order["fields"], order["log"] = self.exchange.name, fields, anchor
         return order
 
@@ -114,27 +115,34 @@ class Attempt:
         if reply.has_error():
             self._failed(ctx, f"{reply.error.reason} (code {reply.error.code})")
             return None
-        data = bytearray()
+        data, sent, refused = bytearray(), 0, ""
         try:
-            data = _message_bytes(reply)
-            message = self.exchange.receive(data, ctx.round)
-            num_examples = intake.check(message, self.limits)
+            sent = sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
+            data = _message_bytes(reply, self.exchange.largest_upload)
+            message = self.exchange.receive(data, ctx.round, ctx.address)
+            upload = intake.judge(self.exchange, message, ctx, self.limits)
+            site_log = _anchor(reply)
         except (WireError, UploadRefused) as error:
-            self._refused(data, ctx, error)
+            refused = str(error)
+        except Exception as error:  # whatever one reply does to this code, the round belongs to the other sites too
+            log(ERROR, "round %s: judging the reply of %s failed", ctx.round, ctx.client, exc_info=error)
+            refused = type(error).__name__
+        self.record.upload_bytes += sent
+        if refused:
+            self._refused(data, sent, ctx, refused)
             return None
-        finally:
-            self.record.upload_bytes += len(data)
-        self._accepted(data, ctx, message, num_examples, _anchor(reply))
-        return Upload(message.payload, num_examples, ctx, message.report)
+        self._accepted(data, upload, message.disclosed, site_log)
+        return upload
 
-    def _accepted(self, data: Buffer, ctx: RoundContext, message: Decoded, num_examples: int, site_log: str) -> None:
-        self._noted(message.disclosed, ctx, "up", "accepted", site_log=site_log)
-        self._tapped(data, ctx, "up", accepted=True)
-        self.record.accepted.append(ctx.client)
-        self.record.reports[ctx.client] = {"num_examples": num_examples, **message.report}
+    def _accepted(self, data: Buffer, upload: Upload, disclosed: Mapping[str, Any], site_log: str) -> None:
+        site = upload.ctx.client
+        self._noted(disclosed, upload.ctx, "up", "accepted", site_log=site_log)
+        self._tapped(data, upload.ctx, "up", accepted=True)
+        self.record.accepted.append(site)
+        self.record.reports[site] = {"num_examples": upload.num_examples, **upload.report}
 
-    def _refused(self, data: Buffer, ctx: RoundContext, error: Exception) -> None:
-        self._failed(ctx, f"refused: {error}", up_bytes=len(data))
+    def _refused(self, data: Buffer, sent: int, ctx: RoundContext, reason: str) -> None:
+        self._failed(ctx, f"refused: {reason}", up_bytes=sent)
         self._tapped(data, ctx, "up", accepted=False)
         log(WARNING, "round %s: %s: %s", ctx.round, ctx.client, self.record.failed[ctx.client])
 
@@ -175,19 +183,21 @@ def _array(part: bytes) -> Array:
     return Array("uint8", (len(part),), slices.STYPE, part)
 
 
-def _message_bytes(reply: Message) -> bytearray:
-    """The message in a reply. Removes the reply's slices as it reads them."""
-    try:
-        record = reply.content.array_records["fedveil"]
-    except KeyError:
-        raise WireError(f"reply: expected the record fedveil, found {sorted(reply.content)[:8]}") from None
-    names = slices.in_order(list(record))
+def _message_bytes(reply: Message, most: int) -> bytearray:
+    """The message in a reply, of at most `most` bytes. Removes the reply's slices as it reads them."""
+    if not {"fedveil"} <= set(reply.content) <= {"fedveil", "log"}:
+        raise WireError(f"reply: expected the record fedveil, and perhaps log, found {sorted(reply.content)[:8]}")
+    record = reply.content.array_records.get("fedveil", ArrayRecord())
     for array in record.values():
         if array.stype != slices.STYPE:
             raise WireError(f"reply: expected arrays of type {slices.STYPE}, found {array.stype[:40]!r}")
     total = sum(len(array.data) for array in record.values())
-    return slices.gathered((record.pop(name).data for name in names), total)
+    if total > most:
+        raise WireError(f"reply: expected at most {most} bytes for the run's layout, found {total}")
+    if len(record) != (count := -(-total // slices.SLICE_BYTES)):
+        raise WireError(f"reply: expected {count} slices for {total} bytes, found {len(record)}")
+    return slices.gathered((record.pop(name).data for name in slices.in_order(list(record))), total)
 
 
 def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)[:_REASON_CHARACTERS]
+    return "".join(c if c.isprintable() else " " for c in text[:_REASON_CHARACTERS])

@@ -1,12 +1,16 @@
 """The gate that every upload passes before it enters the sums.
 
 The envelope has already checked names, codecs, dtypes, shapes, sizes and checksums against the layout. The gate checks
-the values: the weight that the upload claims, and whether its numbers are finite and not too large.
+the values: the weight that the upload claims, and whether the numbers that would be added are finite and not too large.
+
+Dense fields are added as they are, or rearranged, so their norms of the envelope's pass count. Of an upload with codes
+every term is decoded and judged by itself.
 
 | upload | refused with |
 |---|---|
 | num_examples of 0, -1, NaN, 1e12, 3.5, "7" | "num_examples: expected a whole number from 1 to ..." |
 | a NaN or Inf anywhere in a dense field | "<field>: expected finite values, found ..." |
+| codes whose decoded values are too large | "<name>: expected a norm of at most ..., found ..." |
 | a finite field whose squares overflow | accepted below `max_norm`; refused above it |
 """
 
@@ -20,7 +24,9 @@ import torch
 from torch import Tensor
 
 from fedveil.contract.codec import Coded
+from fedveil.contract.method import RoundContext, Upload
 from fedveil.errors import UploadRefused
+from fedveil.federation.exchange import Exchange
 from fedveil.wire.envelope import Message
 
 
@@ -45,12 +51,25 @@ def check(message: Message, limits: Limits) -> int:
     for name, norm in message.norms.items():
         if not math.isfinite(norm):
             _check_finite(name, cast(Tensor, message.payload.fields[name]))
-        if not norm <= limits.max_norm:
-            raise UploadRefused(f"{name}: expected a norm of at most {limits.max_norm:g}, found {norm:g}")
-    for name, value in message.payload.fields.items():
-        if isinstance(value, Coded):
-            _check_finite(f"{name} (scales)", value.scales)
+        _check_norm(name, norm, limits)
     return n
+
+
+def judge(exchange: Exchange, message: Message, ctx: RoundContext, limits: Limits) -> Upload:
+    """An acceptable upload, in the server's own context. Raises UploadRefused as `check` does."""
+    upload = Upload(message.payload, check(message, limits), ctx, message.report)
+    fields = message.payload.fields
+    if any(isinstance(value, Coded) for value in fields.values()):
+        for term in exchange.terms(upload).tensors:
+            if term.value is not fields.get(term.name):
+                norm = float(torch.linalg.vector_norm(term.value, dtype=torch.float64))
+                _check_norm(term.name, norm, limits)
+    return upload
+
+
+def _check_norm(name: str, norm: float, limits: Limits) -> None:
+    if not norm <= limits.max_norm:
+        raise UploadRefused(f"{name}: expected a norm of at most {limits.max_norm:g}, found {norm:g}")
 
 
 def _check_finite(name: str, values: Tensor) -> None:

@@ -17,6 +17,7 @@ from flwr.supercore import log
 from torch import Tensor
 
 from fedveil import rng
+from fedveil.contract.address import Address
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights, spec_of
 from fedveil.errors import ConfigError, QuorumError
@@ -122,9 +123,12 @@ class Rounds:
         nodes = sites.connected(grid)
         chosen = cohorts.draw(nodes, self.settings.cohort.fraction, self._secret, round_, number)
         contexts = [
-            RoundContext(round_, s, s not in self._participated, self._secret, self.settings.deterministic)
-            for s in chosen
-        ]
+            RoundContext(
+                round_, site, site not in self._participated, self._secret, self.settings.deterministic,
+                Address(self.run_name, number, site),
+            )
+            for site in chosen
+        ]  # fmt: skip
         record = RoundRecord(round_, number, chosen)
         attempt = Attempt(self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap)
         return attempt, attempt.messages(contexts, nodes, deadline, config), contexts

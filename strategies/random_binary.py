@@ -46,6 +46,7 @@ weights); R may differ by tensor. The paper sends zeros in place (`implicit`); h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast, final
@@ -214,7 +215,9 @@ class RandomBinary(Method):
         if self.wire == "implicit":
             return Layout(fields + dense_fields(random, "up", self.wire_dtype))
         codec = Dense(getattr(torch, self.wire_dtype))
-        fields += tuple(Field(n, "up", codec, (None,), "surviving weight") for n in random)
+        fields += tuple(
+            Field(n, "up", codec, (None,), "surviving weight", most=(math.prod(t.shape),)) for n, t in random.items()
+        )
         if self.wire == "explicit":
             return Layout(
                 fields + tuple(Field(_MASK + n, "up", Bits(), t.shape, "mask bit") for n, t in random.items())

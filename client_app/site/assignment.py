@@ -12,6 +12,7 @@ from typing import Any
 from fedveil.client_app.site.node_config import Site, parse_site
 from fedveil.client_app.site.private import safe
 from fedveil.config import RunConfig, parse
+from fedveil.contract.address import Address
 from fedveil.errors import ConfigError, WireError
 from fedveil.foreign import shown
 
@@ -30,6 +31,7 @@ class Order:
         method: the method's file name.
         fields: the method's hyper-parameters as JSON.
         log: anchor of the server's audit log, which this site records in its own.
+        attempt: at the round, from 0.
     """
 
     round: int
@@ -39,6 +41,12 @@ class Order:
     method: str
     fields: str
     log: str = ""
+    attempt: int = 0
+
+    @property
+    def address(self) -> Address:
+        """What the turn's messages belong to."""
+        return Address(self.run, self.attempt, self.site)
 
 
 @dataclass(frozen=True)

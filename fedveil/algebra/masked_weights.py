@@ -93,5 +93,6 @@ class Veil:
         for name, t in self.spec.items():
             axis = self.masked[name].axis if name in self.masked else None
             codec = self.coders[name].codec if name in self.coders else dense
-            found.append(Field(name, direction, codec, tuple(None if i == axis else n for i, n in enumerate(t.shape))))
+            shape = tuple(None if i == axis else n for i, n in enumerate(t.shape))
+            found.append(Field(name, direction, codec, shape, most=tuple(t.shape)))
         return bits + tuple(found)

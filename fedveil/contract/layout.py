@@ -20,6 +20,7 @@ class Field:
         direction: "down" (server to client) or "up" (client to server).
         codec: how the value becomes bytes.
         shape: of the value; None stands for a length that only the sender knows.
+        most: the largest shape, where `shape` has a None. It bounds the message before anybody reads one.
         unit: what an entry is, for the wire table ("weight", "mask bit", ...).
         variants: the payload variants that carry the field; empty means every payload of its direction.
         when: in words, when a payload carries the field; for the wire table.
@@ -32,6 +33,16 @@ class Field:
     unit: str = "weight"
     variants: tuple[str, ...] = ()
     when: str = "always"
+    most: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if None in self.shape and len(self.most) != len(self.shape):
+            raise ValueError(f"{self.name}: expected the largest shape (most) beside {self.shape}, found {self.most}")
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The largest shape that a value may have."""
+        return self.most or tuple(n for n in self.shape if n is not None)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from fedveil.contract.adapter import Adapter
+from fedveil.contract.address import Address
 from fedveil.contract.layout import Layout, Payload
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.sums import Sums, Terms
@@ -52,6 +53,7 @@ class RoundContext:
         is_new: the server has accepted no upload of this site yet, or the site's last turn failed.
         secret: this side's secret; never on the wire.
         seeded: run.deterministic is set: noise repeats and protects nobody.
+        address: what the turn's messages belong to; for the envelope, not for methods.
     """
 
     round: int
@@ -59,6 +61,7 @@ class RoundContext:
     is_new: bool
     secret: bytes = field(repr=False)
     seeded: bool = False
+    address: Address = Address()
 
     def rng(self, purpose: str) -> Stream:
         """A new stream derived from (secret, round, client, purpose): the same call gives the same draws."""

@@ -9,13 +9,16 @@ from functools import cached_property
 from typing_extensions import override
 
 from fedveil.algebra.sums import RunningSums
+from fedveil.contract.address import Address
 from fedveil.contract.budget import Sampling
 from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Layout
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.sums import Terms
 from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.rng import Stream
+from fedveil.wire.conformity import bounds
 from fedveil.wire.envelope import Message, Packed, Stamp, packed, unpack
 
 
@@ -38,6 +41,11 @@ class Exchange:
         """Every field on the wire."""
         return self.method.layout(self.spec)
 
+    @cached_property
+    def largest_upload(self) -> int:
+        """The most bytes that a client's message can have, whatever it holds."""
+        return bounds(self.layout, "up").message
+
     def broadcast(self, server: State, ctx: RoundContext) -> bytes:
         """The message to one client."""
         return b"".join(self.packed(server, ctx).parts)
@@ -45,7 +53,9 @@ class Exchange:
     def packed(self, server: State, ctx: RoundContext) -> Packed:
         """The same message in parts, with what it discloses."""
         payload = self.method.broadcast(server, ctx)
-        return packed(self.layout, Stamp.of(self.method, self.name, ctx.round, "down"), payload)
+        return packed(
+            self.layout, Stamp.of(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast), payload
+        )
 
     def participate(
         self, data: Buffer, private: State | None, trainer: Trainer, ctx: RoundContext
@@ -56,17 +66,25 @@ class Exchange:
         can be freed while the client trains.
         """
         reporting = _Reporting(trainer)
-        received = [unpack(data, self.layout, Stamp.of(self.method, self.name, ctx.round, "down")).payload]
+        received = [
+            unpack(
+                data, self.layout, Stamp.of(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast)
+            ).payload
+        ]
         del data
         private, payload = self.method.client(private, received.pop(), reporting, ctx)
-        stamp = Stamp.of(self.method, self.name, ctx.round, "up")
+        stamp = Stamp.of(self.method, self.name, ctx.round, "up", ctx.address)
         return private, packed(self.layout, stamp, payload, trainer.num_examples, reporting.report).parts
 
-    def receive(self, data: Buffer, round_: int) -> Message:
+    def receive(self, data: Buffer, round_: int, address: Address = Address()) -> Message:
         """A client's message, decoded; the intake gate has not checked it yet. Raises WireError."""
-        message = unpack(data, self.layout, Stamp.of(self.method, self.name, round_, "up"))
+        message = unpack(data, self.layout, Stamp.of(self.method, self.name, round_, "up", address))
         self.method.check(message.payload, self.spec)
         return message
+
+    def terms(self, upload: Upload) -> Terms:
+        """What an upload adds to the sums."""
+        return self.method.terms(upload.payload, upload.num_examples, self.spec, upload.ctx)
 
     def aggregate(self, server: State, uploads: Iterable[Upload]) -> State:
         """The next state: adds up the terms of all uploads, one in memory at a time, and settles the sums.
@@ -76,7 +94,7 @@ class Exchange:
         sums, ctx = RunningSums(), None
         for upload in uploads:
             ctx = upload.ctx
-            terms = self.method.terms(upload.payload, upload.num_examples, self.spec, ctx)
+            terms = self.terms(upload)
             sums.add(ctx.client, upload.num_examples, terms)
             del upload, terms
         return server if ctx is None else self.method.settle(server, sums, replace(ctx, client="", is_new=False))

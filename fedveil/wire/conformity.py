@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fedveil.contract.layout import Direction, Layout
+from fedveil.contract.layout import Direction, Field, Layout
 from fedveil.contract.method import REPORT_FIELDS
 from fedveil.errors import WireError
+from fedveil.wire.header import GREATEST, PREFIX, shown
 
-_MAX_DIMENSION = 1 << 40
+# Of a header, beside its fields and scalars: keys, numbers, the names of method and layout.
+_FIXED_CHARACTERS = 1024
+_NUMBER = 24  # characters of any number that a header may hold
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a message of one direction can need: bytes of the whole, and bytes of its header, before compression."""
+
+    message: int
+    header: int
+
+
+def bounds(layout: Layout, direction: Direction) -> Bounds:
+    """The bounds that follow from the layout alone. No message may be larger, whatever its own header says."""
+    fields = [f for f in layout.fields if f.direction == direction]
+    entries = sum(len(json.dumps([f.name, f.codec.name])) + _NUMBER * (len(f.shape) + 2) for f in fields)
+    words = [word for word in layout.scalars if word.direction == direction]
+    scalars = sum(len(json.dumps(word.name)) + max(map(len, word.choices)) for word in words)
+    report = sum(len(name) + _NUMBER for name in REPORT_FIELDS)
+    header = _FIXED_CHARACTERS + entries + scalars + report
+    values = (
+        sum(f.codec.nbytes(f.largest) + 8 for f in layout.fields_of(direction, variant).values())
+        for variant in layout.variants(direction)
+    )
+    return Bounds(PREFIX + header + 8 + max(values), header)
 
 
 def check_names(layout: Layout, direction: Direction, variant: str, names: Any) -> None:
     """Raises WireError unless `names` are exactly the fields declared for this direction and variant."""
     if variant not in layout.variants(direction):
-        raise WireError(f"variant: expected one of {layout.variants(direction)}, found {variant!r}")
+        raise WireError(f"variant: expected one of {layout.variants(direction)}, found {shown(variant)}")
     declared, found = layout.fields_of(direction, variant), list(names)
     if extra := [n for n in found if n not in declared]:
         raise WireError(f"{extra[0]}: expected no such field {direction} in variant {variant!r}, found it")
@@ -26,14 +53,12 @@ def check_names(layout: Layout, direction: Direction, variant: str, names: Any) 
         raise WireError(f"fields: expected each name once, found {len(found)} entries of {len(set(found))} names")
 
 
-def check_shape(name: str, declared: tuple[int | None, ...], found: tuple[int, ...]) -> None:
-    """Raises WireError unless `found` is the declared shape, in which None stands for any length up to 2**40."""
-    if (
-        any(f > _MAX_DIMENSION for f in found)
-        or len(found) != len(declared)
-        or any(d is not None and d != f for d, f in zip(declared, found, strict=True))
-    ):
-        raise WireError(f"{name}: expected shape {declared}, found {found}")
+def check_shape(field: Field, found: tuple[int, ...]) -> None:
+    """Raises WireError unless `found` is the declared shape, in which None stands for any length up to `most`."""
+    fits = len(found) == len(field.shape) and all(d in (None, f) for d, f in zip(field.shape, found, strict=True))
+    if not fits or any(f > most for f, most in zip(found, field.largest, strict=True)):
+        bound = f" of at most {field.most}" if None in field.shape else ""
+        raise WireError(f"{field.name}: expected shape {field.shape}{bound}, found {found}")
 
 
 def check_scalars(layout: Layout, direction: Direction, found: Mapping[str, Any]) -> None:
@@ -43,13 +68,13 @@ def check_scalars(layout: Layout, direction: Direction, found: Mapping[str, Any]
         raise WireError(f"scalars: expected {sorted(declared)}, found {sorted(found)}")
     for name, value in found.items():
         if value not in declared[name]:
-            raise WireError(f"scalar {name}: expected one of {declared[name]}, found {value!r}")
+            raise WireError(f"scalar {name}: expected one of {declared[name]}, found {shown(value)}")
 
 
 def check_report(report: Mapping[str, Any]) -> None:
-    """Raises WireError unless all names are in REPORT_FIELDS and all values are finite numbers."""
+    """Raises WireError unless all names are in REPORT_FIELDS and all values are numbers within +-2**53."""
     for name, value in report.items():
         if name not in REPORT_FIELDS:
             raise WireError(f"report {name}: expected one of {sorted(REPORT_FIELDS)}, found another")
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise WireError(f"report {name}: expected a finite number, found {value!r}")
+        if type(value) not in (int, float) or not abs(value) <= GREATEST:
+            raise WireError(f"report {name}: expected a finite number within +-{GREATEST}, found {shown(value)}")

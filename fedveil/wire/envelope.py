@@ -1,20 +1,24 @@
 """The envelope: one message as bytes.
 
-    offset 0   magic "FVL1" (4 bytes)
+    offset 0   magic "FVL2" (4 bytes)
     4          length of the header (uint32, little endian)
     8          xxh3-64 of the header (uint64, little endian)
-    16         header: zlib of JSON, see `_header`
-    ...        each field's bytes, at the next multiple of 8, in the header's order
+    16         digest of the address: run, attempt and, on the way up, site (16 bytes)
+    32         header: zlib of JSON, see `_header`
+    ...        each field's bytes, at the next multiple of 8, sorted by name; zeros between them
 
 The header names method, version, round, direction, variant, the layout's digest, and each field's name, codec, shape,
 size and xxh3-64. A receiver refuses what does not match its own layout, and names the field. The checksums detect
-accidents; TLS protects against an adversary on the line.
+accidents; TLS protects against an adversary on the line. The address keeps a message from being taken for one of
+another run, attempt or site.
+
+One message has one encoding: order of fields and keys, the text of the JSON, padding and length are fixed, and another
+form is refused. Free is only how zlib cuts the same text, for versions of zlib differ in it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -26,6 +30,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from fedveil.contract.address import Address
 from fedveil.contract.codec import Buffer, Value
 from fedveil.contract.layout import Direction, Field, Layout, Payload
 from fedveil.contract.method import Method
@@ -46,11 +51,14 @@ class Stamp:
     version: int
     round: int
     direction: Direction
+    address: Address | None = Address()
 
     @classmethod
-    def of(cls, method: Method, name: str, round_: int, direction: Direction) -> Stamp:
-        """The stamp of a method's message."""
-        return cls(name, method.version, round_, direction)
+    def of(
+        cls, method: Method, name: str, round_: int, direction: Direction, address: Address | None = Address()
+    ) -> Stamp:
+        """The stamp of a method's message. Without an address, that of a message which is only read from a tap."""
+        return cls(name, method.version, round_, direction, address)
 
 
 @dataclass(frozen=True)
@@ -125,9 +133,9 @@ def packed(
     conformity.check_report(report or {})
     entries: list[list[Any]] = []
     parts: list[Buffer] = []
-    for name, value in payload.fields.items():
+    for name, value in sorted(payload.fields.items()):
         codec, shape = declared[name].codec, declared[name].codec.shape(value)
-        conformity.check_shape(name, declared[name].shape, shape)
+        conformity.check_shape(declared[name], shape)
         encoded = codec.encode(value)
         size, checksum = sum(len(p) for p in encoded), xxhash.xxh3_64()
         for part in encoded:
@@ -136,6 +144,7 @@ def packed(
         parts += [*encoded, bytes(-size % 8)]
     header = _header(layout, stamp, payload, entries, num_examples, dict(report or {}))
     prefix = header_.MAGIC + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1]
+    prefix += (stamp.address or Address()).digest
     parts = [prefix, header, bytes(-(header_.PREFIX + len(header)) % 8), *parts]
     return Packed(parts, _disclosed(payload.variant, entries, payload.scalars, sum(map(len, parts))))
 
@@ -155,7 +164,7 @@ def _header(
         "num_examples": num_examples,
         "report": report,
     }
-    return zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 6)
+    return zlib.compress(header_.written(content), 6)
 
 
 def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
@@ -167,9 +176,14 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
         WireError: names the field, what was expected and what was found.
     """
     whole = memoryview(data).cast("B")
-    header, offset = header_.read(whole)
+    bounds = conformity.bounds(layout, stamp.direction)
+    if len(whole) > bounds.message:
+        raise WireError(f"message: expected at most {bounds.message} bytes for its layout, found {len(whole)}")
+    header, offset = header_.read(whole, bounds.header)
     for key in ("method", "version", "round", "direction"):
         _expect(key, getattr(stamp, key), header.get(key))
+    if stamp.address is not None and whole[16 : header_.PREFIX] != stamp.address.digest:
+        raise WireError(f"address: expected {stamp.address}, found a message of another run, attempt or site")
     if header.get("layout") != (expected := digest(layout)):
         _explain_layout(layout, stamp.direction, header)
         raise WireError(
@@ -183,12 +197,15 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
     conformity.check_report(header["report"])
     _check_length(header["fields"], offset, len(whole))
     declared = layout.fields_of(stamp.direction, variant)
+    _expect("fields", sorted(declared), [entry[0] for entry in header["fields"]])
     jobs, sizes = [], {}
     for entry in header["fields"]:
         name, size = entry[0], entry[3]
         jobs.append((whole[offset : offset + size], declared[name], entry))
         sizes[name] = size
-        offset += size + -size % 8
+        end = offset + size + -size % 8
+        header_.check_padding(name, whole[offset + size : end])
+        offset = end
     read = list(_POOL.map(_read_field, jobs)) if offset > _PARALLEL_BYTES else [_read_field(job) for job in jobs]
     fields = {entry[0]: value for (_, _, entry), (value, _) in zip(jobs, read, strict=True)}
     norms = {entry[0]: norm for (_, _, entry), (_, norm) in zip(jobs, read, strict=True) if norm is not None}
@@ -203,7 +220,7 @@ def _read_field(job: tuple[memoryview, Field, list[Any]]) -> tuple[Value, float 
     shape = tuple(shape)
     if codec_name != declared.codec.name:
         raise WireError(f"{name}: expected codec {declared.codec.name}, found {codec_name}")
-    conformity.check_shape(name, declared.shape, shape)
+    conformity.check_shape(declared, shape)
     if len(data) != (size := declared.codec.nbytes(shape)):
         raise WireError(f"{name}: expected {size} bytes for shape {shape}, found {len(data)}")
     try:
@@ -244,7 +261,7 @@ def _explain_layout(layout: Layout, direction: Direction, header: Mapping[str, A
             for found, codec_name, shape, _, _ in header["fields"]:
                 if found == name:
                     _expect(f"{name}: codec", declared.codec.name, codec_name)
-                    conformity.check_shape(name, declared.shape, tuple(shape))
+                    conformity.check_shape(declared, tuple(shape))
 
 
 def describe(data: Buffer) -> dict[str, Any]:

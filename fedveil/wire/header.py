@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import xxhash
 
 from fedveil.errors import WireError
 
-MAGIC = b"FVL1"
-PREFIX = 16
+MAGIC = b"FVL2"
+PREFIX = 32
+GREATEST = 1 << 53  # every whole number up to it is exact as a float, in any language's JSON
 _MAX_HEADER = 16 << 20  # bytes when decompressed; only a million fields would need more
+_TYPES: dict[str, tuple[type, ...]] = {
+    "method": (str,),
+    "version": (int,),
+    "round": (int,),
+    "direction": (str,),
+    "variant": (str,),
+    "layout": (str,),
+    "fields": (list,),
+    "scalars": (dict,),
+    "num_examples": (int, float, type(None)),  # a count of another type is for the intake gate to refuse
+    "report": (dict,),
+}
 
 
-def read(whole: memoryview) -> tuple[dict[str, Any], int]:
-    """The header at the beginning of a message, and the offset of the first field. Raises WireError."""
+def read(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, Any], int]:
+    """The header at the beginning of a message, and the offset of the first field.
+
+    Raises:
+        WireError: there is none, or it has more than `most` bytes, compressed or not.
+    """
     if len(whole) < PREFIX or whole[:4] != MAGIC:
         raise WireError(f"message: expected the magic {MAGIC!r}, found {bytes(whole[:4])!r} in {len(whole)} bytes")
     length = int.from_bytes(whole[4:8], "little")
+    if length > most:
+        raise WireError(f"header: expected at most {most} bytes for the message's layout, found {length}")
     header = whole[PREFIX : PREFIX + length]
     if len(header) < length:
         raise WireError(f"header: expected {length} bytes, found {len(header)}: the message is truncated")
@@ -28,37 +47,56 @@ def read(whole: memoryview) -> tuple[dict[str, Any], int]:
         raise WireError("header: expected the checksum of its bytes, found another: the message was damaged on the way")
     inflate = zlib.decompressobj()
     try:
-        text = inflate.decompress(header, _MAX_HEADER)
-        content = json.loads(text)
+        text = inflate.decompress(header, most)
+        content = json.loads(text, parse_int=_bounded)
     except (zlib.error, ValueError, RecursionError) as error:
-        raise WireError(f"header: expected zlib of at most {_MAX_HEADER} bytes of JSON, found none ({error})") from None
-    keys = {
-        "method",
-        "version",
-        "round",
-        "direction",
-        "variant",
-        "layout",
-        "fields",
-        "scalars",
-        "num_examples",
-        "report",
-    }
-    if not isinstance(content, dict) or set(content) != keys:
-        raise WireError(f"header: expected an object of {sorted(keys)}, found {sorted(content)[:20]}")
-    for key in ("scalars", "report"):
-        if not isinstance(content[key], dict):
-            raise WireError(f"header.{key}: expected an object, found {str(content[key])[:80]}")
-    _check_entries(content["fields"])
-    return content, PREFIX + length + -(PREFIX + length) % 8
+        raise WireError(f"header: expected zlib of at most {most} bytes of JSON, found none ({error})") from None
+    _check_content(content)
+    if not inflate.eof or inflate.unused_data or text != written(content):
+        raise WireError("header: expected one zlib stream of JSON as the sender writes it, found another form of it")
+    start = PREFIX + length + -(PREFIX + length) % 8
+    check_padding("header", whole[PREFIX + length : start])
+    return content, start
 
 
-def _check_entries(entries: Any) -> None:
-    for entry in entries if isinstance(entries, list) else [None]:
+def written(content: Mapping[str, Any]) -> bytes:
+    """The one JSON text of a header: keys in the order of `_TYPES`, those of words and report sorted, no spaces."""
+    ordered = {key: content[key] for key in _TYPES}
+    ordered |= {key: dict(sorted(content[key].items())) for key in ("scalars", "report")}
+    return json.dumps(ordered, separators=(",", ":")).encode()
+
+
+def check_padding(name: str, padding: memoryview) -> None:
+    """Raises WireError unless the bytes after a field or the header are zero."""
+    if any(padding):
+        raise WireError(f"{name}: expected zero bytes of padding after it, found {bytes(padding[:8]).hex()}")
+
+
+def shown(value: Any) -> str:
+    """A foreign value for an error: short, and without walking into lists and objects."""
+    return type(value).__name__ if isinstance(value, list | dict) else repr(value)[:80]
+
+
+def _bounded(digits: str) -> int:
+    if len(digits) > 17 or abs(number := int(digits)) > GREATEST:
+        raise ValueError(f"expected numbers of at most {GREATEST}, found {len(digits)} characters of {digits[:20]}")
+    return number
+
+
+def _check_content(content: Any) -> None:
+    """Raises WireError unless the header has all keys, and the right type under each."""
+    found = list(content) if isinstance(content, dict) else [type(content).__name__]
+    if not isinstance(content, dict) or set(content) != set(_TYPES):
+        raise WireError(f"header: expected an object of {sorted(_TYPES)}, found {found[:20]}")
+    for key, types in _TYPES.items():
+        if type(content[key]) not in types:
+            expected = " or ".join(t.__name__ for t in types)
+            raise WireError(f"header.{key}: expected {expected}, found {shown(content[key])}")
+    for entry in content["fields"]:
         match entry:
             case [str(), str(), list(shape), size, str()] if all(type(n) is int and n >= 0 for n in [*shape, size]):
                 continue
-        raise WireError(f"header.fields: expected [name, codec, shape, bytes, checksum], found {str(entry)[:80]}")
+        raise WireError(f"header.fields: expected [name, codec, shape, bytes, checksum], found {shown(entry)}")
 
 
 def of_slices(slices: Iterable[bytes]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import fedveil.federation.inprocess
 from fedveil import rng
 from fedveil.client_app.app import app
 from fedveil.config import CohortConfig, parse
+from fedveil.contract.address import Address
 from fedveil.contract.layout import Field, Layout, Payload
 from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, QuorumError, StateError
@@ -27,7 +28,7 @@ from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.strategies.fedrand import FedRand
-from fedveil.wire import slices
+from fedveil.wire import header, slices
 from fedveil.wire.dense import Dense
 from fedveil.wire.envelope import Stamp, pack
 from fedveil.wire.tap import Tap
@@ -125,13 +126,15 @@ def rebuilt(change):
     """A reply whose message bytes are changed by `change`."""
 
     def tamper(message: Message, reply: Message) -> Message:
-        data = change(b"".join(array.data for _, array in sorted(reply.content.array_records["fedveil"].items())))
+        order = message.content.config_records["order"]
+        data = b"".join(array.data for _, array in sorted(reply.content.array_records["fedveil"].items()))
+        data = change(data, Address(order["run"], order["attempt"], order["site"]))
         return Message(RecordDict({"fedveil": in_slices(data)}), reply_to=message)
 
     return tamper
 
 
-def flip(data: bytes) -> bytes:
+def flip(data: bytes, address) -> bytes:
     damaged = bytearray(data)
     damaged[-12] ^= 1
     return bytes(damaged)
@@ -140,12 +143,12 @@ def flip(data: bytes) -> bytes:
 def claiming(num_examples):
     """A reply whose header claims so many examples; the library itself would not pack it."""
 
-    def change(data: bytes) -> bytes:
-        end = 16 + int.from_bytes(data[4:8], "little")
-        content = {**json.loads(zlib.decompress(data[16:end])), "num_examples": num_examples}
-        header = zlib.compress(json.dumps(content).encode())
-        prefix = data[:4] + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1]
-        return prefix + header + bytes(-len(header) % 8) + data[end + -end % 8 :]
+    def change(data: bytes, address) -> bytes:
+        content, start = header.read(memoryview(data))
+        text = zlib.compress(header.written({**content, "num_examples": num_examples}))
+        prefix = data[:4] + len(text).to_bytes(4, "little") + xxhash.xxh3_64_digest(text)[::-1]
+        prefix += data[16 : header.PREFIX]
+        return prefix + text + bytes(-(header.PREFIX + len(text)) % 8) + data[start:]
 
     return rebuilt(change)
 
@@ -153,11 +156,11 @@ def claiming(num_examples):
 def repacked(change_payload=lambda p: p, round_=None, version=1):
     """A reply packed anew, as a hostile or broken site could pack it."""
 
-    def change(data: bytes) -> bytes:
+    def change(data: bytes, address: Address) -> bytes:
         exchange = Exchange(FedAvg(), "fedavg", SPEC)
-        message = exchange.receive(data, 0)
+        message = exchange.receive(data, 0, address)
         payload = change_payload(message.payload)
-        return pack(_layout_of(payload), Stamp("fedavg", version, round_ or 0, "up"), payload, 3)
+        return pack(_layout_of(payload), Stamp("fedavg", version, round_ or 0, "up", address), payload, 3)
 
     return rebuilt(change)
 
@@ -197,12 +200,13 @@ BAD = {
     "huge examples": (claiming(1e12), "found 1000000000000.0"),
     "another round": (repacked(round_=7), "round: expected 0, found 7"),
     "another version": (repacked(version=2), "version: expected 1, found 2"),
-    "truncated": (rebuilt(lambda d: d[:-40]), "message: expected .* bytes as its header declares, found"),
-    "ten times the size": (rebuilt(lambda d: d * 10), "message: expected .* bytes as its header declares, found"),
+    "truncated": (rebuilt(lambda d, _: d[:-40]), "message: expected .* bytes as its header declares, found"),
+    "twice the size": (rebuilt(lambda d, _: d * 2), "message: expected .* bytes as its header declares, found"),
+    "ten times the size": (rebuilt(lambda d, _: d * 10), "reply: expected at most .* bytes for the run's layout"),
     "flipped bit": (rebuilt(flip), "expected checksum .* the field was damaged"),
     "no record": (
         lambda m, r: Message(RecordDict({"x": ArrayRecord()}), reply_to=m),
-        "reply: expected the record fedveil, found",
+        "reply: expected the record fedveil, and perhaps log, found",
     ),
     "foreign array": (
         lambda m, r: Message(RecordDict({"fedveil": in_slices(b"x", "numpy.ndarray")}), reply_to=m),
@@ -237,7 +241,7 @@ def test_a_silent_site_ends_the_round_at_the_deadline(grid, task):
 
 
 def test_below_the_quorum_the_round_is_repeated_and_the_run_then_ends_with_the_reasons(grid, task, tmp_path):
-    broken = dict.fromkeys(("east", "south", "west"), rebuilt(lambda d: d[:-40]))
+    broken = dict.fromkeys(("east", "south", "west"), rebuilt(lambda d, _: d[:-40]))
     folder = RunFolder(tmp_path / "run")
     ours = strategy(FedAvg(), cohort={"repeats": 2}, folder=folder)
     with pytest.raises(

@@ -46,9 +46,9 @@ def take(monkeypatch):
         method = strategies.create_from_json("dp_fpl", what.order.fields)
         exchange = Exchange(method, "dp_fpl", PromptTask().spec)
         server = method.init(exchange.spec, PromptTask().initial(rng.initial(0, "w")), rng.initial(0, "m"))
-        ctx = RoundContext(what.order.round, "s", what.order.is_new, bytes(32))
+        ctx = RoundContext(what.order.round, "s", what.order.is_new, bytes(32), address=what.order.address)
         found = turn.Turns().take(lambda: exchange.broadcast(server, ctx), what)
-        up = exchange.receive(b"".join(found.parts), what.order.round)
+        up = exchange.receive(b"".join(found.parts), what.order.round, what.order.address)
         assert torch.isfinite(up.payload.fields["prompt"]).all()
         return b"".join(found.parts)
 

@@ -29,6 +29,7 @@ from fedveil.client_app.worker import cards, link
 from fedveil.client_app.worker.cards import Folder
 from fedveil.client_app.worker.owner import Owner
 from fedveil.config import parse
+from fedveil.contract.address import Address
 from fedveil.contract.method import RoundContext, State
 from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, WorkerError
@@ -71,16 +72,17 @@ class Bench:
         order = Order(round_, round_ == 0, "north", run, "fedrand", method)
         return Assignment(order, parse(config), self.site.model_copy(update=site))
 
-    def message(self, round_=0) -> bytes:
+    def message(self, round_=0, run="first") -> bytes:
         entries = json.loads((self.data / "orders.json").read_text()).get("entries", 1000)
         spec = {"h.lora_A": TensorSpec((1, 5)), "h.lora_B": TensorSpec((entries, 1))}
         exchange = Exchange(FedRand(rho=0.0), "fedrand", spec)
         state = exchange.method.init(spec, {n: torch.ones(t.shape) for n, t in spec.items()}, rng.initial(0, "weights"))
-        return exchange.broadcast(state, RoundContext(round_, "north", round_ == 0, b"s" * 32))
+        address = Address(run, 0, "north")
+        return exchange.broadcast(state, RoundContext(round_, "north", round_ == 0, b"s" * 32, address=address))
 
     def turn(self, round_=0, run="first", owner=HERE, app=None, **site) -> bytes:
         """A whole turn through the worker."""
-        slices = sliced([self.message(round_)])
+        slices = sliced([self.message(round_, run)])
         return b"".join(link.take_part(slices, self.assignment(round_, run, **site), owner, app or self.app))
 
     def workers(self) -> list[cards.Card]:
@@ -164,7 +166,12 @@ def test_rows_that_changed_on_disk_are_read_anew(bench):
     bench.turn(0)
     bench.orders(steps=7)
     upload = bench.turn(1)
-    assert Exchange(FedRand(rho=0.0), "fedrand", spec_of(1000)).receive(upload, 1).report["steps"] == 7
+    assert (
+        Exchange(FedRand(rho=0.0), "fedrand", spec_of(1000))
+        .receive(upload, 1, Address("first", 0, "north"))
+        .report["steps"]
+        == 7
+    )
     assert len({line["pid"] for line in bench.lines()}) == 1
 
 
