@@ -27,6 +27,8 @@ from typing import Any
 import uvicorn
 from flwr.supercore import log
 
+from fedveil.guard import fleet
+
 _TABLE = Path("/proc/net/tcp")
 _ESTABLISHED = "01"  # a socket that was closed has no user any more, and the table says 0 for it
 _PROGRAMS = {
@@ -79,6 +81,8 @@ def main(program: str) -> None:
         original(self, closed_to_others(app), *args, **kwargs)
 
     uvicorn.Config.__init__ = configured  # type: ignore[method-assign]
+    if program == "flower-superlink":
+        fleet.install()
     module, function = _PROGRAMS[program]
     getattr(importlib.import_module(module), function)()
 

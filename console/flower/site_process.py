@@ -44,6 +44,11 @@ def write_guard(folder: Path, require_policy: bool = True) -> Path:
     return _write(folder / CLIENT_APP, "clientapp", f"require_policy={require_policy}")
 
 
+def write_fleet(folder: Path) -> None:
+    """Writes a `flower-superlink` that activates a SuperNode by its own key alone (guard/fleet.py)."""
+    _write(folder / "flower-superlink", "fleet", "")
+
+
 def write_own_ports(folder: Path) -> None:
     """Writes `flower-superlink` and `flower-supernode` that serve this user alone (guard/loopback.py).
 

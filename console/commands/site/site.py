@@ -25,6 +25,7 @@ from fedveil.console.flower.site_process import (
     guarded,
     start_isolated,
     start_spare,
+    write_fleet,
     write_guard,
     write_own_ports,
 )
@@ -163,6 +164,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _guard(args: argparse.Namespace) -> int:
+    write_fleet(args.bin)
     if args.own_ports:
         write_own_ports(args.bin)
     print(
