@@ -25,11 +25,11 @@ from typing import Any, Self
 
 from fedveil.client_app.site.node_config import parse_site
 from fedveil.console.flower.command_line import CONNECTION, Flower, write_connection
-from fedveil.console.flower.keys import write_node_key, write_tls
+from fedveil.console.flower.keys import write_node_key, write_secret, write_tls
 from fedveil.console.flower.machine import Value, cores, free_ports, listens, toml
 from fedveil.console.flower.processes import LaunchError, Processes, environment, named_error
 from fedveil.console.flower.programs import ONLINE, superlink, supernode
-from fedveil.console.flower.site_process import guarded, start_spare
+from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare
 
 SUPERLINK = "superlink"
 SERVER_APP = "flwr-serverapp"
@@ -171,16 +171,14 @@ class LocalFederation:
         if "policy" in dict(self.sites[name].node_config):
             env = guarded(env, self.folder / "guard")
         self._log_starts[name] = log.stat().st_size if log.exists() else 0
-        self.processes.start(
-            name,
-            supernode(
-                f"127.0.0.1:{self._fleet_port}", self.folder / "ca.crt", self._key(name),
-                self._site_ports[name], self._write_node_config(name),
-            ),
-            env,
+        port, secret = self._site_ports[name], write_secret(self.folder / "keys" / f"{name}.superexec")
+        command = supernode(
+            f"127.0.0.1:{self._fleet_port}", self.folder / "ca.crt", self._key(name), port,
+            self._write_node_config(name), secret,
         )  # fmt: skip
+        superexec = start_isolated(self.processes, name, command, env, port, secret)
         site = parse_site(tomllib.loads(self._node_file(name).read_text()))
-        start_spare(site, self.processes.pid(name), self.processes.marked(name, env))
+        start_spare(site, superexec, self.processes.marked(name, env))
 
     def online(self, name: str) -> bool:
         """Whether the SuperLink has accepted the site. Raises LaunchError if its SuperNode has ended."""
@@ -214,8 +212,9 @@ class LocalFederation:
         self.flower = Flower(home, processes=self.processes, env=self._env())
 
     def _start_superlink(self) -> None:
-        command = superlink(self.folder, self._control_port, self._fleet_port, self._database)
-        self.processes.start(SUPERLINK, command, self._env())
+        ca, secret = self.folder / "ca.crt", write_secret(self.folder / "superlink.superexec")
+        command = superlink(self.folder, self._control_port, self._fleet_port, self._database, secret)
+        start_isolated(self.processes, SUPERLINK, command, self._env(), self._control_port, secret, ca)
         self._until(lambda: listens(self._control_port) and listens(self._fleet_port), SUPERLINK)
 
     def _start_sites(self) -> None:
@@ -264,7 +263,8 @@ class LocalFederation:
 
     def _env(self) -> dict[str, str]:
         local = "localhost,127.0.0.1"
-        return {**environment(self.folder / "flower"), "HF_HUB_OFFLINE": "1", "NO_PROXY": local, "no_proxy": local}
+        env = {**environment(self.folder / "flower"), "HF_HUB_OFFLINE": "1", "NO_PROXY": local, "no_proxy": local}
+        return alone(env, self.folder / "ports")
 
     def _key(self, name: str) -> Path:
         return self.folder / "keys" / name

@@ -45,13 +45,16 @@ class Processes:
         self._seen: set[int] = set()
         _adopt_orphans()
 
-    def start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Starts `command` under `name`; stdout and stderr go to the log of that name."""
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str], of: str = "") -> None:
+        """Starts `command` under `name`; stdout and stderr go to the log of that name.
+
+        With `of`, it is a part of that process: called "OF NAME", ends with it, and shares its log.
+        """
         self._reap()  # a process of that name that ran before
-        with self.log(name).open("ab") as log:
-            self._children[name] = subprocess.Popen(
+        with self.log(of or name).open("ab") as log:
+            self._children[f"{of} {name}".strip()] = subprocess.Popen(
                 [_program(command[0], env), *command[1:]],
-                env=self.marked(name, env),
+                env=self.marked(of or name, env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -67,8 +70,9 @@ class Processes:
         return self._children[name].pid
 
     def ended(self, name: str) -> int | None:
-        """The exit code of `name`, or None while it runs."""
-        return self._children[name].poll()
+        """The exit code of `name`, or of a part of it that has ended; None while all of them run."""
+        codes = [child.poll() for child in self._parts(name)]
+        return next((code for code in codes if code is not None), None)
 
     def call(
         self,
@@ -110,7 +114,7 @@ class Processes:
     def kill(self, name: str, grace: float = 0.0) -> None:
         """SIGKILL for `name` and everything that it started; with `grace`, SIGTERM first and that many seconds."""
         _end(lambda: self._marked(name), grace)
-        self._bury(self._children[name])
+        self._bury(*self._parts(name))
 
     def runs(self, program: str, name: str) -> bool:
         """Whether `name` has a process of this program running."""
@@ -125,6 +129,9 @@ class Processes:
         with _undisturbed():
             _end(self._marked, grace)
             self._bury(*self._children.values())
+
+    def _parts(self, name: str) -> list[subprocess.Popen[bytes]]:
+        return [child for key, child in self._children.items() if key == name or key.startswith(f"{name} ")]
 
     def _marked(self, name: str | None = None) -> list[psutil.Process]:
         own = {child.pid for key, child in self._children.items() if name in (None, key)}

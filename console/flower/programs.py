@@ -7,10 +7,10 @@ from pathlib import Path
 ONLINE = "SuperNode ID:"  # a SuperNode logs this once the SuperLink has accepted its key
 
 
-def superlink(folder: Path, control_port: int, fleet_port: int, database: bool) -> list[str]:
+def superlink(folder: Path, control_port: int, fleet_port: int, database: bool, secret: Path) -> list[str]:
     """The SuperLink on loopback: gRPC with TLS, keys of SuperNodes required. `folder` has its certificate and key.
 
-    `database`: keep its state in `folder`/superlink.db instead of in memory.
+    `database`: keep its state in `folder`/superlink.db instead of in memory. `secret`: what its SuperExec must know.
     """
     return [
         "flower-superlink", "--host", "127.0.0.1", "--port", str(control_port),
@@ -18,14 +18,29 @@ def superlink(folder: Path, control_port: int, fleet_port: int, database: bool) 
         "--ssl-ca-certfile", str(folder / "ca.crt"), "--ssl-certfile", str(folder / "server.pem"),
         "--ssl-keyfile", str(folder / "server.key"),
         "--enable-supernode-auth", "--disable-runtime-dependency-installation",
+        "--isolation", "process", "--superexec-auth-secret-file", str(secret),
         *(["--database", str(folder / "superlink.db")] if database else []),
     ]  # fmt: skip
 
 
-def supernode(superlink: str, ca: Path, key: Path, port: int, node_config: Path) -> list[str]:
-    """A site's SuperNode: gRPC with TLS and its own key to `superlink` (HOST:PORT), its own API on loopback."""
+def supernode(superlink: str, ca: Path, key: Path, port: int, node_config: Path, secret: Path) -> list[str]:
+    """A site's SuperNode: gRPC with TLS and its own key to `superlink` (HOST:PORT), its own API on loopback.
+
+    `secret`: what its SuperExec must know.
+    """
     return [
         "flower-supernode", "--grpc-rere", "--root-certificates", str(ca), "--superlink", superlink,
         "--auth-supernode-private-key", str(key), "--host", "127.0.0.1", "--port", str(port),
-        "--node-config", str(node_config),
+        "--node-config", str(node_config), "--isolation", "process", "--superexec-auth-secret-file", str(secret),
+    ]  # fmt: skip
+
+
+def superexec(port: int, secret: Path, parent: int, ca: Path | None) -> list[str]:
+    """The SuperExec of a SuperLink or SuperNode on this machine; it ends with the process `parent`.
+
+    `ca`: who signed the certificate of that port; None = it is without TLS.
+    """
+    return [
+        "flower-superexec", "--runtime-api-address", f"127.0.0.1:{port}", "--superexec-auth-secret-file", str(secret),
+        "--parent-pid", str(parent), *(["--insecure"] if ca is None else ["--root-certificates", str(ca)]),
     ]  # fmt: skip

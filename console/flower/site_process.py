@@ -13,9 +13,11 @@ from fedveil import places
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.worker.cards import Card, Folder
 from fedveil.client_app.worker.owner import Owner
-from fedveil.console.flower.processes import LaunchError
+from fedveil.console.flower.processes import LaunchError, Processes
+from fedveil.console.flower.programs import superexec
 
 CLIENT_APP = "flwr-clientapp"
+_OWN_PORTS = ("flower-superlink", "flower-supernode")
 _SCRIPT = """#!{python} -I
 import os
 import sys
@@ -27,9 +29,9 @@ for name in [name for name in os.environ if name.startswith("PYTHON")]:
 if sys.pycache_prefix:
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix  # for the worker
 
-from fedveil.guard.clientapp import main
+from fedveil.guard.{module} import main
 
-main(require_policy={require_policy})
+main({argument})
 """
 
 
@@ -39,11 +41,27 @@ def write_guard(folder: Path, require_policy: bool = True) -> Path:
     It runs this installation, and takes no PYTHON* variable from its environment: another user's PYTHONPATH, or a
     forgotten one, would put other code in the place of the guard.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    script = folder / CLIENT_APP
-    script.write_text(_SCRIPT.format(
-        python=sys.executable, root=str(places.root()), cache=sys.pycache_prefix, require_policy=require_policy
-    ))  # fmt: skip
+    return _write(folder / CLIENT_APP, "clientapp", f"require_policy={require_policy}")
+
+
+def write_fleet(folder: Path) -> None:
+    """Writes a `flower-superlink` that activates a SuperNode by its own key alone (guard/fleet.py)."""
+    _write(folder / "flower-superlink", "fleet", "")
+
+
+def write_own_ports(folder: Path) -> None:
+    """Writes `flower-superlink` and `flower-supernode` that serve this user alone (guard/loopback.py).
+
+    Only for Linux, and for a SuperExec on the same machine: in containers a network of their own takes their place.
+    """
+    for program in _OWN_PORTS if sys.platform == "linux" else ():
+        _write(folder / program, "loopback", repr(program))
+
+
+def _write(script: Path, module: str, argument: str) -> Path:
+    script.parent.mkdir(parents=True, exist_ok=True)
+    about = {"python": sys.executable, "root": str(places.root()), "cache": sys.pycache_prefix}
+    script.write_text(_SCRIPT.format(**about, module=module, argument=argument))
     script.chmod(0o755)
     return script
 
@@ -52,6 +70,30 @@ def guarded(env: Mapping[str, str], folder: Path, require_policy: bool = True) -
     """`env` for a SuperNode or SuperExec whose client processes pass the site's entry point, written to `folder`."""
     script = write_guard(folder, require_policy)
     return {**env, "PATH": os.pathsep.join([str(script.parent), env["PATH"]])}
+
+
+def alone(env: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """`env` for a SuperLink or SuperNode whose HTTP port serves this user alone; its program is written to `folder`."""
+    write_own_ports(folder)
+    return {**env, "PATH": os.pathsep.join([str(folder), env["PATH"]])}
+
+
+def start_isolated(
+    processes: Processes,
+    name: str,
+    command: list[str],
+    env: Mapping[str, str],
+    port: int,
+    secret: Path,
+    ca: Path | None = None,
+) -> int:
+    """Starts a SuperLink or SuperNode and, apart from it, its SuperExec; returns the number of the SuperExec's process.
+
+    Flower asks a SuperExec for its `secret` only where it has not started it itself.
+    """
+    processes.start(name, command, env)
+    processes.start("superexec", superexec(port, secret, processes.pid(name), ca), env, of=name)
+    return processes.pid(f"{name} superexec")
 
 
 def start_spare(site: Site, owner: int, env: Mapping[str, str]) -> Card:

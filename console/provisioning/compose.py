@@ -24,6 +24,9 @@ x-common: &common
   cap_drop: [ALL]
   security_opt: ["no-new-privileges:true"]
   tmpfs: ["/tmp:mode=1777"]
+  mem_limit: ${{FEDVEIL_MEMORY:-16g}}     # of each service; a site's clientapp holds the base model
+  cpus: ${{FEDVEIL_CPUS:-2}}
+  pids_limit: 1024
   environment:
     FLWR_HOME: /state/flower
     FLWR_TELEMETRY_ENABLED: "0"

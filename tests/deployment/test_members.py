@@ -37,7 +37,7 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
             (tmp_path / "node.toml").write_text('site = "guest"\n')
             command = supernode(
                 f"127.0.0.1:{federation._fleet_port}", federation.folder / "ca.crt", kit / "keys" / "node.key", port,
-                tmp_path / "node.toml",
+                tmp_path / "node.toml", kit / "keys" / "superexec-secret",
             )  # fmt: skip
             federation.processes.start(name, command, federation._env())
 

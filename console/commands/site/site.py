@@ -16,10 +16,19 @@ from typing import Any
 
 from fedveil import places
 from fedveil.client_app.site.node_config import parse_site
+from fedveil.console.flower.keys import write_secret
 from fedveil.console.flower.machine import free_ports, toml
 from fedveil.console.flower.processes import Processes, environment
 from fedveil.console.flower.programs import ONLINE, supernode
-from fedveil.console.flower.site_process import guarded, start_spare, write_guard
+from fedveil.console.flower.site_process import (
+    alone,
+    guarded,
+    start_isolated,
+    start_spare,
+    write_fleet,
+    write_guard,
+    write_own_ports,
+)
 from fedveil.console.provisioning import enrol
 from fedveil.console.runs.workers import described, follow, workers
 from fedveil.console.terminal import terminal
@@ -65,6 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.set_defaults(run=_init)
     guard = actions.add_parser("guard", help="write the entry point that decides before bundled code: for an image")
     guard.add_argument("--bin", required=True, type=Path, metavar="FOLDER", help="goes first on the SuperExec's PATH")
+    guard.add_argument(
+        "--own-ports", action="store_true",
+        help="also flower-superlink and flower-supernode that serve this user alone, for a host of several users",
+    )  # fmt: skip
     guard.set_defaults(run=_guard)
     status = actions.add_parser("status", help="what the workers of this machine's sites hold, and since when")
     status.add_argument("--follow", action="store_true", help="stay, and show the training as it goes")
@@ -96,13 +109,15 @@ def _start(args: argparse.Namespace) -> int:
     (state / "logs").mkdir(mode=0o700, exist_ok=True)
     processes = Processes(state / "logs")
     log = processes.log(args.name)
-    env = guarded(environment(state / "flower"), state / "guard", require_policy=bool(args.policy))
-    command = supernode(args.superlink, args.ca.absolute(), args.key.absolute(), free_ports(1)[0], config)
+    env = alone(environment(state / "flower"), state / "guard")
+    env = guarded(env, state / "guard", require_policy=bool(args.policy))
+    (port,), secret = free_ports(1), write_secret(state / f"{args.name}.superexec")
+    command = supernode(args.superlink, args.ca.absolute(), args.key.absolute(), port, config, secret)
     try:
         began = log.stat().st_size if log.exists() else 0
-        processes.start(args.name, command, env)
+        superexec = start_isolated(processes, args.name, command, env, port, secret)
         print(f"site {args.name}: SuperNode for {args.superlink}, log {log}", flush=True)
-        card = start_spare(site, processes.pid(args.name), env)
+        card = start_spare(site, superexec, env)
         print(f"site {args.name}: worker {card.pid} is warm; fedveil site status --follow shows it", flush=True)
         return _watch(processes, args.name, began)
     finally:
@@ -149,6 +164,9 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _guard(args: argparse.Namespace) -> int:
+    write_fleet(args.bin)
+    if args.own_ports:
+        write_own_ports(args.bin)
     print(
         f'{write_guard(args.bin)}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run'
     )

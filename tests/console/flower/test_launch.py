@@ -1,3 +1,4 @@
+import shutil
 import socket
 import stat
 import tomllib
@@ -77,7 +78,9 @@ def test_failed_start_names_the_process_its_log_and_leaves_nothing(tmp_path, mon
     script.parent.mkdir()
     script.write_text("#!/bin/sh\necho 'the port is taken' >&2\nexit 7\n")
     script.chmod(0o755)
+    shutil.copy(script, script.with_name("flower-superexec"))
     monkeypatch.setattr("sys.executable", str(script.parent / "python"))
+    monkeypatch.setattr("fedveil.console.flower.local_federation.alone", lambda env, folder: env)
     federation = LocalFederation([LocalSite("a")], tmp_path / "work")
     with pytest.raises(LaunchError, match="superlink: ended with exit code 7; its log ends: the port is taken"):
         federation.__enter__()

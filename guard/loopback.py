@@ -1,0 +1,93 @@
+"""Flower's HTTP ports on this machine, for one user alone: `flower-superlink` and `flower-supernode` with a check.
+
+Flower knows no users on its control port, and on its runtime ports it asks for a secret only where a task is taken.
+Each user of a machine reaches a port of the loopback. So before Flower reads a request, the kernel is asked whose the
+other end of the connection is.
+
+| the other end | what happens |
+|---|---|
+| is a socket of this process's user, or of root | Flower answers |
+| is another user's | 403, and nothing of the request is read |
+| is at another address, is closed already, or the kernel does not say whose it is | the same |
+
+Linux alone says so (/proc/net/tcp); elsewhere these programs are not put in the place of Flower's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from logging import WARNING
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from flwr.supercore import log
+
+from fedveil.guard import fleet
+
+_TABLE = Path("/proc/net/tcp")
+_ESTABLISHED = "01"  # a socket that was closed has no user any more, and the table says 0 for it
+_PROGRAMS = {
+    "flower-superlink": ("flwr.superlink.cli", "flower_superlink"),
+    "flower-supernode": ("flwr.supernode.cli", "flower_supernode"),
+}
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Any, Any], Awaitable[None]]
+
+
+def owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+    """The user whose socket is the client's end of a connection on this machine; None where the kernel names none."""
+    try:
+        local, remote = _entry(client), _entry(server)
+    except OSError:  # not an IPv4 address
+        return None
+    for line in _TABLE.read_text().splitlines()[1:]:
+        words = line.split()
+        if words[1:4] == [local, remote, _ESTABLISHED]:
+            return int(words[7])
+    return None
+
+
+def closed_to_others(app: App) -> App:
+    """`app`, an ASGI application, for connections of this process's user and root alone."""
+
+    async def asked(scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await app(scope, receive, send)
+            return
+        client, server = scope.get("client"), scope.get("server")
+        user = owner((client[0], client[1]), (server[0], server[1])) if client and server else None
+        if user is not None and user in (0, os.geteuid()):
+            await app(scope, receive, send)
+            return
+        log(WARNING, "a connection of user %s is refused: this port serves user %s alone", user, os.geteuid())
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 403, "headers": []})
+            await send({"type": "http.response.body", "body": b"this port serves one user of this machine alone\n"})
+
+    return asked
+
+
+def main(program: str) -> None:
+    """The process. Its arguments are those of Flower's own `program`."""
+    original = uvicorn.Config.__init__
+
+    def configured(self: uvicorn.Config, app: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, closed_to_others(app), *args, **kwargs)
+
+    uvicorn.Config.__init__ = configured  # type: ignore[method-assign]
+    if program == "flower-superlink":
+        fleet.install()
+    module, function = _PROGRAMS[program]
+    getattr(importlib.import_module(module), function)()
+
+
+def _entry(address: tuple[str, int]) -> str:
+    """An address as the table has it: "0100007F:1F40" for 127.0.0.1:8000 on most machines."""
+    number = int.from_bytes(socket.inet_aton(address[0]), sys.byteorder)
+    return f"{number:08X}:{address[1]:04X}"
