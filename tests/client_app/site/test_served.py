@@ -33,7 +33,7 @@ def ask(monkeypatch, tmp_path):
     )
 
     def go(round_: int, policy: str = "") -> str:
-        (tmp_path / "policy.toml").write_text(policy)
+        (tmp_path / "policy.toml").write_text(f'{policy}\nmethods = ["fedper"]\n[permits]\n"method.fields.layers" = 1')
         grid.node_config = {"north": {"policy": str(tmp_path / "policy.toml")}} if policy else {}
         down = exchange.broadcast(server, RoundContext(round_, "north", True, bytes(32)))
         record = ArrayRecord({slices.name(0): Array("uint8", (len(down),), slices.STYPE, down)})
