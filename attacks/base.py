@@ -23,8 +23,11 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import ClassVar, TypeGuard
 
+from torch import Tensor
+
 from fedveil.attacks.statistics import Scores
 from fedveil.contract.layout import Direction, Payload
+from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Prediction, Rows, Task
 from fedveil.errors import ConfigError, FedVeilError
@@ -94,6 +97,12 @@ class View:
     def uploads(self, site: str | None = None) -> Iterator[Sighting]:
         """Accepted messages from every site, or from one, in the order in which they came."""
         return self._decoded("up", site)
+
+    def added(self, upload: Sighting) -> dict[str, Tensor]:
+        """What an upload adds to the sums, under the spec's names: the method itself reads its codes and masks."""
+        method, spec = self.exchange.method, self.exchange.spec
+        ctx = RoundContext(upload.round, upload.site, False, bytes(32))  # terms depend on no secret
+        return {term.name: term.value for term in method.terms(upload.payload, 1, spec, ctx).tensors}
 
     def answered(self, upload: Sighting) -> Sighting | None:
         """The broadcast that an upload answers; None where the view has none. No other message is decoded."""

@@ -26,6 +26,7 @@ from types import FrameType
 
 from fedveil import __version__, places
 from fedveil.errors import ConfigError, FedVeilError
+from fedveil.foreign import shown
 
 # The groups, in the order of a newcomer's needs. A folder that is not named here comes last.
 _GROUPS = {
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return int(arguments.run(arguments))
     except FedVeilError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {shown(' '.join(str(error).split()), 4000)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: everything that was started is stopped", file=sys.stderr)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedveil.errors import ConfigError
+from fedveil.foreign import shown
 
 
 def _kebab(name: str) -> str:
@@ -128,7 +129,8 @@ class RunSection(_Section):
     seed: int = Field(0, ge=0)
     deterministic: bool = False
     dir: str = "runs"
-    name: str = ""
+    # With the nine characters that the server adds it is the name of a folder at every site.
+    name: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,54})?$")
     tap: bool = False
     resume: bool = False
     signature: str = ""
@@ -183,7 +185,7 @@ def _line(error: Any) -> str:
             else f"expected a section of {list(RunConfig.model_fields)}"
         )
         return f"{key}: unknown key; {where}"
-    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, found {error['input']!r}"
+    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, found {shown(repr(error['input']), 200)}"
 
 
 def parse_toml(text: str, what: str) -> dict[str, Any]:

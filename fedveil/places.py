@@ -5,7 +5,8 @@
 | the folders `strategies`, `server_app`, ... and `data` | inside the package `fedveil` | beside it |
 | pyproject.toml, constraints.txt, LICENSE | `fedveil/checkout` | beside it |
 
-No other module guesses a folder from `__file__`. This one imports neither torch nor Flower.
+No other module guesses a folder from `__file__`. This one imports neither torch nor Flower. Folders for what is private
+are made here too.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ def file(name: str) -> Path:
     raise ConfigError(
         f"installation: expected {name}, found none in {package()}; install fedveil from a wheel or a checkout"
     )
+
+
+def private_folder(path: Path) -> Path:
+    """`path`, which exists then: it and the parents that were missing are readable by their owner alone."""
+    for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
+        folder.mkdir(mode=0o700, exist_ok=True)  # not with parents=True, which gives them the usual mode
+    return path
 
 
 def lay_out(target: Path, source: Path | None = None) -> Path:

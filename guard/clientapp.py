@@ -28,16 +28,21 @@ import hashlib
 import importlib
 import importlib.metadata
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable
 from logging import ERROR, INFO
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import ConfigRecord, Error, Message
+from flwr.app import Error, Message
 from flwr.common.config import get_project_dir
 from flwr.supercore import log
+
+from fedveil.foreign import shown
+from fedveil.guard import reply
 
 if TYPE_CHECKING:
     from fedveil.client_app.site.assignment import Assignment
@@ -47,6 +52,8 @@ _HOOKS = ("pull_task_input", "install_from_fab", "push_message")
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 _BUNDLED = ("client_app", "fedveil", "server_app", "strategies")
 _PUBLIC = ("PolicyError", "WireError")
+_REASON = 2000  # characters of a refusal
+_NAMED = 100  # records of a withheld reply that a line of the audit log names
 
 
 class Refused(Exception):
@@ -71,11 +78,11 @@ class Guard:
         self._about: dict[str, Any] = {}
         self._refusal = ""
         # Loaded now, from the site's own installation, and kept: the bundle brings modules of the same names.
-        self._assignments, self._policy, self._audit_log, self._header, self._slices, self._bundle, self._signature = (
-            importlib.import_module(name)
+        self._assignments, self._sites, self._policy, self._audit_log, self._header, self._bundle, self._signature = (
+            importlib.import_module(f"fedveil.{name}")
             for name in (
-                "fedveil.client_app.site.assignment", "fedveil.client_app.site.policy", "fedveil.records.audit_log",
-                "fedveil.wire.header", "fedveil.wire.slices", "fedveil.guard.bundle", "fedveil.guard.signature",
+                "client_app.site.assignment", "client_app.site.node_config", "client_app.site.policy",
+                "records.audit_log", "wire.header", "guard.bundle", "guard.signature",
             )
         )  # fmt: skip
 
@@ -107,14 +114,17 @@ class Guard:
     def push(self, client: Any, message: Message, context: Any) -> None:
         """Flower's push_message: of the upload if it is within bounds, else of the reason."""
         if not self._refusal and message.has_error():
+            message = reply.of_error(message.error, self._task[0])
             self._try_to_note("failed", Refused(message.error.reason))
         elif not self._refusal:
+            found: list[list[str | int]] = []
             try:
+                found = reply.inventory(message.content)
                 message = self._measured(message)
             except Exception as error:
-                log(ERROR, "the upload is withheld", exc_info=error)
+                _log_error("the upload is withheld", error)
                 self._refusal = _public(error)
-                self._try_to_note("withheld", error)
+                self._try_to_note("withheld", error, up_bytes=sum(int(n) for _, _, n in found), records=found[:_NAMED])
         if self._refusal:
             message = Message(Error(_RAISED, self._refusal), reply_to=self._task[0])
         self._push(client, message, context)
@@ -123,16 +133,18 @@ class Guard:
         """The digest of a bundle that the policy permits for this message. Fills in what the audit log says."""
         message, context, run, fab = self._task
         digest = hashlib.sha256(content).hexdigest()
-        by = self._signature.signer(str(context.run_config.get("run.signature", "")), digest)
-        self._about = {"flower_run": str(run.run_id), "node": str(context.node_id), "app": digest, "signer": by}
-        site = importlib.import_module("fedveil.client_app.site.node_config").parse_site(context.node_config)
+        self._about = {"flower_run": str(run.run_id), "node": str(context.node_id), "app": digest}
+        # First of all, and whatever else is wrong with the node config: a refusal has its line in the site's log.
+        state = context.node_config.get("state-dir", self._sites.Site.model_fields["state_dir"].default)
+        self._log_file = Path(str(state)).expanduser() / self._audit_log.NAME
+        site = self._sites.parse_site(context.node_config)
         self._about |= {"site": site.site, "policy": _file_digest(site.policy)}
-        self._log_file = site.state_dir.expanduser() / self._audit_log.NAME
         records = message.content
         self._down_bytes = sum(len(array.data) for array in records.array_records["fedveil"].values())
         order = records.config_records["order"]
         assignment = self._assignments.Assignment.of(order, context.run_config, context.node_config)
         self._about |= {**assignment.described(), "down_bytes": self._down_bytes, "server_log": assignment.order.log}
+        self._about["signer"] = by = self._signer(assignment, digest)
         if digest != fab.hash_str or run.fab_hash not in ("", digest):
             raise Refused(
                 f"app digest: expected the SuperLink to name {digest}, found {fab.hash_str} and {run.fab_hash}"
@@ -143,6 +155,14 @@ class Guard:
         self._assignment = assignment
         return digest
 
+    def _signer(self, assignment: Assignment, digest: str) -> str:
+        """The key that signed this run; "" for none. Raises PolicyError where the config's signature is not of it."""
+        order, run = assignment.order, assignment.config.run
+        # The server's run is called by its name and 8 hex digits; state at this site goes by that.
+        if run.signature and not re.fullmatch(re.escape(run.name) + r"-[0-9a-f]{8}", order.run):
+            raise Refused(f"run.signature: expected a run called {run.name!r}, found {order.run!r}; set run.name")
+        return str(self._signature.signer(run.signature, run.name, digest))
+
     def _require_installed(self, content: bytes, folder: Path) -> None:
         run, fab = self._task[2:]
         loaded = get_project_dir(run.fab_id, run.fab_version, fab.hash_str)
@@ -151,30 +171,28 @@ class Guard:
         self._bundle.require_same(content, folder)
 
     def _measured(self, message: Message) -> Message:
-        """The reply, if it is within bounds; with the anchor of this site's log."""
-        record = message.content.array_records["fedveil"]
-        parts = [record[name].data for name in self._slices.in_order(list(record))]
+        """The guard's own reply with the upload of this one, if it is within bounds; with the anchor of the log."""
+        parts = reply.upload(message.content)
         header, size = self._header.of_slices(parts), sum(map(len, parts))
         if self._assignment is None:
             raise Refused("upload: expected one of an admitted message, found none")
         self._policy.check_upload(self._assignment.site, self._down_bytes, size, header["num_examples"])
         fields = [[entry[0], entry[3]] for entry in header["fields"]]
         head = self._note("sent", up_bytes=size, variant=header["variant"], fields=fields)
-        message.content["log"] = ConfigRecord({"head": str(head)})
-        return message
+        return reply.of_upload(parts, str(head), self._task[0])
 
     def _refuse(self, error: Exception) -> None:
-        log(ERROR, "this site refuses the run", exc_info=error)
+        _log_error("this site refuses the run", error)
         self._refusal = _public(error)
         self._try_to_note("refused", error)
-        raise Refused(self._refusal) from error
+        raise Refused(self._refusal) from None  # Flower logs what is raised, with its causes as they are
 
-    def _try_to_note(self, event: str, error: Exception) -> None:
+    def _try_to_note(self, event: str, error: Exception, **more: Any) -> None:
         """A refusal stands, noted or not; what could not be noted is in the process's log."""
         try:
-            self._note(event, reason=f"{type(error).__name__}: {error}")
+            self._note(event, reason=shown(f"{type(error).__name__}: {error}"), **more)
         except Exception as unwritten:
-            log(ERROR, "the audit log has no line of this", exc_info=unwritten)
+            _log_error("the audit log has no line of this", unwritten)
 
     def _note(self, event: str, **more: Any) -> Any:
         head = self._audit_log.append(self._log_file, event, {**self._about, **more})
@@ -203,9 +221,15 @@ def main(require_policy: bool = True) -> None:
 def _public(error: Exception) -> str:
     """What the server may know: as the ClientApp's own rule, client_app/app.py."""
     if isinstance(error, Refused):
-        return f"PolicyError: {error}"
+        return shown(f"PolicyError: {error}", _REASON)
     kind = type(error).__name__
-    return f"{kind}: {error}" if kind in _PUBLIC else f"{kind} at the site; its log has the text"
+    return shown(f"{kind}: {error}", _REASON) if kind in _PUBLIC else f"{kind} at the site; its log has the text"
+
+
+def _log_error(what: str, error: Exception) -> None:
+    """The place of an error and its text in the process's log; the text may quote what the server sent."""
+    log(ERROR, "%s: %s: %s", what, type(error).__name__, shown(error, _REASON))
+    log(ERROR, "%s", "".join(traceback.format_tb(error.__traceback__)))
 
 
 def _file_digest(path: str) -> str:

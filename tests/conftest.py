@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,19 +12,23 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
+import tests.checks  # noqa: F401  # the hook calls it by its name
+
+ROOT = Path(__file__).parent.parent
+
+# Must come before the first import of these modules. The apps, the guard, the console and the benchmarks are left out:
+# many of their annotations name what they import under TYPE_CHECKING only.
+install_import_hook(
+    ["fedveil.strategies", *(f"fedveil.{module.name}" for module in pkgutil.iter_modules([str(ROOT / "fedveil")]))],
+    "tests.checks.checked",
+)
+
 from fedveil.contract.method import Method, State, Upload
 from fedveil.contract.spec import Spec, TensorSpec, Weights, spec_of
 from fedveil.contract.trainer import Batch, FeatureGradients, Looked, PerSample, Trained
 from fedveil.federation.exchange import Exchange
 from fedveil.strategies import fedqsn
 from fedveil.training import per_sample
-
-install_import_hook(
-    ["fedveil.algebra.factors", "fedveil.algebra.sums", "fedveil.algebra.masks"],
-    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
-)
-
-ROOT = Path(__file__).parent.parent
 
 
 def extract(archive: Path, into: Path) -> None:

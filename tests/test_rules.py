@@ -8,9 +8,15 @@ import sys
 from collections import Counter
 
 import pytest
+import torch
+from beartype.roar import BeartypeCallHintParamViolation
+from jaxtyping import TypeCheckError
 
 from fedveil import places
+from fedveil.algebra import columns
 from fedveil.console.flower.bundle import own_app
+from fedveil.contract.spec import spec_of
+from fedveil.strategies.fedavg import FedAvg
 from tests.conftest import ROOT
 
 HEAVY = {"torch", "transformers", "peft", "datasets", "nltk", "matplotlib"}
@@ -104,6 +110,18 @@ def test_nothing_but_places_guesses_a_folder_from_its_file():
         if "__file__" in file.read_text()
     ]
     assert guessing == ["fedveil/__init__.py", "fedveil/places.py"]
+
+
+def test_annotations_are_enforced_in_tests():
+    """A mask of floats, a vector of two axes, and a spec that is a number: each in a room of its own."""
+    with pytest.raises(TypeCheckError):
+        columns.pack(torch.zeros(2, 3), torch.zeros(3), 1)
+    with pytest.raises(TypeCheckError):
+        columns.along(torch.zeros(2, 3), 0, 2)
+    with pytest.raises(BeartypeCallHintParamViolation):
+        spec_of(3)
+    with pytest.raises(BeartypeCallHintParamViolation):
+        FedAvg().layout(3)
 
 
 ROOMS = ("attacks", "benchmarks", "client_app", "console", "fedveil", "guard", "server_app", "strategies", "tools")

@@ -59,7 +59,7 @@ def latest(view: View, site: str, fallback: Weights) -> RebuiltClient:
     seen: dict[str, int] = {}
     turns: dict[str, int] = {}  # a repeated round has more than one upload of a site
     for turn, upload in enumerate(view.uploads(site)):
-        for name, tensor in tensors_of(upload.payload).items():
+        for name, tensor in view.added(upload).items():
             if name in fallback:
                 found[name], seen[name], turns[name] = tensor.float(), upload.round, turn
     staleness = max(turns.values()) - min(turns.values()) if turns else 0
@@ -75,7 +75,7 @@ def merged(view: View, site: str, fallback: Weights) -> RebuiltClient:
     last = uploads[-1]
     answered = view.answered(last)
     got = tensors_of(answered.payload) if answered else {}
-    sent = tensors_of(last.payload)
+    sent = view.added(last)
     weights = {n: sent.get(n, got.get(n, server)).float() for n, server in fallback.items()}
     seen = {n: last.round for n in sent if n in fallback}
     return RebuiltClient(weights, seen, 0, len(seen) / len(fallback))

@@ -21,13 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from fedveil.attacks.base import Knowledge, UploadAttack, View
+from fedveil.attacks.base import Knowledge, Sighting, UploadAttack, View
 from fedveil.attacks.reconstruction.gradients import observed
-from fedveil.contract.layout import Payload
 from fedveil.contract.method import Method
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows
-from fedveil.federation.exchange import Exchange
 from fedveil.strategies.fedrand import FedRand
 from fedveil.wire.payloads import tensors_of
 
@@ -60,7 +58,7 @@ def _turns(view: View, site: str, initial: Weights) -> Iterator[tuple[Weights, M
     for upload in view.uploads(site):
         answered = view.answered(upload)
         got = tensors_of(answered.payload) if answered else {}
-        sent = {n: w.float() for n, w in _left(view.exchange, upload.payload, got).items() if n in initial}
+        sent = {n: w.float() for n, w in _left(view, upload, got).items() if n in initial}
         kept = {**initial, **got, **seen}  # a tensor that is not sent: the site's own past, where it was ever seen
         start = {n: (got.get(n, kept[n]) if n in sent else kept[n]).float() for n in initial}
         yield start, {n: w - start[n] for n, w in sent.items()}
@@ -68,11 +66,12 @@ def _turns(view: View, site: str, initial: Weights) -> Iterator[tuple[Weights, M
             seen |= sent
 
 
-def _left(exchange: Exchange, up: Payload, got: Weights) -> Weights:
+def _left(view: View, upload: Sighting, got: Weights) -> Weights:
     """Where the site left each tensor that it sent; of a gradient: one step of rate 1 that moves no withheld entry."""
+    exchange = view.exchange
     if exchange.method.sends != "gradients":
-        return tensors_of(up)
-    shown = observed(exchange.method, up, exchange.spec)
+        return view.added(upload)
+    shown = observed(exchange.method, upload.payload, exchange.spec)
     return {n: got[n].float() - torch.where(shown.seen[n], g.float(), 0.0) for n, g in shown.values.items() if n in got}
 
 

@@ -141,7 +141,7 @@ def _save_model(folder: Path, settings: Mapping[str, Any], device: torch.device)
         from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
         tokenizer = AutoTokenizer.from_pretrained(
-            str(places.folder("assets/tiny-text-generation")), local_files_only=True
+            str(places.folder("assets/tiny-text-generation")), local_files_only=True, trust_remote_code=False
         )
         shape = GPT2Config(
             vocab_size=settings["vocabulary"], n_positions=settings["tokens"], n_embd=settings["width"],
@@ -208,7 +208,7 @@ class _Bare:
             from transformers import AutoModelForCausalLM
 
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
             model.loss_type = "ForCausalLM"  # its default, which it otherwise announces
             if keys.get("train.checkpointing", False):
                 model.activation_checkpointing_enable({"use_reentrant": False})

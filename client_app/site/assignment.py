@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fedveil.client_app.site.node_config import Site, parse_site
+from fedveil.client_app.site.private import safe
 from fedveil.config import RunConfig, parse
-from fedveil.errors import WireError
+from fedveil.errors import ConfigError, WireError
+from fedveil.foreign import shown
+
+_LONGEST = 100_000  # characters of a method's fields, which hold lists at times
 
 
 @dataclass(frozen=True)
@@ -49,17 +54,14 @@ class Assignment:
         """The assignment from Flower's records.
 
         Raises:
-            WireError: the order is of another version.
+            WireError: the order is of another version, or a value of it has another type or form.
             ConfigError: the run config or the node config has a bad key.
         """
         try:
             asked = Order(**{key.replace("-", "_"): value for key, value in order.items()})
         except TypeError as error:
-            raise WireError(f"message: expected an order of this version, found another ({error})") from None
-        for field in dataclasses.fields(Order):
-            found = getattr(asked, field.name)
-            if type(found).__name__ != field.type:
-                raise WireError(f"order.{field.name}: expected {field.type}, found {type(found).__name__}")
+            raise WireError(f"message: expected an order of this version, found another ({shown(error)})") from None
+        _require_form(asked)
         return cls(asked, parse(config), parse_site(node))
 
     @property
@@ -93,3 +95,20 @@ class Assignment:
         """The assignment that `to_json` wrote."""
         parts = json.loads(text)
         return cls.of(parts["order"], parts["config"], parts["site"])
+
+
+def _require_form(order: Order) -> None:
+    """Before anything is named, logged or opened by what the server says. Raises WireError."""
+    for field in dataclasses.fields(Order):
+        value, kind = getattr(order, field.name), {"int": int, "bool": bool, "str": str}[str(field.type)]
+        if type(value) is not kind or (isinstance(value, str) and len(value) > _LONGEST):
+            raise WireError(
+                f"order: {field.name}: expected {field.type} of at most {_LONGEST} characters, found {shown(value, 80)}"
+            )
+    try:
+        for key in ("site", "run", "method"):
+            safe(key, getattr(order, key))
+    except ConfigError as error:
+        raise WireError(f"order: {error}") from None
+    if not re.fullmatch(r"(\d{1,18}:[0-9a-f]{64})?", order.log):
+        raise WireError(f'order: log: expected an anchor "LINES:HASH" or nothing, found {shown(order.log, 80)}')

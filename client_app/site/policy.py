@@ -100,7 +100,8 @@ class Policy(BaseModel):
         """Keys of the run config that a key of this policy bounds."""
         bounds = {
             "method.name": self.methods, "task.name": self.tasks, "task.model": self.models,
-            "run.rounds": self.max_rounds, "run.signature": self.signers, "dp.noise": self.min_noise,
+            "run.rounds": self.max_rounds, "run.signature": self.signers, "run.name": self.signers,
+            "dp.noise": self.min_noise,
             "dp.epsilon": self.max_epsilon,
         }  # fmt: skip
         return {key for key, bound in bounds.items() if bound is not None}

@@ -78,7 +78,7 @@ class Folder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the folder's lock, which only one process can have."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        places.private_folder(self.path)
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

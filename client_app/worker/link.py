@@ -25,6 +25,7 @@ from typing import IO
 
 import grpc
 
+from fedveil import places
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker.cards import Card, Folder, app_digest
@@ -62,7 +63,7 @@ def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, ro
     """
     folder = Folder(assignment.site.state_dir, assignment.name)
     key = run_key(assignment, root)
-    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    places.private_folder(folder.path)
     with tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, "w+b", dir=str(folder.path)) as spool:
         try:
             spool.writelines(message)

@@ -9,20 +9,41 @@ from pathlib import Path
 
 import psutil
 
+from fedveil import places
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.worker.cards import Card, Folder
 from fedveil.client_app.worker.owner import Owner
 from fedveil.console.flower.processes import LaunchError
 
 CLIENT_APP = "flwr-clientapp"
+_SCRIPT = """#!{python} -I
+import os
+import sys
+
+sys.path.append({root!r})
+sys.pycache_prefix = {cache!r}
+for name in [name for name in os.environ if name.startswith("PYTHON")]:
+    del os.environ[name]
+if sys.pycache_prefix:
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix  # for the worker
+
+from fedveil.guard.clientapp import main
+
+main(require_policy={require_policy})
+"""
 
 
 def write_guard(folder: Path, require_policy: bool = True) -> Path:
-    """Writes the site's `flwr-clientapp`, which goes before Flower's own on the PATH (guard/clientapp.py)."""
+    """Writes the site's `flwr-clientapp`, which goes before Flower's own on the PATH (guard/clientapp.py).
+
+    It runs this installation, and takes no PYTHON* variable from its environment: another user's PYTHONPATH, or a
+    forgotten one, would put other code in the place of the guard.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / CLIENT_APP
-    says = f"from fedveil.guard.clientapp import main\n\nmain(require_policy={require_policy})\n"
-    script.write_text(f"#!{sys.executable} -P\n{says}")
+    script.write_text(_SCRIPT.format(
+        python=sys.executable, root=str(places.root()), cache=sys.pycache_prefix, require_policy=require_policy
+    ))  # fmt: skip
     script.chmod(0o755)
     return script
 

@@ -21,6 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from fedveil import places
 from fedveil.console.flower.keys import write_node_key
 from fedveil.errors import ConfigError
 
@@ -39,7 +40,7 @@ def make(folder: Path, about: dict[str, str], ca: bytes, renew: bool, secret: Pa
         raise ConfigError(
             f"{key_file}: expected none yet, found one; --renew makes another, which must be registered anew"
         )
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    places.private_folder(folder)
     if renew and key_file.exists():
         key_file.replace(folder / "node.key.old")  # until the new one is registered, the site still needs it
     write_node_key(key_file)

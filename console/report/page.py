@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from fedveil.foreign import shown
+
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881;
   --mute: color-mix(in srgb, currentColor 65%, transparent);
@@ -32,6 +34,11 @@ td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem
 """
 
 
+# What a browser may do with the page, whatever is written in it: no script, no request, no form, no frame. The figures
+# bring style attributes of their own.
+_PERMITTED = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+
+
 class Html(str):
     """Text that is HTML already; everything else is escaped."""
 
@@ -48,7 +55,7 @@ def text(value: object) -> Html:
         return Html(f"{value:,}")
     if isinstance(value, float):
         return Html(f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}")
-    return Html(escape(str(value)))
+    return Html(escape(shown(value, 5000)))
 
 
 def tag(name: str, content: object, kind: str = "") -> Html:
@@ -88,6 +95,7 @@ def document(title: str, body: Html) -> str:
     """The whole page."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_PERMITTED}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<title>{escape(shown(title))}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )

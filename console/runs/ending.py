@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from fedveil.foreign import shown
+
 _POLL_SECONDS = 0.5
 _ASK_SECONDS = 10.0  # a question to Flower costs a CPU-second
 _BY_FLOWER = {"finished:completed": 0, "finished:failed": 1, "finished:stopped": 3}
@@ -30,7 +32,7 @@ def until_ended(
     while True:
         status = read()
         if (state := status.get("state")) in ("completed", "failed"):
-            return int(state == "failed"), f"{state} {status.get('reason') or ''}".strip()
+            return int(state == "failed"), f"{state} {shown(status.get('reason') or '')}".strip()
         if clock() - asked >= _ASK_SECONDS:
             said, asked = ask(), clock()
             if said.startswith("finished"):
@@ -39,8 +41,8 @@ def until_ended(
                     continue
                 if status and said == "finished:completed":
                     return 1, "failed: Flower has finished it, and its own status.json does not say that it completed"
-                words = f"{said.partition(':')[2]}: so says Flower; flwr log has what it printed"
+                words = f"{shown(said.partition(':')[2], 40)}: so says Flower; flwr log has what it printed"
                 return _BY_FLOWER.get(said, 1), words
         if timeout and clock() - started >= timeout:
-            return 4, f"still going after {timeout:g} s: {status or 'no status yet'}"
+            return 4, f"still going after {timeout:g} s: {shown(status or 'no status yet')}"
         sleep(_POLL_SECONDS)

@@ -11,25 +11,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fedveil.console.runs.folder import Row, json_lines, loss_of
+from fedveil.foreign import shown
 
 
 class RunProgress(AbstractContextManager["RunProgress"]):
     """Follows metrics.jsonl of one run; call `tick` now and then."""
 
     def __init__(self, console: Console, folder: Path, name: str, rounds: int) -> None:
-        self._console, self._file, self._name, self._rounds = console, folder / "metrics.jsonl", name, rounds
+        self._console, self._file, self._name, self._rounds = console, folder / "metrics.jsonl", shown(name, 80), rounds
         self._seen = 0
         self._bar = Progress(
-            TextColumn("{task.description:<14}"),
+            TextColumn("{task.description:<14}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("rounds"),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(name, total=rounds, note="starting")
+        self._task = self._bar.add_task(self._name, total=rounds, note="starting")
 
     def __enter__(self) -> RunProgress:
         self._bar.start()
@@ -56,7 +57,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
             note = f"before any round: {note}"
         else:
             accepted = f"{len(row['accepted'])}/{len(row['cohort'])} sites"
-            failures = "".join(f"; {site}: {reason}" for site, reason in row["failed"].items())
+            failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
             note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B  {note}{failures}"
         done = row["round"] + 1 if row["round"] < 0 or row.get("weights") else row["round"]
         self._bar.update(self._task, completed=done, note=note)

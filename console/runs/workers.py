@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from fedveil.client_app.worker.link import channel
 from fedveil.client_app.worker.cards import Card, Folder
 from fedveil.client_app.worker.service import NAME
+from fedveil.foreign import shown
 
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
@@ -69,7 +70,9 @@ def workers(state_dir: Path) -> list[WorkerStatus]:
 def _ask(folder: Folder, card: Card) -> dict[str, Any]:
     try:
         with channel(folder, card) as link:
-            return dict(json.loads(link.unary_unary(f"/{NAME}/Status")(b"", timeout=_ANSWER_SECONDS)))
+            said = dict(json.loads(link.unary_unary(f"/{NAME}/Status")(b"", timeout=_ANSWER_SECONDS)))
+            # Run, method and model are the server's words.
+            return {key: shown(value, 100) if isinstance(value, str) else value for key, value in said.items()}
     except grpc.RpcError as error:
         return {"state": f"does not answer ({error.code().name})"}
 
@@ -88,9 +91,9 @@ def described(worker: WorkerStatus) -> str:
 def follow(console: Console, state_dir: Path, enough: Callable[[], bool] = lambda: False) -> None:
     """A bar a worker on a terminal, elsewhere a line whenever something changes; until `enough`, or Ctrl-C."""
     bars = Progress(
-        TextColumn("{task.fields[site]:<12} {task.fields[where]}"),
+        TextColumn("{task.fields[site]:<12} {task.fields[where]}", markup=False),
         BarColumn(bar_width=24),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} steps  {task.fields[state]}  {task.fields[note]}"),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} steps  {task.fields[state]}  {task.fields[note]}", markup=False),
         console=console,
         disable=not console.is_terminal,
     )

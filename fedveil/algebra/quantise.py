@@ -175,9 +175,8 @@ def _quantise(x: Tensor, how: Quantiser, codes: Tensor, scales: Tensor) -> None:
         codes.add_(x > (low + high) / 2)
 
 
-def _by_block(x: Tensor, scales: Tensor, block: int, operation: object) -> None:
+def _by_block(x: Tensor, scales: Tensor, block: int, operation: Callable[..., Tensor]) -> None:
     """x <- operation(x, the scale of its block), in place."""
-    assert callable(operation)
     whole = len(x) - len(x) % block
     rows = x[:whole].view(-1, block)
     operation(rows, scales[: len(rows), None], out=rows)

@@ -35,7 +35,7 @@ def config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Mapping[s
             f'task.model: expected weights beside config.json in "{where}", found none; copy them there, or set '
             "task.from-scratch = true to train from scratch"
         )
-    return AutoConfig.from_pretrained(where, local_files_only=True, num_labels=classes)
+    return AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False, num_labels=classes)
 
 
 def drawn(bare: Any, stream: rng.Stream) -> Any:

@@ -140,10 +140,10 @@ def load_classifier(
             bare = from_scratch.config_of(where, is_local, config, tiny_vit)
             processor = None
             if not is_local or (where != "tiny" and (Path(where) / PREPROCESSOR).is_file()):
-                processor = AutoImageProcessor.from_pretrained(where, local_files_only=is_local)
+                processor = AutoImageProcessor.from_pretrained(where, **_plain(is_local))
             if bare is None:
                 model, info = AutoModelForImageClassification.from_pretrained(
-                    where, local_files_only=is_local, output_loading_info=True, **_precision(config, adapter, device)
+                    where, **_plain(is_local), output_loading_info=True, **_precision(config, adapter, device)
                 )
                 _check_whole(name, info)
             else:
@@ -172,6 +172,11 @@ def load_classifier(
     return LoadedModel(_ready(model, config, device), None, trained, None, processor, draw=draw)
 
 
+def _plain(is_local: bool) -> dict[str, bool]:
+    """How every model and processor is loaded: no code of its folder runs, whatever its config asks for."""
+    return {"local_files_only": is_local, "trust_remote_code": False}
+
+
 def loaded(
     config: RunConfig,
     adapter: Adapter,
@@ -193,9 +198,9 @@ def loaded(
             f"{tiny.HOW_TO_GET_IT}"
         )
     try:
-        processor = processor_of.from_pretrained(where, local_files_only=is_local)
+        processor = processor_of.from_pretrained(where, **_plain(is_local))
         model, info = model_of.from_pretrained(
-            where, local_files_only=is_local, output_loading_info=True, **_precision(config, adapter, device)
+            where, **_plain(is_local), output_loading_info=True, **_precision(config, adapter, device)
         )
     except Exception as error:  # the library raises OSError, ValueError, KeyError, SafetensorError, ...
         raise TaskError(

@@ -37,6 +37,7 @@ from operator import or_
 from pathlib import Path
 from typing import Any, final
 
+from fedveil import places
 from fedveil.contract.budget import Budget, Spent, Step, stated
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
@@ -112,7 +113,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        places.private_folder(self._path.parent)
         with self._path.with_suffix(".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -6,7 +6,9 @@
     previous = hash of the line before; 64 zeros in the first
     n        = number of the line, from 0
 
-A line must be what this module would write, byte for byte, so even an added space is found.
+A line must be what this module would write, byte for byte, so even an added space is found. What the other side sends
+is cut before it becomes part of a line, so that nobody makes the log slow to continue: a text after 1,000 characters, a
+list after 4,096 entries.
 
 Formal guarantees, for a log whose head (number of lines, last hash) somebody else holds, and SHA-256 without
 collisions:
@@ -36,12 +38,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fedveil import places
 from fedveil.errors import StateError
 
 NAME = "audit-log.jsonl"
 _GENESIS = "0" * 64
 _OWN = frozenset({"n", "time", "event", "previous", "hash"})
 _BLOCK = 1 << 16
+_LONGEST_TEXT = 1000  # characters
+_LONGEST_LIST = 4096  # entries
+_LONGEST_LINE = 8 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -66,13 +72,17 @@ class Head:
 def append(file: Path, event: str, about: Mapping[str, Any]) -> Head:
     """Adds one line, which is on the disk when this returns. Several processes may append. Returns the new head.
 
+    Texts and lists in `about` are cut; where they were, the line says how long they had been.
+
     Raises:
-        StateError: the last line is torn or does not match its hash, or the file cannot be written. Nothing is added.
+        StateError: the last line is torn or does not match its hash, the file cannot be written, or the line would be
+            longer than 8 MiB all the same. Nothing is added.
     """
     if _OWN & set(about):
         raise StateError(f"audit log: expected names other than {sorted(_OWN)}, found {sorted(_OWN & set(about))}")
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        places.private_folder(file.parent)
+        about = {_cut(key): _cut(value) for key, value in about.items()}
         with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as log:
             fcntl.flock(log, fcntl.LOCK_EX)
             end = log.seek(0, os.SEEK_END)
@@ -81,6 +91,8 @@ def append(file: Path, event: str, about: Mapping[str, Any]) -> Head:
             record = {**about, "n": before.lines, "time": now, "event": event, "previous": before.hash}
             record["hash"] = _hash(record)
             line = _canonical(record) + b"\n"
+            if len(line) > _LONGEST_LINE:
+                raise StateError(f"{file}: expected at most {_LONGEST_LINE} bytes a line, found {len(line)}; say less")
             if (written := log.write(line)) != len(line):
                 log.truncate(end)
                 raise StateError(f"{file}: expected to write {len(line)} bytes, wrote {written}; free space")
@@ -169,9 +181,10 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 
 def _last(file: Path, log: Any, end: int) -> Head:
     """The head of an open log of `end` bytes. Leaves the file position at the end."""
-    start, tail = end, b""
-    while start and tail.rstrip(b"\n").count(b"\n") == 0:
-        step = min(start, _BLOCK)
+    start, tail, step = end, b"", _BLOCK
+    while start and b"\n" not in tail[:-1]:
+        # Twice as much each time: a line of 20 MB, as older versions wrote, is read a few times and not 300 times.
+        step = min(start, 2 * step)
         start -= step
         log.seek(start)
         tail = log.read(step) + tail
@@ -180,6 +193,17 @@ def _last(file: Path, log: Any, end: int) -> Head:
         return Head()
     record = _record(tail[tail.rstrip(b"\n").rfind(b"\n") + 1 :], f"{file}, last line")
     return Head(record["n"] + 1, record["hash"])
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > _LONGEST_TEXT:
+        return f"{value[:_LONGEST_TEXT]}... ({len(value)} characters)"
+    if isinstance(value, list | tuple):
+        kept = [_cut(entry) for entry in value[:_LONGEST_LIST]]
+        return kept if len(value) <= _LONGEST_LIST else [*kept, f"... ({len(value)} entries)"]
+    if isinstance(value, Mapping):
+        return {_cut(key): _cut(entry) for key, entry in list(value.items())[:_LONGEST_LIST]}
+    return value
 
 
 def _canonical(record: Mapping[str, Any]) -> bytes:

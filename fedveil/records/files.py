@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fedveil import places
+
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Replaces a file so that a reader, or a crash, finds the old or the new one whole. Only its owner can read it."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    places.private_folder(path.parent)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

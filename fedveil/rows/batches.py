@@ -142,7 +142,9 @@ def collate(rows: Sequence[TokenRow], padding: int) -> TokenBatch:
     positions = [i * width + at - 1 for i, row in enumerate(rows) for at in range(max(1, row.start), len(row.ids))]
     wanted = [token for row in rows for token in row.ids[max(1, row.start) :]]
     tokens = sum(len(row.ids) for row in rows)
-    return TokenBatch(torch.tensor(ids), torch.tensor(mask), torch.tensor(positions), torch.tensor(wanted), tokens)
+    # torch would make floats of an empty list.
+    where, target = (torch.tensor(found, dtype=torch.int64) for found in (positions, wanted))
+    return TokenBatch(torch.tensor(ids), torch.tensor(mask), where, target, tokens)
 
 
 def order(rows: Sequence[AnyRow], batch_size: int, generator: torch.Generator, bucketing: bool) -> list[int]:

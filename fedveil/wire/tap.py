@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fedveil import places
 from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Direction
 from fedveil.errors import StateError
@@ -42,7 +43,7 @@ class Tap:
         self, data: Buffer, round_: int, attempt: int, site: str, direction: Direction, accepted: bool | None = None
     ) -> None:
         """Appends one message. The first one creates the folder, which only its owner can read."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        places.private_folder(self.folder)
         safe_site = re.sub(r"[^A-Za-z0-9_.-]", "_", site)
         seen = Seen(round_, attempt, site, direction, f"{round_:05d}.{attempt}.{safe_site}.{direction}", accepted)
         (self.folder / seen.file).write_bytes(data)

@@ -55,7 +55,7 @@ class Heights(Task):
     def encode(self, examples):
         return [float(example.values[self.column]) for example in examples]
 
-    def local(self, rows, rng, watch=unwatched):
+    def trainer(self, rows, rng, watch=unwatched):
         return ToTheMean(self.spec, rows)
 
     def evaluate(self, weights, examples, generate):
@@ -68,7 +68,7 @@ class ToTheMean:
     def __init__(self, spec, rows):
         self.spec, self.rows, self.num_examples = spec, rows, len(rows)
 
-    def train(self, weights, frozen=None):
+    def train(self, weights, frozen=None, penalty=None):
         return Trained({name: torch.full_like(w, sum(self.rows) / len(self.rows)) for name, w in weights.items()}, {})
 """
 
@@ -129,7 +129,7 @@ def test_a_method_and_a_task_of_another_package_run(ward, tmp_path):
     flat = {"method.name": "ward-average", "task.name": "heights", "task.target-column": "cm", "run.rounds": 1}
     config = parse({**flat, "method.fields": "floor = 0.25"})
     method = strategies.create(config.method.name, config.method.fields)
-    assert method.fields["floor"] == 0.25
+    assert method.floor == 0.25
     task = tasks.load(config, method.adapter, "cpu")
     rows = {f"site-{i}": task.encode(task.examples(tmp_path, "train", Share(i, 3))) for i in range(3)}
     start = method.init(task.spec, task.initial(rng.initial(0, "w")), rng.initial(0, "m"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import shutil
@@ -11,6 +10,8 @@ import sys
 import types
 import warnings
 import zipfile
+from contextlib import nullcontext
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedveil import rng
 from fedveil.console.commands.federation import app as console_app
 from fedveil.console.flower.site_process import write_guard
 from fedveil.contract.method import RoundContext
@@ -77,12 +79,13 @@ class Site:
             monkeypatch.setenv(name, "")
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         node: dict[str, object] = {"site": "north", "state-dir": str(tmp_path / "state")}
+        node |= changes.pop("node", {})
         if policy is not None:
             (tmp_path / "site-policy.toml").write_text(policy)
             node["policy"] = str(tmp_path / "site-policy.toml")
         self.fab, self.sent, self.log = fab, [], tmp_path / "state" / audit_log.NAME
-        order = {"round": 0, "is-new": True, "site": "north", "run": "r", "method": "fedavg", "fields": "{}"}
-        order |= {"log": f"3:{'ab' * 32}"}
+        order = {"round": 0, "is-new": True, "site": "north", "run": "r-0a1b2c3d", "method": "fedavg", "fields": "{}"}
+        order |= {"log": f"3:{'ab' * 32}", **changes.pop("order", {})}
         down = ArrayRecord({slices.name(0): Array("uint8", (1000,), slices.STYPE, bytes(1000))})
         content = RecordDict({"fedveil": down, "order": ConfigRecord(order)})
         message = Message(content, 7, MessageType.TRAIN)
@@ -132,7 +135,7 @@ class Site:
 
 def upload(lora_spec, lora_weights) -> bytes:
     exchange = Exchange(FedAvg(), "fedavg", lora_spec)
-    state = FedAvg().init(spec_of(lora_weights), lora_weights, None)
+    state = FedAvg().init(spec_of(lora_weights), lora_weights, rng.initial(0, "weights"))
     ctx = RoundContext(0, "north", True, b"s" * 32)
     _, parts = exchange.participate(exchange.broadcast(state, ctx), None, ToyTrainer(lora_spec, 3), ctx)
     return b"".join(parts)
@@ -142,7 +145,7 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
     tmp_path, monkeypatch, fab, lora_spec, lora_weights
 ):
     digest = hashlib.sha256(fab).hexdigest()
-    signed = {"run.signature": signature.sign(KEY, digest)}
+    signed = {"run.name": "r", "run.signature": signature.sign(KEY, "r", datetime.now(UTC).date(), digest)}
     policy = f'app-digests = ["{digest}"]\nsigners = ["{PUBLIC} of-the-consortium"]\nmethods = ["fedavg"]'
     site = Site(tmp_path, monkeypatch, fab, policy, run_config=signed)
     assert (site.install() / "client_app" / "app.py").is_file()
@@ -250,7 +253,8 @@ def test_something_else_than_an_upload_is_withheld_and_the_server_learns_no_text
     site.runtime.push_message(
         None, Message(RecordDict({"rows": ConfigRecord({"name": "Ada"})}), reply_to=site.message), None
     )
-    assert site.sent[-1].error.reason == "KeyError at the site; its log has the text"
+    assert site.sent[-1].error.reason.startswith("PolicyError: reply: expected the record fedveil alone, found 1")
+    assert "Ada" not in site.sent[-1].error.reason
 
 
 def test_where_the_log_cannot_be_written_the_run_is_refused(tmp_path, monkeypatch, fab):
@@ -260,19 +264,6 @@ def test_where_the_log_cannot_be_written_the_run_is_refused(tmp_path, monkeypatc
     with pytest.raises(Refused, match="StateError at the site"):
         site.install()
     assert not (tmp_path / "flower").exists()
-
-
-def test_a_signature_is_of_one_key_and_one_digest():
-    digest = "5f" * 32
-    text = signature.sign(KEY, digest)
-    assert signature.signer(text, digest) == PUBLIC
-    assert signature.signer(text, "5e" * 32) == ""
-    other = Ed25519PrivateKey.from_private_bytes(bytes(32))
-    assert signature.signer(" ".join([*signature.sign(other, digest).split()[:2], text.split()[2]]), digest) == ""
-    for broken in ("", "ssh-ed25519", text[:-6], text + "!", text.replace("ed25519", "rsa"), "ü"):
-        assert signature.signer(broken, digest) == ""
-    raw = base64.b64encode(KEY.sign(digest.encode())).decode()  # another statement about the same digest
-    assert signature.signer(f"{PUBLIC} {raw}", digest) == ""
 
 
 def test_the_modules_of_the_installation_make_room_for_the_bundles():
@@ -310,9 +301,14 @@ def test_the_console_names_the_digest_that_flower_would_send(app, fab, tmp_path,
     (tmp_path / "key").write_bytes(
         KEY.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
     )
-    assert main(["app", "sign", "--key", str(tmp_path / "key"), str(tmp_path / "toy.fab")]) == 0
-    text = capsys.readouterr().out.strip()
-    assert signature.signer(json.loads(text.partition("=")[2]), hashlib.sha256(fab).hexdigest()) == PUBLIC
+    sign = ["app", "sign", "--run", "first", "--until", "2999-12-31", "--key"]
+    assert main([*sign, str(tmp_path / "key"), str(tmp_path / "toy.fab")]) == 0
+    name, text = (json.loads(line.partition("=")[2]) for line in capsys.readouterr().out.splitlines())
+    assert name == "first"
+    assert signature.signer(text, "first", hashlib.sha256(fab).hexdigest(), date(2999, 12, 31)) == PUBLIC
     assert main(["app", "digest", str(tmp_path / "none")]) == 2
-    assert main(["app", "sign", "--key", str(ROOT / "pyproject.toml"), str(tmp_path / "toy.fab")]) == 2
+    assert main([*sign, str(ROOT / "pyproject.toml"), str(tmp_path / "toy.fab")]) == 2
+    for arguments in (["--run", "a/b"], ["--until", "2001-01-01"], ["--until", "soon"]):
+        with pytest.raises(SystemExit) if "--until" in arguments else nullcontext():
+            assert main([*sign, str(tmp_path / "key"), str(tmp_path / "toy.fab"), *arguments]) == 2
     assert zipfile.is_zipfile(tmp_path / "toy.fab")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import zlib
 
 import pytest
 import torch
+import xxhash
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
@@ -135,20 +137,33 @@ def flip(data: bytes) -> bytes:
     return bytes(damaged)
 
 
-def repacked(change_payload=lambda p: p, num_examples=3, round_=None, version=1):
+def claiming(num_examples):
+    """A reply whose header claims so many examples; the library itself would not pack it."""
+
+    def change(data: bytes) -> bytes:
+        end = 16 + int.from_bytes(data[4:8], "little")
+        content = {**json.loads(zlib.decompress(data[16:end])), "num_examples": num_examples}
+        header = zlib.compress(json.dumps(content).encode())
+        prefix = data[:4] + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1]
+        return prefix + header + bytes(-len(header) % 8) + data[end + -end % 8 :]
+
+    return rebuilt(change)
+
+
+def repacked(change_payload=lambda p: p, round_=None, version=1):
     """A reply packed anew, as a hostile or broken site could pack it."""
 
     def change(data: bytes) -> bytes:
         exchange = Exchange(FedAvg(), "fedavg", SPEC)
         message = exchange.receive(data, 0)
         payload = change_payload(message.payload)
-        return pack(_layout_of(payload), Stamp("fedavg", version, round_ or 0, "up"), payload, num_examples)
+        return pack(_layout_of(payload), Stamp("fedavg", version, round_ or 0, "up"), payload, 3)
 
     return rebuilt(change)
 
 
 def _layout_of(payload):
-    down = Layout(FedAvg().layout({n: torch.empty(s) for n, s in SHAPES.items()}).fields)  # type: ignore[misc]
+    down = Layout(FedAvg().layout(SPEC).fields)
     ups = [Field(n, "up", Dense(v.dtype), tuple(v.shape)) for n, v in payload.fields.items()]
     return Layout(tuple(f for f in down.fields if f.direction == "down") + tuple(ups))
 
@@ -176,10 +191,10 @@ BAD = {
     ),
     "name": (repacked(replace(name="patients", value=torch.zeros(2))), "patients: expected no such field"),
     "missing": (repacked(replace(drop=True)), "h.1.lora_A: expected this field up"),
-    "zero examples": (repacked(num_examples=0), "num_examples: expected a whole number from 1 to 100000000, found 0"),
-    "negative examples": (repacked(num_examples=-1), "found -1"),
-    "nan examples": (repacked(num_examples=float("nan")), "found nan"),
-    "huge examples": (repacked(num_examples=1e12), "found 1000000000000.0"),
+    "zero examples": (claiming(0), "num_examples: expected a whole number from 1 to 100000000, found 0"),
+    "negative examples": (claiming(-1), "found -1"),
+    "nan examples": (claiming(float("nan")), "found nan"),
+    "huge examples": (claiming(1e12), "found 1000000000000.0"),
     "another round": (repacked(round_=7), "round: expected 0, found 7"),
     "another version": (repacked(version=2), "version: expected 1, found 2"),
     "truncated": (rebuilt(lambda d: d[:-40]), "message: expected .* bytes as its header declares, found"),

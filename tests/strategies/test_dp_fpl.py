@@ -17,6 +17,7 @@ from fedveil.contract.budget import Neighbours, Plan
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.contract.spec import TensorSpec
+from fedveil.contract.trainer import Batch
 from fedveil.errors import BudgetError, ConfigError, WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
@@ -201,7 +202,7 @@ def test_the_servers_noise_has_the_nominal_size(mode, monkeypatch):
 
 def test_an_empty_poisson_batch_is_a_step_of_noise_alone(monkeypatch):
     local = local_of(12)
-    monkeypatch.setattr(type(local.rows), "batches", lambda *a: [type("B", (), {"rows": ()})()])
+    monkeypatch.setattr(type(local.rows), "batches", lambda *a: [Batch(())])
     private, up = turn(make(noise_local=0.0, noise_global=0.0), local, State({"prompt": prompt(2)}))
     assert not up.fields["prompt"].any()
     assert torch.equal(private.tensors["prompt"], prompt(2))

@@ -12,7 +12,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from fedveil.attacks import findings
@@ -21,7 +20,9 @@ from fedveil.attacks.findings import Finding
 from fedveil.attacks.samples import Source
 from fedveil.config import parse
 from fedveil.console.runs.folder import load
+from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError, StateError
+from fedveil.foreign import shown
 from fedveil.records.files import write_atomic
 
 
@@ -53,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Attacks the run, prints a table and writes RUN/audit.json."""
-    console = Console(highlight=False)
+    console = terminal()
 
     def say(text: str) -> None:
-        console.print(text, markup=False, style="dim")
+        console.print(text, style="dim")
 
     found = load(args.folder)
     if "config" not in found.config:
@@ -70,19 +71,19 @@ def run(args: argparse.Namespace) -> int:
     console.width = max(console.width, 150)
     console.print(table(result.findings, found.name))
     for note in result.notes:
-        console.print(f"- {note}", markup=False)
+        console.print(f"- {shown(note, 2000)}")
     console.print(f"Result: {file}; fedveil report {args.folder} shows it", soft_wrap=True)
     return 0
 
 
 def table(found: Sequence[Finding], name: str) -> Table:
     """The findings, a row each."""
-    shown = Table("model", "attack", title=f"{name}: membership attacks (95 % intervals)")
+    listed = Table("model", "attack", title=f"{shown(name, 80)}: membership attacks (95 % intervals)")
     for head in ("AUROC", "TPR at 1 % FPR", "TPR at 0.1 % FPR", "epsilon at least", "members / non-members", "0.5"):
-        shown.add_column(head, justify="right")
+        listed.add_column(head, justify="right")
     last = ""
     for f in found:
-        shown.add_row(
+        listed.add_row(
             f.model if f.model != last else "",
             f.attack,
             *(_interval(value) for value in (f.auroc, f.tpr_at_1, f.tpr_at_01)),
@@ -91,11 +92,11 @@ def table(found: Sequence[Finding], name: str) -> Table:
             f.verdict,
         )
         last = f.model
-    return shown
+    return listed
 
 
 def _interval(value: Sequence[float]) -> str:
-    return "{:.3f} \\[{:.3f}, {:.3f}]".format(*value)
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*value)
 
 
 def _named(text: str) -> tuple[str, Path]:

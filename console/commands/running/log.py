@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from fedveil.errors import ConfigError
+from fedveil.foreign import shown
 from fedveil.records import audit_log
 from fedveil.records.audit_log import Head
 
@@ -72,7 +73,7 @@ def _show(args: argparse.Namespace) -> int:
     for line in audit_log.read(args.file):
         about = {key: value for key, value in line.items() if key not in ("n", "time", "event", "previous", "hash")}
         fields = about.pop("fields", None)
-        words = [f"{key}={value}" for key, value in about.items() if value not in ("", None)]
+        words = [f"{shown(key, 80)}={shown(value)}" for key, value in about.items() if value not in ("", None)]
         words += [f"fields={len(fields)}"] if fields is not None else []
-        print(f"{line['n']:>5} {line['time']} {line['event']:<9} {' '.join(words)}")
+        print(f"{line['n']:>5} {shown(line['time'], 40)} {shown(line['event'], 40):<9} {' '.join(words)}")
     return 0

@@ -15,6 +15,7 @@ from fedveil.console.provisioning.federation import Members
 from fedveil.console.provisioning.presence import absent
 from fedveil.console.runs.folder import load
 from fedveil.errors import FedVeilError
+from fedveil.foreign import shown
 
 _SILENT_SECONDS = 1800.0
 
@@ -45,21 +46,21 @@ def runs(folder: Path, now: float | None = None) -> tuple[list[str], bool]:
         return [f"no run under {folder}"], True
     lines, well = [], True
     for file in files:
-        name = str(file.parent.relative_to(folder))
+        name = shown(file.parent.relative_to(folder), 200)
         try:
             found = load(file.parent)
         except FedVeilError as error:
-            lines.append(f"{name:<24} cannot be read: {error}")
+            lines.append(f"{name:<24} cannot be read: {shown(error)}")
             well = False
             continue
-        state = str(found.status.get("state", "unknown"))
+        state = shown(found.status.get("state", "unknown"), 20)
         quiet = (now or time.time()) - max(f.stat().st_mtime for f in file.parent.iterdir())
         if state == "running" and quiet > _SILENT_SECONDS:
             state = "silent"
         well &= state in ("running", "completed")
-        done = f"{found.rounds_done}/{found.status.get('rounds', '?')} rounds"
+        done = f"{found.rounds_done}/{shown(found.status.get('rounds', '?'), 20)} rounds"
         why = found.status.get("reason") or _last_failures(found.attempts)
-        why = _silent(quiet) if state == "silent" else why
+        why = _silent(quiet) if state == "silent" else shown(why)
         lines.append(f"{name:<24} {state:<10} {done:<14} {why}".rstrip())
     return lines, well
 

@@ -15,6 +15,7 @@ from fedveil.console.flower.command_line import Flower
 from fedveil.console.run_config import overrides
 from fedveil.console.runs.ending import until_ended
 from fedveil.console.runs.folder import load
+from fedveil.foreign import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _said(attempt: dict[str, Any]) -> str:
-    failed = "".join(f"; {site}: {reason}" for site, reason in attempt.get("failed", {}).items())
+    failed = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in attempt.get("failed", {}).items())
     accepted = f"{len(attempt['accepted'])} of {len(attempt['cohort'])} sites"
     cost = f"{attempt['seconds']:.0f} s, up {attempt['upload_bytes']:,} bytes"
     return f"round {attempt['round']}: {accepted}, {cost}{failed}"

@@ -18,12 +18,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from fedveil.console.flower.command_line import CONNECTION, Flower
 from fedveil.console.runs.ending import until_ended
 from fedveil.console.runs.folder import load
 from fedveil.console.runs.progress import RunProgress
+from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
 
 
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 def _watched(args: argparse.Namespace, folder: Path, number: str, flower: Flower | None) -> tuple[int, str]:
     if number and flower is not None:
         return until_ended(dict, lambda: flower.run_status(number), args.timeout)
-    shown = Console(highlight=False)
+    shown = terminal()
     with RunProgress(shown, folder, folder.name, int(load(folder).status.get("rounds", 1))) as progress:
 
         def read() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from fedveil.console.provisioning import checks
 from fedveil.console.provisioning.checks import Check
 from fedveil.console.run_config import overrides
 from fedveil.errors import ConfigError
+from fedveil.foreign import shown
 from fedveil.records import audit_log
 
 _CONTROL_PORT = 8000
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.health:
         found.append(checks.health(args.health))
     for finding in found:
-        print(f"{finding.verdict:<5} {finding.name:<22} {finding.text}")
+        print(f"{finding.verdict:<5} {finding.name:<22} {shown(finding.text)}")
     return int(any(finding.verdict == "fail" for finding in found))
 
 

@@ -25,6 +25,7 @@ from fedveil.contract.layout import Direction, Field
 from fedveil.contract.method import REPORT_FIELDS, fields_of
 from fedveil.errors import PolicyError
 from fedveil.federation.exchange import Exchange
+from fedveil.foreign import shown
 from fedveil.guard import signature
 from fedveil.privacy.dp_sgd import DpSgd, claim_of
 from fedveil.privacy.promised import epsilon
@@ -54,13 +55,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     task = tasks.load(config, method.adapter, "cpu")
     exchange = Exchange(method, config.method.name, task.spec)
-    print("\n".join(explained(exchange, config, args.delta)))
+    print("\n".join(shown(line, 4000) for line in explained(exchange, config, args.delta)))
     if args.policy is None:
         return 0
     try:
         _permit(args.policy, args.app, exchange, config)
     except PolicyError as error:
-        print(f"\nThis site's policy FORBIDS it: {error}")
+        print(f"\nThis site's policy FORBIDS it: {shown(error, 2000)}")
         return 1
     print(f"\nThis site's policy permits it: {args.policy}")
     return 0
@@ -139,7 +140,7 @@ def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfi
     bundle = policies.Bundle()
     if read.app_digests is not None or read.signers is not None:
         digest = hashlib.sha256(built(app)).hexdigest()
-        bundle = policies.Bundle(digest, signature.signer(config.run.signature, digest))
+        bundle = policies.Bundle(digest, signature.signer(config.run.signature, config.run.name, digest))
     fields = json.dumps(fields_of(exchange.method))
     order = Order(0, True, "site", "explain", exchange.name, fields)
     down, up = largest(exchange, "down"), largest(exchange, "up")

@@ -14,8 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from fedveil import places
 from fedveil.client_app.site.node_config import parse_site
 from fedveil.console.flower.machine import free_ports, toml
 from fedveil.console.flower.processes import Processes, environment
@@ -23,7 +22,9 @@ from fedveil.console.flower.programs import ONLINE, supernode
 from fedveil.console.flower.site_process import guarded, start_spare, write_guard
 from fedveil.console.provisioning import enrol
 from fedveil.console.runs.workers import described, follow, workers
+from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
+from fedveil.foreign import shown
 
 _STATE = Path("~/.local/state/fedveil")
 _POLL_SECONDS = 0.5
@@ -97,7 +98,7 @@ def _start(args: argparse.Namespace) -> int:
             "--policy: expected a policy file, or --permit-everything in place of one, found "
             f"{'both' if args.policy else 'neither'}; `fedveil explain --permits` prints what a run needs"
         )
-    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    places.private_folder(state).chmod(0o700)  # also one that was there before
     config = state / f"{args.name}.toml"
     config.write_text(toml(node))
     (state / "logs").mkdir(mode=0o700, exist_ok=True)
@@ -150,7 +151,7 @@ def _init(args: argparse.Namespace) -> int:
     words = sys.stderr if args.print else sys.stdout
     if args.print:
         print(request.read_text())
-    print(f"site {about['site']} of {about['federation']}: key made; it stays here", file=words)
+    print(f"site {shown(about['site'], 80)} of {shown(about['federation'], 80)}: key made; it stays here", file=words)
     print(f"send {request.name} to the operator, and read them this over the telephone: {fingerprint}", file=words)
     return 0
 
@@ -163,7 +164,7 @@ def _guard(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    console = Console(highlight=False)
+    console = terminal()
     if args.follow:
         try:
             follow(console, args.state_dir)
@@ -175,5 +176,5 @@ def _status(args: argparse.Namespace) -> int:
         print(f"no worker under {args.state_dir.expanduser()}: none has had a turn yet, or its idle time is over")
         return 1
     for worker in found:
-        console.print(described(worker), markup=False, soft_wrap=True)
+        console.print(described(worker), soft_wrap=True)
     return 0

@@ -25,7 +25,9 @@ from fedveil.console.run_config import overrides
 from fedveil.console.runs import folder as runs
 from fedveil.console.runs import summary
 from fedveil.console.runs.progress import RunProgress
+from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
+from fedveil.foreign import shown
 
 DATA = places.folder("data/e2e")
 RUN_TIMEOUT = 1800.0
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     methods, settings = _methods(args.methods), SETTINGS | overrides(None, args.set)
     if args.set:
         _check(methods, settings)
-    console, out, started = Console(highlight=False), args.out.absolute(), time.monotonic()
+    console, out, started = terminal(), args.out.absolute(), time.monotonic()
     console.print(f"Starting one SuperLink and {args.sites} SuperNodes: gRPC, TLS, node authentication")
     data = Path(settings.get("task.data", DATA))
     federation = LocalFederation([LocalSite(f"site-{i}", data) for i in range(args.sites)])
@@ -109,12 +111,12 @@ def _run_method(
 
 
 def _explain(federation: LocalFederation, run: int, method: str, ended: Ended, out: Path) -> None:
-    print(f"error: {method} failed: {ended.reason}", file=sys.stderr)
+    print(f"error: {method} failed: {shown(ended.reason)}", file=sys.stderr)
     for site in federation.sites:
         if reason := federation.last_error(site):
-            print(f"{site}: {reason}", file=sys.stderr)
+            print(f"{site}: {shown(reason)}", file=sys.stderr)
     print(f"The ServerApp's last lines (every log is in {out / 'logs'}):", file=sys.stderr)
-    print(federation.server_log(run), file=sys.stderr)
+    print("\n".join(map(shown, federation.server_log(run).splitlines())), file=sys.stderr)
 
 
 def _results(console: Console, out: Path, methods: list[str]) -> None:

@@ -174,3 +174,14 @@ def test_a_wire_of_half_precision_comes_back_in_fp32(dtype, walk, lora_spec, lor
         rebuilt = rebuild(view, "a", before[-1]).weights
         assert {w.dtype for w in rebuilt.values()} == {torch.float32}
         assert all(torch.equal(rebuilt[n], w.to(getattr(torch, dtype)).float()) for n, w in history["a"][-1][1].items())
+
+
+@pytest.mark.parametrize("bits,most", [(0, 0.0), (8, 0.01), (4, 0.15)])
+def test_a_coded_factor_is_read_as_the_method_reads_it(walk, lora_spec, lora_weights, bits, most):
+    """Eight bits hide less than a percent of the factor; a payload of codes is no reason to attack nothing."""
+    _, view, history, before = walk("fedrand", lora_spec, lora_weights, f"upload_bits = {bits}")
+    for site in SITES:
+        rebuilt = latest(view, site, before[-1])
+        for name, round_ in rebuilt.seen.items():
+            true = dict(history[site])[round_][name]
+            assert float((rebuilt.weights[name] - true).norm() / true.norm()) <= most

@@ -87,7 +87,7 @@ def test_what_a_server_could_set_unseen_is_refused(key, value, policy, tmp_path)
         ("[8, 32]", "train.batch-size", [8, 32], [16, 9]),
         ("{min = 8, max = 32}", "train.batch-size", [8, 32], [7, 33]),
         ("{max = 1e-3}", "train.learning-rate", [1e-3, 1e-9], [2e-3]),
-        ('{pattern = "pilot-[0-9]+"}', "run.name", ["pilot-1"],
+        ('{pattern = "pilot-[0-9]+"}', "task.target-column", ["pilot-1"],
          ["pilot-", "xpilot-1", "pilot-1\n", "pilot-" + "1" * 9999]),
         ("true", "run.deterministic", [True], [False]),
         ('{min = 0.5}', "method.fields.rho", [0.5, 1], [0.4, True, "x"]),

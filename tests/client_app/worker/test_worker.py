@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 
+from fedveil import rng
 from fedveil.client_app.site.assignment import Assignment, Order
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.site.private import PrivateStore
@@ -74,7 +75,7 @@ class Bench:
         entries = json.loads((self.data / "orders.json").read_text()).get("entries", 1000)
         spec = {"h.lora_A": TensorSpec((1, 5)), "h.lora_B": TensorSpec((entries, 1))}
         exchange = Exchange(FedRand(rho=0.0), "fedrand", spec)
-        state = exchange.method.init(spec, {n: torch.ones(t.shape) for n, t in spec.items()}, None)
+        state = exchange.method.init(spec, {n: torch.ones(t.shape) for n, t in spec.items()}, rng.initial(0, "weights"))
         return exchange.broadcast(state, RoundContext(round_, "north", round_ == 0, b"s" * 32))
 
     def turn(self, round_=0, run="first", owner=HERE, app=None, **site) -> bytes:

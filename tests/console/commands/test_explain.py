@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedveil import strategies
+from fedveil import rng, strategies
 from fedveil.config import parse
 from fedveil.console.commands.site import explain
 from fedveil.console.main import main
@@ -24,7 +24,7 @@ from tests.conftest import ToyTrainer
 def test_the_largest_upload_is_what_is_sent_or_a_bound_of_it(name, fields, lora_spec, lora_weights):
     method = strategies.create(name, fields)
     exchange = Exchange(method, name, lora_spec)
-    server = method.init(spec_of(lora_weights), lora_weights, None)
+    server = method.init(spec_of(lora_weights), lora_weights, rng.initial(0, "weights"))
     sizes = []
     for seed in range(4):
         ctx = RoundContext(0, "north", True, bytes([seed]) * 32)

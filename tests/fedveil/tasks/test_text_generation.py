@@ -194,7 +194,7 @@ def test_every_row_comes_once_an_epoch_and_max_steps_caps(rows):
     assert len(set(first)) == 13
     assert first != second
     capped = make(train__batch_size=5, train__epochs=2, train__max_steps=4)
-    assert len(list(capped.local(task.encode(numbered), Stream(KEY))._batches())) == 4
+    assert len(list(capped.trainer(task.encode(numbered), Stream(KEY))._batches())) == 4
 
 
 @pytest.mark.parametrize("adapter", [Lora(), AllWeights()])
@@ -329,7 +329,7 @@ def test_bf16_computes_coarsely_and_keeps_fp32_weights(task, rows):
     rounded = coarse.evaluate(weights, rows, False)["loss"]
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=0.02)
-    assert coarse.local(task.encode(rows), Stream(KEY)).train(weights).report["steps"] == 2
+    assert coarse.trainer(task.encode(rows), Stream(KEY)).train(weights).report["steps"] == 2
 
 
 _SCRIPT = """

@@ -18,7 +18,6 @@ from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.sums import Sums, Terms, weighted
 from fedveil.contract.trainer import Trainer
 from fedveil.federation.exchange import Exchange
-from fedveil.models import attach
 from fedveil.rng import Stream
 from fedveil.wire.payloads import dense_fields, tensors_of
 from tests.conftest import ROOT
@@ -64,7 +63,7 @@ class FedProx(Method):
 
 def by_hand(task, rows, start: Weights, batches: list[list[list[int]]]) -> dict[str, torch.Tensor]:
     """AdamW on the loss over all batches of a step, and the proximal term once a step."""
-    attach.put(start, task.trained)
+    task.put(start)
     optimiser = torch.optim.AdamW(list(task.trained.values()), lr=1e-2, weight_decay=1e-6)
     for step in batches:
         collated = [task.collate([rows[i] for i in batch]) for batch in step]
