@@ -17,7 +17,7 @@ from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.task import Examples, Origin, Rows, Share, Task, Watch, unwatched
 from fedveil.contract.trainer import Trainer
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, checked_claim
 from fedveil.privacy.metered import MeteredRows, RowsOnly
@@ -101,6 +101,10 @@ class Turns:
         if self._loaded is None:
             order = assignment.order
             method = strategies.create_from_json(order.method, order.fields)
+            config = assignment.config
+            if assignment.site.policy and method != strategies.create(config.method.name, config.method.fields):
+                # The policy has judged the run config's fields, without a method's code.
+                raise PolicyError("order.fields: expected those of the run config, found others; submit the run anew")
             task = tasks.load(assignment.config, method.adapter, assignment.site.device)
             self._loaded = task, Exchange(method, order.method, task.spec)
         return self._loaded

@@ -32,6 +32,15 @@ models = ["tiny"]
 app-digests = ["$(cat /handover/app-digest)"]
 max-rounds = 10
 max-bytes-a-round = 50_000_000
+
+[permits]
+"train.batch-size" = {min = 4, max = 64}
+"train.learning-rate" = {min = 1e-5, max = 1e-2}
+"train.max-steps" = {min = 1, max = 100}
+"cohort.sites" = {min = 2, max = 10}
+"task.evaluation" = "/data"
+"evaluate.max-examples" = {min = 1, max = 1000}
+"run.name" = {pattern = "[a-z0-9-]+"}
 POLICY
   # The three share one folder of rows: each takes a third.
   sed -i 's:/kit/site-policy.toml:/secret/site-policy.toml:' node-config.toml

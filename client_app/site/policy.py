@@ -16,13 +16,16 @@ refuses.
     app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
     signers = ["ssh-ed25519 AAAA..."]        # who may have signed the bundle: `fedveil app sign`
     hours = ["20:00-06:00"]                  # by this machine's clock; a turn must begin in one of these windows
+    [permits]                                # all other keys of the run config (permits.py); comes last in the file
+    "train.batch-size" = 16
 
 | case | what happens |
 |---|---|
 | the node config names no file | everything is permitted but a round that was served before (served.py); only the
   guard's entry point in the image refuses |
 | the file is missing, is not TOML, has an unknown key or a value of another type | PolicyError |
-| a key is absent | it restricts nothing |
+| a key is absent | it restricts nothing; but a key of the run config that neither it nor [permits] names must have its
+  default |
 | an empty list | nothing is permitted |
 | several keys | all of them must hold: a signed bundle whose digest is not listed is refused |
 | app-digests or signers, and the guard has not checked the bundle | PolicyError: only the guard can check it |
@@ -49,9 +52,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fedveil import places
+from fedveil.client_app.site import permits as run_keys
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.site.served import Served
@@ -83,6 +87,24 @@ class Policy(BaseModel):
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
     hours: list[Annotated[str, Field(pattern=_WINDOW)]] | None = None
+
+    permits: dict[str, run_keys.Permit] = {}
+
+    @field_validator("permits", mode="before")
+    @classmethod
+    def _whole_keys(cls, table: object) -> object:
+        return run_keys.flattened(table)
+
+    @property
+    def named(self) -> set[str]:
+        """Keys of the run config that a key of this policy bounds."""
+        bounds = {
+            "method.name": self.methods, "task.name": self.tasks, "task.model": self.models,
+            "run.rounds": self.max_rounds, "run.signature": self.signers, "run.name": self.signers,
+            "dp.noise": self.min_noise,
+            "dp.epsilon": self.max_epsilon,
+        }  # fmt: skip
+        return {key for key, bound in bounds.items() if bound is not None}
 
     @property
     def budget(self) -> Budget:
@@ -128,6 +150,7 @@ def check(
     _require_bytes(policy, down_bytes, "in the server's message alone")
     _require_hour(policy, now or datetime.now())
     _require_noise(config, policy.min_noise)
+    run_keys.check(policy.permits, policy.named, config)
     if policy.max_epsilon is not None:
         _require_epsilon(assignment, policy.max_epsilon, policy.delta)
 

@@ -37,6 +37,8 @@ min-batch = 4
 # delta = 1e-5                          # what the site's privacy ledger judges by, beside what a run claims
 # neighbours = "replace-one"
 # hours = ["20:00-06:00"]
+# [permits]                             # all other keys of the run config; this table comes last in the file
+# "train.batch-size" = {min = 8, max = 64}
 """
 
 _README = """\

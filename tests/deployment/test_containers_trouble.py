@@ -15,6 +15,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
+from fedveil.client_app.site import permits
+from fedveil.config import parse
 from fedveil.console.commands.federation import app
 from fedveil.console.flower.machine import free_ports
 from fedveil.console.main import main
@@ -102,7 +104,8 @@ class Hosts:
         text = text.replace("models = []", 'models = ["tiny"]').replace(
             "app-digests = []", f'app-digests = ["{digest}"]'
         )
-        (self.kit(site) / "site-policy.toml").write_text(text)
+        text = text.replace("min-examples = 100", "min-examples = 2").replace("min-batch = 4", "min-batch = 1")
+        (self.kit(site) / "site-policy.toml").write_text(f"{text}\n{permits.needed(parse(SETTINGS))}\n")
 
     def online(self, *sites: str) -> bool:
         shown = self.operator("fedveil", "status", str(self.made / "none"), "--federation", str(self.made), check=False)

@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 
+from fedveil.client_app.site import permits
+from fedveil.config import parse
 from fedveil.console.commands.federation import app as console_app
 from fedveil.console.flower.local_federation import LocalFederation, LocalSite
 from fedveil.console.main import main
@@ -36,8 +38,10 @@ def test_sites_refuse_what_they_do_not_permit_before_its_code_runs(tmp_path, cap
         "other-method": f'app-digests = ["{digest}"]\nmethods = ["fedrand"]',
     }
     sites = []
+    overrides = CONFIG | {"run.dir": str(tmp_path / "runs")}
+    needed = permits.needed(parse(overrides | {"run.name": "first"}))
     for name, text in policies.items():
-        (tmp_path / f"{name}.toml").write_text(text)
+        (tmp_path / f"{name}.toml").write_text(f"{text}\n{needed}")
         sites.append(LocalSite(name, DATA, (("policy", str(tmp_path / f"{name}.toml")), ("num-partitions", 3))))
     changed = tmp_path / "changed"
     for part in ("client_app", "fedveil", "server_app", "strategies"):
@@ -49,7 +53,6 @@ def test_sites_refuse_what_they_do_not_permit_before_its_code_runs(tmp_path, cap
         f"open({str(marker)!r}, 'w').close()\n" + shim.read_text().replace("from __future__ import annotations\n", "")
     )
     with LocalFederation(sites, tmp_path / "federation") as federation:
-        overrides = CONFIG | {"run.dir": str(tmp_path / "runs")}
         ended = federation.wait(federation.run(ROOT, overrides | {"run.name": "first"}), timeout=150)
         assert ended.completed, ended.reason
         refused = federation.wait(federation.run(changed, overrides | {"run.name": "second"}), timeout=150)

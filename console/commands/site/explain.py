@@ -13,6 +13,7 @@ import math
 from pathlib import Path
 
 from fedveil import strategies, tasks
+from fedveil.client_app.site import permits
 from fedveil.client_app.site import policy as policies
 from fedveil.client_app.site.assignment import Assignment, Order
 from fedveil.client_app.site.node_config import Site
@@ -39,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", type=Path, help="this site's policy: says whether it permits the run")
     parser.add_argument("--app", type=Path, default=None, help="the app that would run, where the policy names digests")
     parser.add_argument("--delta", type=float, default=1e-5, help="at which epsilon is stated; default 1e-5")
+    parser.add_argument(
+        "--permits", action="store_true", help="print only what a site's policy must have under [permits]"
+    )
     parser.set_defaults(run=run)
 
 
@@ -46,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     """0; 1 where the policy forbids the run."""
     config = parse(overrides(args.config, args.set))
     method = strategies.create(config.method.name, config.method.fields)
+    if args.permits:
+        print(permits.needed(config))
+        return 0
     task = tasks.load(config, method.adapter, "cpu")
     exchange = Exchange(method, config.method.name, task.spec)
     print("\n".join(shown(line, 4000) for line in explained(exchange, config, args.delta)))

@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--name", required=True, help="the site's name, as registered")
     start.add_argument("--data", default="", help="folder of the site's rows; else the run config names it")
     start.add_argument("--policy", default="", help="TOML file that says what the site permits")
+    start.add_argument(
+        "--permit-everything", action="store_true", help="run whatever the server sends, in place of a policy"
+    )
     start.add_argument("--device", default="auto", help='"auto", "cpu", "cuda" or "cuda:1"')
     start.add_argument(
         "--worker-idle-seconds", type=float, default=900.0, help="a worker without a turn ends after so long"
@@ -103,6 +106,11 @@ def _start(args: argparse.Namespace) -> int:
     node |= {key: str(Path(value).absolute()) for key in ("data", "policy") if (value := getattr(args, key))}
     node |= {"worker-idle-seconds": args.worker_idle_seconds, "worker-memory-mb": args.worker_memory_mb}
     site = parse_site(node)
+    if bool(args.policy) == args.permit_everything:
+        raise ConfigError(
+            "--policy: expected a policy file, or --permit-everything in place of one, found "
+            f"{'both' if args.policy else 'neither'}; `fedveil explain --permits` prints what a run needs"
+        )
     places.private_folder(state).chmod(0o700)  # also one that was there before
     config = state / f"{args.name}.toml"
     config.write_text(toml(node))

@@ -11,12 +11,13 @@ import torch
 from fedveil import rng, strategies, tasks
 from fedveil.client_app import app as client
 from fedveil.client_app import turn
+from fedveil.client_app.site import permits
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.worker import link
 from fedveil.config import parse
 from fedveil.contract.budget import Neighbours, Plan
 from fedveil.contract.method import RoundContext
-from fedveil.errors import BudgetError, ConfigError
+from fedveil.errors import BudgetError, ConfigError, PolicyError
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy import accounting
 from fedveil.server_app.app import prepare
@@ -33,7 +34,9 @@ def assignment(tmp_path, round_=0, run="r", deterministic=False, **fields) -> As
         "round": round_, "is-new": round_ == 0, "site": "s", "run": run, "method": "dp_fpl",
         "fields": json.dumps({**FIELDS, **fields}),
     }  # fmt: skip
+    text = "\n".join(f"{k} = {json.dumps(v)}" for k, v in {**FIELDS, **fields}.items() if k != "adapter")
     config = {"method.name": "dp_fpl", "train.batch-size": 4, "run.deterministic": deterministic}
+    config["method.fields"] = f"{text}\nadapter.length = {LENGTH}"
     return Assignment.of(order, config, {"state-dir": str(tmp_path / "state"), "data": str(tmp_path / "data")})
 
 
@@ -149,8 +152,8 @@ def test_a_server_gains_no_budget_by_another_relation(tmp_path, take):
 
 def test_a_site_may_judge_by_another_relation_or_delta(tmp_path, take):
     def asked(text, **fields):
-        (tmp_path / "policy.toml").write_text(text)
         found = assignment(tmp_path, **fields)
+        (tmp_path / "policy.toml").write_text(f"{text}\n{permits.needed(found.config)}")
         return replace(found, site=found.site.model_copy(update={"policy": str(tmp_path / "policy.toml")}))
 
     disjoint = asked('neighbours = "add-or-remove-one"')
@@ -162,3 +165,13 @@ def test_a_site_may_judge_by_another_relation_or_delta(tmp_path, take):
     with pytest.raises(BudgetError, match="at delta 1e-09"):
         take(asked('neighbours = "add-or-remove-one"\ndelta = 1e-9', **fields))
     take(asked('neighbours = "add-or-remove-one"', **fields))
+
+
+def test_under_a_policy_the_order_s_fields_are_those_that_the_policy_has_judged(tmp_path, take):
+    """A policy reads the run config; what trains is made from the order."""
+    honest = assignment(tmp_path)
+    (tmp_path / "policy.toml").write_text(permits.needed(honest.config))
+    site = honest.site.model_copy(update={"policy": str(tmp_path / "policy.toml")})
+    take(replace(honest, site=site))
+    with pytest.raises(PolicyError, match="order.fields: expected those of the run config"):
+        take(replace(honest, site=site, order=assignment(tmp_path, noise_local=1e-9).order))

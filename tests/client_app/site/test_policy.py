@@ -152,7 +152,7 @@ def test_a_truth_is_not_a_number_of_examples(tmp_path):
 
 def test_an_upload_of_too_few_examples_does_not_leave(tmp_path, monkeypatch):
     task = use_toy_task(monkeypatch)
-    (tmp_path / "site-policy.toml").write_text("min-examples = 5")
+    (tmp_path / "site-policy.toml").write_text("min-examples = 5\n[permits]\nrun.deterministic = true")
     grid = LocalGrid(client.app, ["north", "south", "west"], tmp_path / "state", {"run.deterministic": True})
     policy = {"policy": str(tmp_path / "site-policy.toml")}
     grid.node_config = {"west": policy, "south": policy}  # of 5 and of 4 rows
@@ -206,7 +206,7 @@ def test_an_epsilon_that_cannot_be_had_closes_the_site(tmp_path):
     ],
 )
 def test_a_site_may_ask_for_noisy_steps(config, permitted, tmp_path):
-    asked = assignment(tmp_path, "min-noise = 1.0", config=config)
+    asked = assignment(tmp_path, 'min-noise = 1.0\n[permits]\n"dp.clip" = 1.0', config=config)
     if permitted:
         check(asked)
     else:

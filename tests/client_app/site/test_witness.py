@@ -9,7 +9,7 @@ import pytest
 from fedveil import rng, strategies, tasks
 from fedveil.client_app import turn
 from fedveil.client_app.app import public_reason
-from fedveil.client_app.site import policy
+from fedveil.client_app.site import permits, policy
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.site.witness import Witness
@@ -37,9 +37,9 @@ def data(tmp_path_factory):
 
 def upload(data, at, text: str, **config) -> bytes:
     """What leaves the site in a turn under the policy `text`."""
-    (at / "policy.toml").write_text(text)
-    flat = {"method.name": "fedavg", "task.max-tokens": 32, **{k.replace("__", "."): v for k, v in config.items()}}
+    flat = {"method.name": "fedavg", "task.max-tokens": 32, **config}
     parsed = parse(flat)
+    (at / "policy.toml").write_text(f"{text}\n{permits.needed(parsed)}")
     method = strategies.create(parsed.method.name, parsed.method.fields)
     task = tasks.load(parsed, method.adapter, "cpu")
     exchange = Exchange(method, parsed.method.name, task.spec)

@@ -40,7 +40,8 @@ def test_the_largest_upload_is_what_is_sent_or_a_bound_of_it(name, fields, lora_
 
 def test_a_run_in_plain_words(tmp_path, capsys):
     policy = tmp_path / "site-policy.toml"
-    policy.write_text('methods = ["fedrand"]\nmax-bytes-a-round = 10_000_000')
+    permits = "max-rounds = 9\n[permits]\ncohort.fraction = {min = 0.5}"
+    policy.write_text(f'methods = ["fedrand"]\nmax-bytes-a-round = 10_000_000\n{permits}')
     chosen = ["--set", "method.name=fedrand", "--set", "run.rounds=7", "--set", "cohort.fraction=0.5"]
     assert main(["explain", *chosen, "--policy", str(policy)]) == 0
     shown = capsys.readouterr().out
@@ -50,7 +51,7 @@ def test_a_run_in_plain_words(tmp_path, capsys):
     assert "Epsilon: infinite." in shown
     assert "The server learns:" in shown
     assert "policy permits it" in shown
-    policy.write_text('methods = ["fedrand"]\nmax-bytes-a-round = 1000')
+    policy.write_text(f'methods = ["fedrand"]\nmax-bytes-a-round = 1000\n{permits}')
     assert main(["explain", *chosen, "--policy", str(policy)]) == 1
     assert "FORBIDS it: bytes a round: this site permits at most 1000" in capsys.readouterr().out
 

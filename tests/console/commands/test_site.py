@@ -110,6 +110,11 @@ def test_a_worker_started_for_a_container_is_shown_and_ends_with_its_owner(tmp_p
         ),
         (["start", "--ca", __file__, "--key", __file__, "--device", "tpu"], "node config: device: .* found 'tpu'"),
         (["start", "--ca", __file__, "--key", __file__, "--worker-memory-mb", "-1"], "worker-memory-mb: .* found -1"),
+        (["start", "--ca", __file__, "--key", __file__], "--policy: expected a policy file, .* found neither; "),
+        (
+            ["start", "--ca", __file__, "--key", __file__, "--policy", __file__, "--permit-everything"],
+            "--policy: expected a policy file, .* found both; ",
+        ),
         (["warm", "--owner", "999999999"], "owner: expected a running process, found none with number 999999999"),
     ],
 )

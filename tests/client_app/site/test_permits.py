@@ -1,0 +1,116 @@
+"""What a site permits of the run config, key by key."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fedveil.client_app.site.assignment import Assignment
+from fedveil.client_app.site.policy import check
+from fedveil.config import parse
+from fedveil.console.main import main
+from fedveil.errors import PolicyError
+
+RUN = {
+    "method.name": "fedavg", "method.fields": 'wire_dtype = "bfloat16"\nadapter = {rank = 4}',
+    "task.target-column": 'a "b" é', "train.batch-size": 4, "train.learning-rate": 1e-4, "run.rounds": 3,
+    "run.name": "pilot", "run.deterministic": True, "cohort.fraction": 0.5,
+}  # fmt: skip
+
+
+def judge(tmp_path, policy: str, config: dict) -> None:
+    """Raises PolicyError where the policy refuses the run."""
+    file = tmp_path / "site-policy.toml"
+    file.write_text(policy)
+    order = {"round": 0, "is-new": True, "site": "north", "run": "r", "fields": "{}"}
+    order["method"] = config.get("method.name", "fedrand")
+    check(Assignment.of(order, config, {"policy": str(file), "state-dir": str(tmp_path)}))
+
+
+def printed(capsys, config: dict) -> str:
+    chosen = [f"--set={key}={json.dumps(value, ensure_ascii=False)}" for key, value in config.items()]
+    assert main(["explain", "--permits", *chosen]) == 0
+    return capsys.readouterr().out
+
+
+OTHERS = {
+    "method.name": "fedrand", "method.fields": "", "task.partition": "natural", "train.precision": "bf16",
+    "train.quantized-base": "8bit", "evaluate.generate": "never", "dp.neighbours": "add-or-remove-one",
+}  # fmt: skip
+
+
+def changes(config: dict) -> list[dict]:
+    """The run with one key changed, for every key; and with one field of the method changed, dropped or more."""
+    found = []
+    for key, value in parse(config).flat().items():
+        other = OTHERS.get(
+            key, not value if isinstance(value, bool) else value + "x" if isinstance(value, str) else None
+        )
+        if other is None:
+            other = value / 2 if isinstance(value, float) and value else 0.25 if isinstance(value, float) else value + 1
+        found.append(config | {key: other})
+    for fields in ('wire_dtype = "float16"\nadapter = {rank = 4}',
+                   'wire_dtype = "bfloat16"\nadapter = {rank = 5}',
+                   'wire_dtype = "bfloat16"\nadapter = {rank = 4, alpha = 3.0}'):  # fmt: skip
+        found.append(config | {"method.fields": fields})
+    return found
+
+
+def test_what_explain_prints_admits_that_run_and_no_other(tmp_path, capsys):
+    policy = printed(capsys, RUN)
+    judge(tmp_path, policy, RUN)
+    others = [other for other in changes(RUN) if other != RUN | {"method.fields": ""}]
+    assert len(others) > 50
+    for other in others:
+        with pytest.raises(PolicyError, match="this site permits"):
+            judge(tmp_path, policy, other)
+    assert printed(capsys, {}) == "[permits]\n"
+
+
+@pytest.mark.parametrize(
+    "key,value",
+    [("run.deterministic", True), ("client.worker", False), ("task.data", "/etc"), ("run.tap", True),
+     ("train.batch-size", 1), ("task.target-column", "name"), ("method.fields", "rho = 0.0")],
+)  # fmt: skip
+@pytest.mark.parametrize("policy", ["", 'methods = ["fedrand"]\ntasks = ["text-generation"]\nmax-rounds = 9'])
+def test_what_a_server_could_set_unseen_is_refused(key, value, policy, tmp_path):
+    judge(tmp_path, policy, {})
+    with pytest.raises(PolicyError, match=f"{key}.*: this site permits .*explain --permits"):
+        judge(tmp_path, policy, {key: value})
+
+
+@pytest.mark.parametrize(
+    "permit,key,inside,outside",
+    [
+        ("8", "train.batch-size", [8, 16], [7, 1]),  # 16 is the default, and is named away
+        ("[8, 32]", "train.batch-size", [8, 32], [16, 9]),
+        ("{min = 8, max = 32}", "train.batch-size", [8, 32], [7, 33]),
+        ("{max = 1e-3}", "train.learning-rate", [1e-3, 1e-9], [2e-3]),
+        ('{pattern = "pilot-[0-9]+"}', "task.target-column", ["pilot-1"],
+         ["pilot-", "xpilot-1", "pilot-1\n", "pilot-" + "1" * 9999]),
+        ("true", "run.deterministic", [True], [False]),
+        ('{min = 0.5}', "method.fields.rho", [0.5, 1], [0.4, True, "x"]),
+    ],
+)  # fmt: skip
+def test_values_lists_ranges_and_patterns(permit, key, inside, outside, tmp_path):
+    def config(value: object) -> dict:
+        text = json.dumps(value)
+        return {"method.fields": f"rho = {text}"} if key == "method.fields.rho" else {key: value}
+
+    for policy in (f'[permits]\n"{key}" = {permit}', f"[permits]\n{key} = {permit}"):
+        for value in inside[: 1 if permit == "8" else None]:
+            judge(tmp_path, policy, config(value))
+        for value in outside:
+            with pytest.raises(PolicyError, match=f"{key}: this site permits"):
+                judge(tmp_path, policy, config(value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['"train.batch" = 1', "train = 1", '"run.name" = {pattern = "("}', '"train.epochs" = {}', '"method.fields" = "x"',
+     '"train.epochs" = {min = 1, pattern = "x"}', '"train.epochs" = {min = "1"}', '"run.name" = {pattern = 1}'],
+)  # fmt: skip
+def test_a_table_that_is_not_understood_closes_the_site(text, tmp_path):
+    with pytest.raises(PolicyError, match="expected a readable policy file"):
+        judge(tmp_path, f"[permits]\n{text}", {})
