@@ -111,6 +111,21 @@ class CohortConfig(_Section):
     wait_seconds: float = Field(120.0, gt=0)
     deadline_seconds: float = Field(900.0, gt=0)
     repeats: int = Field(2, ge=0, description="how often a round below the quorum is repeated")
+    max_share: float = Field(0.5, ge=0.5, le=1, description="most of a round's examples that one site counts for")
+    norm_factor: float = Field(
+        0.0, ge=0, description="uploads above this many times the round's median norm are refused; 0 = off"
+    )
+
+
+class AggregateConfig(_Section):
+    """What is made of a round's uploads.
+
+    `mean` is weighted with the examples. `median` and `trimmed` work entry by entry, count every site alike, and hold
+    all uploads of a round in memory.
+    """
+
+    rule: Literal["mean", "median", "trimmed"] = "mean"
+    trim: float = Field(0.2, ge=0, lt=0.5, description="trimmed: share of the values left out at each end")
 
 
 class ClientConfig(_Section):
@@ -145,6 +160,7 @@ class RunConfig(_Section):
     dp: DpConfig = DpConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     cohort: CohortConfig = CohortConfig()
+    aggregate: AggregateConfig = AggregateConfig()
     client: ClientConfig = ClientConfig()
     run: RunSection = RunSection()
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from logging import ERROR, WARNING
 from typing import Any
 
@@ -35,6 +36,7 @@ from fedveil.wire.tap import Tap
 
 _POLL_SECONDS = 0.25
 _REASON_CHARACTERS = 300
+_FEWEST_FOR_A_MEDIAN = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Attempt:
         limits: of the intake gate.
         run: name under which sites keep their private state.
         folder, tap: where messages are recorded; None records nothing.
+        norms: variant and norm of each accepted upload, by site; filled in while the attempt runs.
     """
 
     exchange: Exchange
@@ -57,6 +60,7 @@ class Attempt:
     run: str
     folder: RunFolder | None
     tap: Tap | None
+    norms: dict[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
 
     def messages(
         self, contexts: list[RoundContext], nodes: dict[str, int], ttl: float, config: ConfigRecord
@@ -110,6 +114,28 @@ class Attempt:
             if not answered:
                 time.sleep(_POLL_SECONDS)
 
+    def within(self, uploads: Iterable[Upload], factor: float) -> Iterator[Upload]:
+        """The uploads whose norm is at most `factor` times the median of their variant; the others are refused.
+
+        Holds all uploads of the round, for the median is not known before the last one. Of a variant with fewer than
+        three uploads none is refused, for a median of two says nothing.
+        """
+        held = list(uploads)
+        by_variant: dict[str, list[float]] = {}
+        for variant, norm in self.norms.values():
+            by_variant.setdefault(variant, []).append(norm)
+        for upload in held:
+            variant, norm = self.norms[upload.ctx.client]
+            most = factor * statistics.median(by_variant[variant])
+            if norm <= most or len(by_variant[variant]) < _FEWEST_FOR_A_MEDIAN:
+                yield upload
+                continue
+            self.record.accepted.remove(upload.ctx.client)
+            del self.record.reports[upload.ctx.client]
+            reason = f"refused: upload: expected a norm of at most {most:g} (cohort.norm-factor), found {norm:g}"
+            self._failed(upload.ctx, reason)
+            log(WARNING, "round %s: %s: %s", upload.ctx.round, upload.ctx.client, reason)
+
     def judged(self, reply: Message, ctx: RoundContext) -> Upload | None:
         """The upload in a reply. If it is refused, None, with the reason in the record."""
         if reply.has_error():
@@ -120,7 +146,7 @@ class Attempt:
             sent = sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
             data = _message_bytes(reply, self.exchange.largest_upload)
             message = self.exchange.receive(data, ctx.round, ctx.address)
-            upload = intake.judge(self.exchange, message, ctx, self.limits)
+            upload, norm = intake.judge(self.exchange, message, ctx, self.limits)
             site_log = _anchor(reply)
         except (WireError, UploadRefused) as error:
             refused = str(error)
@@ -131,6 +157,7 @@ class Attempt:
         if refused:
             self._refused(data, sent, ctx, refused)
             return None
+        self.norms[ctx.client] = message.payload.variant, norm
         self._accepted(data, upload, message.disclosed, site_log)
         return upload
 

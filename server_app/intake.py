@@ -55,16 +55,20 @@ def check(message: Message, limits: Limits) -> int:
     return n
 
 
-def judge(exchange: Exchange, message: Message, ctx: RoundContext, limits: Limits) -> Upload:
-    """An acceptable upload, in the server's own context. Raises UploadRefused as `check` does."""
+def judge(exchange: Exchange, message: Message, ctx: RoundContext, limits: Limits) -> tuple[Upload, float]:
+    """An acceptable upload, in the server's own context, and the norm of all that it adds.
+
+    Raises:
+        UploadRefused: as `check` does.
+    """
     upload = Upload(message.payload, check(message, limits), ctx, message.report)
-    fields = message.payload.fields
+    fields, norms = message.payload.fields, dict(message.norms)
     if any(isinstance(value, Coded) for value in fields.values()):
         for term in exchange.terms(upload).tensors:
             if term.value is not fields.get(term.name):
-                norm = float(torch.linalg.vector_norm(term.value, dtype=torch.float64))
-                _check_norm(term.name, norm, limits)
-    return upload
+                norms[term.name] = float(torch.linalg.vector_norm(term.value, dtype=torch.float64))
+                _check_norm(term.name, norms[term.name], limits)
+    return upload, math.hypot(*norms.values())
 
 
 def _check_norm(name: str, norm: float, limits: Limits) -> None:

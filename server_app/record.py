@@ -44,6 +44,7 @@ class RoundRecord:
         failed: reason by site, for every site of the cohort whose upload is not in the sums.
         upload_bytes, download_bytes: of whole messages. Refused uploads count, for they were sent.
         reports: what each accepted site reported, with its num_examples.
+        cut: the examples that count, for a site which claimed more than cohort.max-share allows.
         weights: digest of the deployed weights after the round.
     """
 
@@ -55,6 +56,7 @@ class RoundRecord:
     upload_bytes: int = 0
     download_bytes: int = 0
     reports: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    cut: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     weights: str = ""
     scores: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)

@@ -17,11 +17,13 @@ from flwr.supercore import log
 from torch import Tensor
 
 from fedveil import rng
+from fedveil.algebra.robust import sums_of
 from fedveil.contract.address import Address
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights, spec_of
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation import cohort as cohorts
+from fedveil.federation import shares
 from fedveil.federation.exchange import Exchange
 from fedveil.records.state import digest
 from fedveil.server_app import sites
@@ -136,7 +138,13 @@ class Rounds:
     def finish(self, attempt: Attempt, uploads: Iterator[Upload], started: float) -> bool:
         """Adds up the uploads; with a quorum the result becomes the new state. Returns whether there was a quorum."""
         record = attempt.record
-        new_state = self._begun.aggregate(self.server, uploads)
+        rule, cohort = self.settings.aggregate, self.settings.cohort
+        if cohort.norm_factor:
+            uploads = attempt.within(uploads, cohort.norm_factor)
+        uploads = shares.bounded(uploads, cohort.max_share, record.cut.__setitem__)
+        new_state = self._begun.aggregate(self.server, uploads, lambda: sums_of(rule.rule, rule.trim))
+        if record.cut:
+            log(WARNING, "round %s: cohort.max-share cut the examples that count: %s", record.round, record.cut)
         record.seconds = round(time.monotonic() - started, 3)
         enough = len(record.accepted) >= self.settings.cohort.min_sites
         if enough:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fedveil.config import CohortConfig, RunConfig
+from fedveil.config import AggregateConfig, CohortConfig, RunConfig
 from fedveil.server_app.intake import Limits
 
 
@@ -13,7 +13,8 @@ class RunSettings:
     """The settings of a run's loop.
 
     Attributes:
-        cohort: fraction, quorum, deadline, repeats.
+        cohort: fraction, quorum, deadline, repeats, and what one site may count for.
+        aggregate: what is made of a round's uploads.
         seed, deterministic: with `deterministic` every draw follows from the seed, and replies are added up in the
             order of the sites' names, not in the order in which they arrive.
         name: of the run; sites keep their private state under it.
@@ -23,6 +24,7 @@ class RunSettings:
     """
 
     cohort: CohortConfig = field(default_factory=CohortConfig)
+    aggregate: AggregateConfig = field(default_factory=AggregateConfig)
     seed: int = 0
     deterministic: bool = False
     name: str = "run"
@@ -34,4 +36,4 @@ class RunSettings:
     def of(cls, config: RunConfig, name: str) -> RunSettings:
         """The settings that a run config asks for."""
         run = config.run
-        return cls(config.cohort, run.seed, run.deterministic, name, config.method.name, run.tap)
+        return cls(config.cohort, config.aggregate, run.seed, run.deterministic, name, config.method.name, run.tap)

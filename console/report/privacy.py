@@ -8,10 +8,13 @@ from collections import Counter
 from fedveil import strategies
 from fedveil.config import parse
 from fedveil.console.runs.folder import Run
-from fedveil.contract.budget import Plan, stated
+from fedveil.contract.budget import Claim, Plan, stated
 from fedveil.errors import ConfigError
 from fedveil.privacy import accounting
 from fedveil.privacy.dp_sgd import DpSgd, claim_of
+
+_MOST_ROWS = 100_000_000  # as the server's gate has it
+_MOST_STEPS = 10_000  # of a participation: beyond it accounting takes minutes, and then all memory
 
 
 def statements(run: Run) -> list[str]:
@@ -34,23 +37,37 @@ def statements(run: Run) -> list[str]:
         " It holds against everyone but the server, which saw the sums without noise." if budget.server_trusted else ""
     )
     sentences = [f"{run.method}: a Gaussian mechanism for every single row.{nominal}{trusted}"]
-    for site in run.sites:
-        asked = [int(a["round"]) for a in run.attempts if site in a.get("cohort", [])]
-        reports = [a["reports"][site] for a in run.attempts if site in a.get("reports", {})]
-        if not reports:
-            sentences.append(
-                f"{site}: no accepted upload, so its number of rows is not known here; its own ledger tells."
-            )
-            continue
-        rows, steps = int(min(r["num_examples"] for r in reports)), int(max(r["steps"] for r in reports))
-        # Every round up to the last: with an epoch cut over rounds a site that skips some meets more epochs.
-        plan = Plan(max(asked) + 1, max(steps, 1), int(config["train.batch-size"]), rows, budget.neighbours)
-        once = Plan(1, plan.steps, plan.batch, rows, budget.neighbours)
-        charges = Counter(dict(claim.privacy_spent(plan)))
-        for _ in range(len(asked) - len(set(asked))):
-            charges.update(dict(claim.privacy_spent(once)))
-        found = stated(accounting.epsilon(charges, budget.delta, budget.neighbours), budget.delta, budget.neighbours)
-        sentences.append(
-            f"{site}: {rows} rows, {len(asked)} participations of {steps} steps: at most {found}, this run alone."
+    return sentences + [f"{site}: {_of_site(run, site, claim)}" for site in run.sites]
+
+
+def _of_site(run: Run, site: str, claim: Claim) -> str:
+    """What the run cost the site's records. Its reports are the site's own words, so they are bounded first."""
+    asked = [int(a["round"]) for a in run.attempts if site in a.get("cohort", [])]
+    reports = [a["reports"][site] for a in run.attempts if site in a.get("reports", {})]
+    if not reports:
+        return "no accepted upload, so its number of rows is not known here; its own ledger tells."
+    counts = [(_count(r.get("num_examples"), 1, _MOST_ROWS), _count(r.get("steps"), 0, _MOST_STEPS)) for r in reports]
+    if any(rows is None or steps is None for rows, steps in counts):
+        return (
+            "not known. Its reports do not say how many rows and steps it took, or say more than "
+            f"{_MOST_STEPS:,} steps a participation; its own ledger tells. Until then take epsilon for infinite."
         )
-    return sentences
+    rows, steps = min(n for n, _ in counts if n is not None), max(n for _, n in counts if n is not None)
+    budget, batch = claim.budget, int(run.config["config"]["train.batch-size"])
+    try:
+        # Every round up to the last: with an epoch cut over rounds a site that skips some meets more epochs.
+        plan = Plan(max(asked) + 1, max(steps, 1), batch, rows, budget.neighbours)
+    except ConfigError as error:
+        return f"not known, for its reports do not fit the run ({error}). Take epsilon for infinite."
+    once = Plan(1, plan.steps, plan.batch, rows, budget.neighbours)
+    charges = Counter(dict(claim.privacy_spent(plan)))
+    for _ in range(len(asked) - len(set(asked))):
+        charges.update(dict(claim.privacy_spent(once)))
+    found = stated(accounting.epsilon(charges, budget.delta, budget.neighbours), budget.delta, budget.neighbours)
+    return f"{rows} rows, {len(asked)} participations of {steps} steps: at most {found}, this run alone."
+
+
+def _count(value: object, least: int, most: int) -> int | None:
+    """A number that a site reported; None if it is missing, or no whole number from `least` to `most`."""
+    known = isinstance(value, int | float) and least <= value <= most and value == int(value)
+    return int(value) if known else None  # type: ignore[call-overload]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from typing_extensions import override
 
+from fedveil.algebra.robust import HeldSums
 from fedveil.algebra.sums import RunningSums
 from fedveil.contract.address import Address
 from fedveil.contract.budget import Sampling
@@ -86,12 +87,14 @@ class Exchange:
         """What an upload adds to the sums."""
         return self.method.terms(upload.payload, upload.num_examples, self.spec, upload.ctx)
 
-    def aggregate(self, server: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(
+        self, server: State, uploads: Iterable[Upload], new_sums: Callable[[], RunningSums | HeldSums] = RunningSums
+    ) -> State:
         """The next state: adds up the terms of all uploads, one in memory at a time, and settles the sums.
 
         Without an upload the state is the same object.
         """
-        sums, ctx = RunningSums(), None
+        sums, ctx = new_sums(), None
         for upload in uploads:
             ctx = upload.ctx
             terms = self.terms(upload)

@@ -1,7 +1,8 @@
 """A whole federation in one process, without Flower: the same contract, the same codecs, the same draws.
 
 It serves tests, research and benchmarks. Every message is encoded and decoded as over the wire, and with
-`run.deterministic = true` the global weights end bit-identical to those of the same run over gRPC.
+`run.deterministic = true` the global weights end bit-identical to those of the same run over gRPC, if both have the
+same bound on a site's weight (`max_share`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from fedveil.algebra.robust import sums_of
 from fedveil.config import RunConfig
 from fedveil.contract.budget import check_seeded
 from fedveil.contract.method import RoundContext, State, Upload
@@ -16,6 +18,7 @@ from fedveil.contract.spec import Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.federation import cohort
 from fedveil.federation.exchange import Exchange
+from fedveil.federation.shares import bounded
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, claim_of
 from fedveil.rng import secret
 from fedveil.wire.tap import Tap
@@ -30,7 +33,7 @@ class Federation:
 
     Attributes:
         exchange: the method on its spec.
-        config: the sections cohort, run and dp are read.
+        config: the sections cohort, aggregate, run and dp are read.
         trainer_for: gives a site's trainer for one round.
         sites: names of the sites.
         server: the server's state.
@@ -39,6 +42,7 @@ class Federation:
         upload_bytes, download_bytes: bytes of all messages of the run so far.
         reports: the last report of each site.
         tap: records every message; None records nothing.
+        max_share: as cohort.max-share of a run over gRPC. No site here is hostile: by default none is cut.
     """
 
     exchange: Exchange
@@ -52,6 +56,7 @@ class Federation:
     download_bytes: int = 0
     reports: dict[str, Mapping[str, float]] = field(default_factory=dict)
     tap: Tap | None = None
+    max_share: float = 1.0
 
     def __post_init__(self) -> None:
         self._dp = DpSgd.of(self.config.dp)
@@ -74,7 +79,9 @@ class Federation:
     def round(self, round_: int) -> None:
         """One round: draws a cohort, exchanges messages with each of its sites, and settles the sums."""
         chosen = cohort.draw(self.sites, self.config.cohort.fraction, self._server_secret, round_)
-        self.server = self.exchange.aggregate(self.server, self._uploads(round_, chosen))
+        uploads = bounded(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
+        rule = self.config.aggregate
+        self.server = self.exchange.aggregate(self.server, uploads, lambda: sums_of(rule.rule, rule.trim))
         self.participated |= set(chosen)
 
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[Upload]:

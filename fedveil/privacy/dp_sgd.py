@@ -136,6 +136,11 @@ def checked_claim(method: Method, config: RunConfig, has_row_gradients: bool) ->
             )
     claim = claim_of(method, dp)
     check_seeded(claim.budget if claim else None, config.run.deterministic)
+    if config.aggregate.rule != "mean" and claim is not None and claim.budget.server_trusted:
+        raise ConfigError(
+            f'aggregate.rule: expected "mean" with {config.method.name}, whose server adds noise for a mean, found '
+            f'"{config.aggregate.rule}"; leave it out'
+        )
     return claim
 
 

@@ -209,7 +209,7 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
     read = list(_POOL.map(_read_field, jobs)) if offset > _PARALLEL_BYTES else [_read_field(job) for job in jobs]
     fields = {entry[0]: value for (_, _, entry), (value, _) in zip(jobs, read, strict=True)}
     norms = {entry[0]: norm for (_, _, entry), (_, norm) in zip(jobs, read, strict=True) if norm is not None}
-    payload = Payload(fields, variant, header["scalars"])
+    payload = Payload({name: fields[name] for name in declared}, variant, header["scalars"])  # in the layout's order
     disclosed = _disclosed(variant, header["fields"], header["scalars"], len(whole))
     return Message(payload, header["num_examples"], header["report"], sizes, norms, disclosed)
 

@@ -28,7 +28,7 @@ def test_scales_of_codes_cannot_move_the_weights_further_than_dense_values(name,
     server = method.init(exchange.spec, random_weights(exchange.spec, 1), rng.initial(0, "method init"))
     _, parts = exchange.participate(exchange.broadcast(server, CTX), None, ToyTrainer(exchange.spec), CTX)
     sound = exchange.receive(b"".join(parts), 0)
-    assert judge(exchange, sound, CTX, Limits()).num_examples == 3
+    assert judge(exchange, sound, CTX, Limits())[0].num_examples == 3
 
     fields = {
         n: replace(v, scales=torch.full_like(v.scales, scale), codes=torch.zeros_like(v.codes))

@@ -95,7 +95,7 @@ def test_grid_and_in_process_end_bit_identical(method, fraction, grid, task):
     def trainer_for(site, ctx):
         return task.trainer([{}] * (3 + sites.index(site)), ctx.rng("batches"))
 
-    run = fedveil.federation.inprocess.Federation(exchange, config, trainer_for, sites, start)
+    run = fedveil.federation.inprocess.Federation(exchange, config, trainer_for, sites, start, max_share=0.5)
     run.run()
     assert digest(over_grid) == digest(run.deployed()["server"])
     assert ours.history[-1].weights == digest(over_grid)

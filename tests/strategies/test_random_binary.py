@@ -20,6 +20,7 @@ from fedveil.errors import ConfigError, WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.rng import Stream
 from fedveil.strategies.random_binary import RandomBinary
+from fedveil.wire import header
 from fedveil.wire.envelope import Stamp, pack
 from tests.conftest import ToyTrainer, aggregated
 
@@ -222,7 +223,8 @@ def test_a_count_that_does_not_match_the_mask_is_refused_before_it_is_folded(cou
 @pytest.mark.parametrize("length", [5, 7, 600])
 def test_a_mask_of_another_length_is_refused(length):
     fields = {"h.w": torch.ones(length), "mask.h.w": torch.ones(length, dtype=torch.bool)}
-    with pytest.raises(WireError, match=rf"mask.h.w: expected shape \(6,\), found \({length},\)"):
+    refusals = {5: r"mask.h.w: expected shape \(6,\), found \(5,\)", 7: r"h.w: expected shape .* of at most \(6,\)"}
+    with pytest.raises(WireError, match=refusals.get(length, "message: expected at most")):
         message("explicit", fields, {"h.w": TensorSpec((length,))})
     with pytest.raises(WireError, match="expected a key of 32 bytes, found 31"):
         message("seeded", {"h.w": torch.ones(3), "key.0.5": bytes(31)})
@@ -234,7 +236,9 @@ def test_a_mask_that_was_changed_on_the_way_is_refused():
     down = exchange.broadcast(State(random(1, spec)), CTX)
     _, up = exchange.participate(down, None, Given(random(2, spec)), CTX)
     data = bytearray(b"".join(up))
-    data[-50] ^= 1  # the mask's 100 bytes come last
+    mask = exchange.receive(bytes(data), 0).field_bytes["mask.w"]
+    assert mask == 100
+    data[header.read(memoryview(data))[1] + 50] ^= 1  # fields are sorted by name: the mask comes first
     with pytest.raises(WireError, match="mask.w: expected checksum"):
         exchange.receive(data, 0)
 
