@@ -14,6 +14,7 @@ from fedveil.client_app import turn
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.data_sets import ID_FILE, DataSet
 from fedveil.config import parse
+from fedveil.contract.address import Address
 from fedveil.contract.budget import Neighbours
 from fedveil.contract.method import RoundContext, fields_of
 from fedveil.contract.task import Origin
@@ -64,7 +65,7 @@ def private_turn(data, state, **config):
     return b"".join(found.parts)
 
 
-CTX = RoundContext(0, "s", True, bytes(32))
+CTX = RoundContext(0, "s", True, bytes(32), address=Address("r"))
 
 
 def test_another_name_for_the_same_rows_is_no_other_budget(pictures, tmp_path):

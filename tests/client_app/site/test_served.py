@@ -10,6 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from fedveil import strategies
 from fedveil.client_app import app as client
 from fedveil.client_app.site.served import Served
+from fedveil.contract.address import Address
 from fedveil.contract.method import RoundContext, fields_of
 from fedveil.errors import PolicyError, StateError
 from fedveil.federation.exchange import Exchange
@@ -34,7 +35,7 @@ def ask(monkeypatch, tmp_path):
     def go(round_: int, policy: str = "") -> str:
         (tmp_path / "policy.toml").write_text(f'{policy}\nmethods = ["fedper"]\n[permits]\n"method.fields.layers" = 1')
         grid.node_config = {"north": {"policy": str(tmp_path / "policy.toml")}} if policy else {}
-        down = exchange.broadcast(server, RoundContext(round_, "north", True, bytes(32)))
+        down = exchange.broadcast(server, RoundContext(round_, "north", True, bytes(32), address=Address("r")))
         record = ArrayRecord({slices.name(0): Array("uint8", (len(down),), slices.STYPE, down)})
         order = {"round": round_, "is-new": True, "site": "north", "run": "r", "method": "fedper"}
         order |= {"fields": json.dumps(fields_of(METHOD)), "log": ""}

@@ -15,6 +15,7 @@ from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.site.witness import Witness
 from fedveil.client_app.worker import link
 from fedveil.config import parse
+from fedveil.contract.address import Address
 from fedveil.contract.method import RoundContext, fields_of
 from fedveil.errors import PolicyError
 from fedveil.federation.exchange import Exchange
@@ -22,7 +23,7 @@ from fedveil.rng import Stream
 from fedveil.wire import header
 from tests.prompt_toy import local_of
 
-CTX = RoundContext(0, "s", True, bytes(32))
+CTX = RoundContext(0, "s", True, bytes(32), address=Address("r"))
 GRADIENT = {"method.name": "random_binary", "method.fields": 'rate = 0.0\nadapter = {kind = "lora"}'}
 
 
