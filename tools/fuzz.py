@@ -141,5 +141,6 @@ def _field(data: bytes, draw: random.Random) -> bytes:
 
 
 _MESSAGE: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    _bytes, _cut, _extended, _header_value, _header_value, _header_shape, _header_text, _header_stream, _form, _field, _field,
-)  # fmt: skip
+    *(_bytes, _cut, _extended, _header_shape, _header_text, _header_stream, _form),
+    *(_header_value, _header_value, _field, _field),  # twice, for these reach furthest
+)
