@@ -208,5 +208,5 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
     """TOML text of one config value. Raises ConfigError naming `what`."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f'{what}: expected TOML such as "rho = 0.5", found {text!r} ({error})') from None
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets in brackets
+        raise ConfigError(f'{what}: expected TOML such as "rho = 0.5", found {text[:300]!r} ({error})') from None

@@ -204,7 +204,7 @@ def of_site(site: Site) -> Policy:
         if not site.policy:
             raise FileNotFoundError
         return Policy.model_validate(tomllib.loads(path.read_text()))
-    except (OSError, ValueError) as error:  # ValidationError and TOMLDecodeError are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # ValidationError and TOMLDecodeError are ValueErrors
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

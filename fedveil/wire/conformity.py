@@ -10,7 +10,7 @@ from typing import Any
 from fedveil.contract.layout import Direction, Field, Layout
 from fedveil.contract.method import REPORT_FIELDS
 from fedveil.errors import WireError
-from fedveil.wire.header import GREATEST, PREFIX, shown
+from fedveil.wire.header import GREATEST, PREFIX, printable, shown
 
 # Of a header, beside its fields and scalars: keys, numbers, the names of method and layout.
 _FIXED_CHARACTERS = 1024
@@ -46,7 +46,7 @@ def check_names(layout: Layout, direction: Direction, variant: str, names: Any) 
         raise WireError(f"variant: expected one of {layout.variants(direction)}, found {shown(variant)}")
     declared, found = layout.fields_of(direction, variant), list(names)
     if extra := [n for n in found if n not in declared]:
-        raise WireError(f"{extra[0]}: expected no such field {direction} in variant {variant!r}, found it")
+        raise WireError(f"{printable(extra[0])}: expected no such field {direction} in variant {variant!r}, found it")
     if missing := [n for n in declared if n not in found]:
         raise WireError(f"{missing[0]}: expected this field {direction} in variant {variant!r}, found none")
     if len(found) != len(set(found)):
@@ -75,6 +75,6 @@ def check_report(report: Mapping[str, Any]) -> None:
     """Raises WireError unless all names are in REPORT_FIELDS and all values are numbers within +-2**53."""
     for name, value in report.items():
         if name not in REPORT_FIELDS:
-            raise WireError(f"report {name}: expected one of {sorted(REPORT_FIELDS)}, found another")
+            raise WireError(f"report {printable(name)}: expected one of {sorted(REPORT_FIELDS)}, found another")
         if type(value) not in (int, float) or not abs(value) <= GREATEST:
             raise WireError(f"report {name}: expected a finite number within +-{GREATEST}, found {shown(value)}")

@@ -187,7 +187,7 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
     if header.get("layout") != (expected := digest(layout)):
         _explain_layout(layout, stamp.direction, header)
         raise WireError(
-            f"layout: expected digest {expected}, found {header.get('layout')}; run one version on both ends"
+            f"layout: expected digest {expected}, found {header_.shown(header['layout'])}; run one version on both ends"
         )
     variant = header.get("variant")
     if variant not in layout.variants(stamp.direction):
@@ -219,7 +219,7 @@ def _read_field(job: tuple[memoryview, Field, list[Any]]) -> tuple[Value, float 
     data, declared, (name, codec_name, shape, _, checksum) = job
     shape = tuple(shape)
     if codec_name != declared.codec.name:
-        raise WireError(f"{name}: expected codec {declared.codec.name}, found {codec_name}")
+        raise WireError(f"{name}: expected codec {declared.codec.name}, found {header_.shown(codec_name)}")
     conformity.check_shape(declared, shape)
     if len(data) != (size := declared.codec.nbytes(shape)):
         raise WireError(f"{name}: expected {size} bytes for shape {shape}, found {len(data)}")
@@ -236,7 +236,8 @@ def _read_field(job: tuple[memoryview, Field, list[Any]]) -> tuple[Value, float 
             squares += float(torch.dot(block, block))
     if found.hexdigest() != checksum:
         raise WireError(
-            f"{name}: expected checksum {checksum}, found {found.hexdigest()}: the field was damaged on the way"
+            f"{name}: expected checksum {header_.shown(checksum)}, found {found.hexdigest()}: "
+            "the field was damaged on the way"
         )
     return value, None if floats is None else math.sqrt(squares)
 

@@ -72,6 +72,11 @@ def check_padding(name: str, padding: memoryview) -> None:
         raise WireError(f"{name}: expected zero bytes of padding after it, found {bytes(padding[:8]).hex()}")
 
 
+def printable(text: str) -> str:
+    """A foreign name as text: no escape codes, no marks that turn the line around, at most 80 characters."""
+    return "".join(c if c.isprintable() else "?" for c in text[:80])
+
+
 def shown(value: Any) -> str:
     """A foreign value for an error: short, and without walking into lists and objects."""
     return type(value).__name__ if isinstance(value, list | dict) else repr(value)[:80]

@@ -15,9 +15,9 @@ from fedveil.contract.spec import TensorSpec
 from fedveil.errors import WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.wire.header import PREFIX
-from tests.attacks_on_us.forging import header_of, with_compressed, with_header, with_text
 from tests.attacks_on_us.test_one_site_ends_the_run import attacked, bytes_of, sent  # noqa: F401  # a fixture
 from tests.conftest import ToyTrainer
+from tools.forge import header_of, with_compressed, with_header, with_text
 
 STREAM = rng.initial(1, "method init")
 SPEC = {"w": TensorSpec((3, 5)), "b": TensorSpec((7,))}

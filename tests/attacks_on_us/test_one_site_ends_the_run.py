@@ -18,8 +18,8 @@ from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.wire import slices
-from tests.attacks_on_us.forging import header_of, with_header, with_text
 from tests.server_app.grid import LocalGrid, use_toy_task
+from tools.forge import header_of, with_header, with_text
 
 SITES = ["north", "east", "south"]
 

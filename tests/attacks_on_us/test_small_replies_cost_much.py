@@ -22,8 +22,8 @@ from fedveil.server_app.intake import Limits
 from fedveil.server_app.record import RoundRecord
 from fedveil.wire import slices
 from fedveil.wire.envelope import Stamp, pack
-from tests.attacks_on_us.forging import with_compressed
 from tests.conftest import ToyTrainer
+from tools.forge import with_compressed
 
 STREAM = rng.initial(1, "method init")
 SPEC = {"h.0.lora_A": TensorSpec((2, 5)), "h.0.lora_B": TensorSpec((7, 2))}

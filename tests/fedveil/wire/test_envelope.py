@@ -18,7 +18,7 @@ from fedveil.wire.dense import Dense
 from fedveil.wire.envelope import Stamp, describe, digest, pack, unpack
 from fedveil.wire.header import MAGIC, PREFIX, of_slices
 from fedveil.wire.payloads import dense_fields
-from tests.attacks_on_us.forging import header_of, with_header
+from tools.forge import header_of, with_header
 
 SPEC = {"w": TensorSpec((3, 5)), "b": TensorSpec((7,))}
 LAYOUT = Layout(dense_fields(SPEC, "up", "float32"))

@@ -11,9 +11,14 @@ import xxhash
 from fedveil.wire.header import PREFIX
 
 
+def text_of(data: bytes) -> bytes:
+    """The JSON of a sound message's header."""
+    return zlib.decompress(data[PREFIX : PREFIX + _length(data)])
+
+
 def header_of(data: bytes) -> dict[str, Any]:
     """The header of a sound message."""
-    return json.loads(zlib.decompress(data[PREFIX : PREFIX + _length(data)]))
+    return json.loads(text_of(data))
 
 
 def with_compressed(data: bytes, header: bytes) -> bytes:

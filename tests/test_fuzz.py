@@ -1,0 +1,180 @@
+"""Nothing that is not valid is accepted, nothing raises but what it should, and memory stays bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedveil import rng, strategies
+from fedveil.client_app.site import policy
+from fedveil.config import parse, parse_toml
+from fedveil.contract.method import RoundContext, Upload
+from fedveil.errors import ConfigError, PolicyError, StateError, UploadRefused, WireError
+from fedveil.federation.exchange import Exchange
+from fedveil.records import audit_log
+from fedveil.server_app.intake import Limits, judge
+from fedveil.wire.envelope import Message, Stamp, pack
+from fedveil.wire.header import PREFIX
+from tests.conftest import ToyTrainer
+from tests.contract.test_contract import weights_for
+from tools import forge, fuzz
+
+CTX = RoundContext(0, "east", True, bytes(32))
+FIELDS = {
+    "fedrand": ("", "upload_bits = 4", 'wire_dtype = "float16"'),
+    "fedqsn": ("", "upload_bits = 4", 'wire_dtype = "bfloat16"'),
+    "random_binary": ('wire = "explicit"', 'wire = "implicit"', 'wire = "seeded"'),
+    "dp_fpl": ("", 'mode = "code"\nepsilon = 8.0'),
+}
+
+
+def sound() -> list[tuple[Exchange, bytes]]:
+    """A sound upload of every method and every codec."""
+    found = []
+    for name in strategies.names():
+        for fields in FIELDS.get(name, ("",)):
+            method = strategies.create(name, fields)
+            exchange = Exchange(method, name, dict(method.adapter.example_spec()))
+            server = method.init(exchange.spec, weights_for(exchange.spec), rng.initial(0, "method init"))
+            _, parts = exchange.participate(exchange.broadcast(server, CTX), None, ToyTrainer(exchange.spec), CTX)
+            found.append((exchange, b"".join(parts)))
+    return found
+
+
+SOUND = sound()
+
+
+def verdict(exchange: Exchange, data: bytes) -> str:
+    """What the whole gate says of a message."""
+    try:
+        if len(data) > exchange.largest_upload:
+            raise WireError("more than the layout can need")  # as `Attempt` does before it gathers
+        message = exchange.receive(data, 0)
+        upload, _ = judge(exchange, message, CTX, Limits())
+    except (WireError, UploadRefused) as error:
+        refusal = error
+    else:
+        check_valid(exchange, data, message, upload)
+        return "accepted"
+    assert str(refusal).isprintable()  # foreign text stands in it
+    assert len(str(refusal)) < 3000
+    return type(refusal).__name__
+
+
+def check_valid(exchange: Exchange, data: bytes, message: Message, upload: Upload) -> None:
+    """An accepted message is the one that its content is sent as, and what it adds is bounded."""
+    stamp = Stamp.of(exchange.method, exchange.name, 0, "up")
+    again = pack(exchange.layout, stamp, message.payload, message.num_examples, message.report)
+    assert forge.text_of(again) == forge.text_of(data)
+    length = lambda d: (PREFIX + int.from_bytes(d[4:8], "little") + 7) // 8 * 8  # noqa: E731
+    assert again[length(again) :] == data[length(data) :]
+    assert 1 <= upload.num_examples <= Limits().max_examples
+    for term in exchange.terms(upload).tensors:
+        assert math.isfinite(norm := float(term.value.double().norm()))
+        assert norm <= 1.01 * Limits().max_norm / getattr(exchange.method, "scale", 1.0)
+
+
+def run(count: int, seed: int) -> Counter[str]:
+    """The verdicts on `count` mutations, and a bound on the memory that they took."""
+    draw, found = random.Random(seed), Counter()
+    tracemalloc.start()
+    try:
+        for i in range(count):
+            exchange, data = SOUND[i % len(SOUND)]
+            mutated = fuzz.message(data, draw)
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            found[verdict(exchange, mutated)] += 1
+            taken = tracemalloc.get_traced_memory()[1] - before
+            assert taken < 2_000_000, (i, taken)
+    finally:
+        tracemalloc.stop()
+    return found
+
+
+def test_sound_uploads_are_accepted():
+    assert {verdict(exchange, data) for exchange, data in SOUND} == {"accepted"}
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_5000_mutated_messages(seed):
+    found = run(500, seed)
+    assert found["WireError"] > 250
+    assert found["UploadRefused"] > 5  # some come as far as the gate
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(20))
+def test_200000_mutated_messages(seed):
+    assert sum(run(10_000, 1_000_000 + seed).values()) == 10_000
+
+
+POLICY = """methods = ["fedavg", "fedrand"]
+max-rounds = 20
+max-bytes-a-round = 1000000
+max-epsilon = 8.0
+min-examples = 10
+hours = ["Mon-Fri 08:00-18:00"]
+"""
+CONFIG = """method.name = "fedrand"
+method.fields = "rho = 0.5"
+train.batch-size = 16
+train.learning-rate = 3e-4
+cohort.fraction = 0.5
+aggregate.rule = "median"
+run.rounds = 5
+"""
+
+
+@settings(max_examples=400, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_mutated_policy_is_read_or_refused(seed, tmp_path_factory):
+    file = tmp_path_factory.getbasetemp() / "fuzzed-policy.toml"
+    file.write_bytes(fuzz.text(POLICY, random.Random(seed)))
+    with contextlib.suppress(PolicyError):
+        policy.of_site(SimpleNamespace(policy=file))
+
+
+@settings(max_examples=400, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_mutated_run_config_is_read_or_refused(seed):
+    data = fuzz.text(CONFIG, random.Random(seed)).decode(errors="replace")
+    try:
+        nested = parse_toml(data, "run config")
+        flat = {
+            f"{section}.{key}": value
+            for section, values in nested.items()
+            for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+        }
+        config = parse(flat)
+        strategies.create(config.method.name, config.method.fields)
+    except ConfigError:
+        return
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_mutated_audit_log_is_the_same_or_refused(seed, tmp_path_factory):
+    folder: Path = tmp_path_factory.getbasetemp()
+    kept = folder / "kept-log.jsonl"
+    if not kept.exists():
+        for i in range(4):
+            audit_log.append(kept, "sent", {"round": i, "site": "east"})
+    mutated, file = fuzz.text(kept.read_text(), random.Random(seed)), folder / "fuzzed-log.jsonl"
+    file.write_bytes(mutated)
+    try:
+        audit_log.verify(file, [audit_log.head(kept)])
+    except StateError:
+        return
+    assert mutated == kept.read_bytes()
