@@ -169,7 +169,7 @@ def rounds(tmp_path, monkeypatch):
             stamp = Stamp("fedavg", 1, order["round"], "up", address)
             return sent(message, pack(exchange.layout, stamp, worse, 4))
 
-        config = {"run.deterministic": True, "run.seed": 9}
+        config = {"run.deterministic": True, "run.seed": 9, "run.rounds": 6}
         grid = LocalGrid(app, ["north", "east", "south"], tmp_path / "state", config, tamper={"east": poisoned})
         quick = {"min_sites": 2, "deadline_seconds": 1.0, "wait_seconds": 1.0}
         settings = RunSettings(CohortConfig(**quick, **cohort), AggregateConfig(), 9, True)

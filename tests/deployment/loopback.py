@@ -42,6 +42,7 @@ def in_process(flat: Mapping[str, Any], data: Path, sites: int) -> inprocess.Fed
         lambda site, ctx: task.trainer(rows[site], ctx.rng("batches")),
         sorted(rows),
         method.init(task.spec, weights, rng.initial(config.run.seed, "method init")),
+        max_share=config.cohort.max_share,
     )
     run.run()
     return run

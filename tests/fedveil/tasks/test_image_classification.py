@@ -15,7 +15,7 @@ from fedveil import rng
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.hadamard import HadamardLora
 from fedveil.adapters.lora import Lora
-from fedveil.contract.task import Example, Share
+from fedveil.contract.task import Example, Origin, Share
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import library, tiny
 from fedveil.tasks import image_classification, load
@@ -354,7 +354,7 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
         assert "\n" not in str(error.value)
     for value in (3, True, 1.0):
         with pytest.raises(TaskError, match=f"expected a class from 0 to 2 .* found {value} in row 8 of f"):
-            task.encode([Example({"image": picture(0), "label": value}, "row 8 of f")])
+            task.encode([Example({"image": picture(0), "label": value}, Origin("f", 8))])
     folder = image_folder(tmp_path / "folder")
     (folder / "train" / "dog" / "05.png").write_bytes(b"no image")
     with pytest.raises(TaskError, match="expected an image that decodes, found that .*train/dog/05.png does not"):

@@ -17,7 +17,7 @@ from fedveil import config as run_config
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.lora import Lora
 from fedveil.contract.method import REPORT_FIELDS
-from fedveil.contract.task import Example, Share
+from fedveil.contract.task import Example, Origin, Share
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import library, tiny
 from fedveil.rng import Stream
@@ -377,7 +377,7 @@ def test_parquet_and_single_files_read_as_folders_do(task, tmp_path):
     expected = task.examples(DATA, "test")
     Dataset.from_list([row.values for row in expected]).to_parquet(tmp_path / "test.parquet")
     file = tmp_path / "test.parquet"
-    parquet = [Example(row.values, f"row {i + 1} of {file}", str(tmp_path)) for i, row in enumerate(expected)]
+    parquet = [Example(row.values, Origin(str(file), i + 1), str(tmp_path)) for i, row in enumerate(expected)]
     assert task.examples(tmp_path, "test") == parquet
     assert task.examples(tmp_path / "test.parquet", "anything") == parquet
     assert task.examples(DATA / "test.jsonl", "train") == expected

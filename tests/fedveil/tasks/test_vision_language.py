@@ -16,7 +16,7 @@ from fedveil import rng
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.hadamard import HadamardLora
 from fedveil.adapters.lora import Lora
-from fedveil.contract.task import Example, Share
+from fedveil.contract.task import Example, Origin, Share
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import library, tiny
 from fedveil.tasks import load, vision_language
@@ -102,7 +102,7 @@ def test_a_question_without_what_it_needs_is_refused(change, said):
     asked = make(task__choices_column="choices", task__source_column="question", task__target_column="answer")
     example = {"image": picture(0), "question": "Which?", "choices": ["n", "s", "w"], "answer": 2}
     with pytest.raises(TaskError, match=said):
-        asked.encode([Example(example | change, "row 7 of f")])
+        asked.encode([Example(example | change, Origin("f", 7))])
 
 
 def test_only_the_language_model_is_trained(task):
