@@ -17,17 +17,18 @@ from typing import final
 from typing_extensions import override
 
 from fedveil.contract.budget import Sampling
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Batch, FeatureGradients, Looked, Penalty, PerSample, RowGradients, Trained, Trainer
+from fedveil.contract.spec import Weights
+from fedveil.contract.trainer import Batch, Looked, Penalty, RowGradients, Trained, Trainer
+from fedveil.privacy.wrapped import WrappedRows, WrappedTrainer
 from fedveil.rng import Stream
 
 
 @final
-class Witness(Trainer):
+class Witness(WrappedTrainer):
     """A trainer that counts the rows behind everything that it gives."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self._rows: set[int] = set()
         self._least: list[int] = []
         self._missed = 1.0  # the chance of a row to be in none of the Poisson batches
@@ -54,67 +55,35 @@ class Witness(Trainer):
 
     @property
     @override
-    def num_examples(self) -> int:
-        return self._trainer.num_examples
-
-    @property
-    @override
-    def spec(self) -> Spec:
-        return self._trainer.spec
-
-    @property
-    @override
     def rows(self) -> RowGradients:
         return _WitnessedRows(self._trainer.rows, self)
 
     @override
     def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
-        trained = self._trainer.train(weights, frozen, penalty)
+        trained = super().train(weights, frozen, penalty)
         self.saw(trained.looked)
         return trained
 
     @override
     def gradient(self, weights: Weights) -> Trained:
-        found = self._trainer.gradient(weights)
+        found = super().gradient(weights)
         self.saw(found.looked)
         return found
 
 
 @final
-class _WitnessedRows(RowGradients):
+class _WitnessedRows(WrappedRows):
     """Row gradients that tell a witness which batches were drawn."""
 
     def __init__(self, rows: RowGradients, witness: Witness) -> None:
-        self._rows, self._witness = rows, witness
-
-    @property
-    @override
-    def num_examples(self) -> int:
-        return self._rows.num_examples
-
-    @property
-    @override
-    def batch_size(self) -> int:
-        return self._rows.batch_size
-
-    @property
-    @override
-    def steps(self) -> int:
-        return self._rows.steps
+        super().__init__(rows)
+        self._witness = witness
 
     @override
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        drawn = self._rows.batches(sampling, steps, rng, skip)
+        drawn = super().batches(sampling, steps, rng, skip)
         if sampling == "poisson":
             self._witness.saw_poisson(self.batch_size, len(drawn))
         else:
             self._witness.saw(Looked.of(batch.rows for batch in drawn))
         return drawn
-
-    @override
-    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
-        return self._rows.per_sample(weights, batch)
-
-    @override
-    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        return self._rows.feature(weights, batch)

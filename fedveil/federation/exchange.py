@@ -17,7 +17,8 @@ from fedveil.contract.layout import Layout
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.sums import Terms
-from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
+from fedveil.contract.trainer import Batch, Penalty, RowGradients, Trained, Trainer
+from fedveil.privacy.wrapped import WrappedRows, WrappedTrainer
 from fedveil.rng import Stream
 from fedveil.wire.conformity import bounds
 from fedveil.wire.envelope import Message, Packed, Stamp, packed, unpack
@@ -103,22 +104,12 @@ class Exchange:
         return server if ctx is None else self.method.settle(server, sums, replace(ctx, client="", is_new=False))
 
 
-class _Reporting(Trainer):
+class _Reporting(WrappedTrainer):
     """A trainer that keeps the report of the last training; of steps on single rows, it counts all."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self.report: Mapping[str, float] = {}
-
-    @property
-    @override
-    def num_examples(self) -> int:
-        return self._trainer.num_examples
-
-    @property
-    @override
-    def spec(self) -> Spec:
-        return self._trainer.spec
 
     @property
     @override
@@ -127,48 +118,26 @@ class _Reporting(Trainer):
 
     @override
     def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
-        trained = self._trainer.train(weights, frozen, penalty)
+        trained = super().train(weights, frozen, penalty)
         self.report = trained.report
         return trained
 
     @override
     def gradient(self, weights: Weights) -> Trained:
-        found = self._trainer.gradient(weights)
+        found = super().gradient(weights)
         self.report = found.report
         return found
 
 
-class _Counting(RowGradients):
+class _Counting(WrappedRows):
     """Row gradients that report how many batches were drawn."""
 
     def __init__(self, rows: RowGradients, to: _Reporting) -> None:
-        self._rows, self._to = rows, to
-
-    @property
-    @override
-    def num_examples(self) -> int:
-        return self._rows.num_examples
-
-    @property
-    @override
-    def batch_size(self) -> int:
-        return self._rows.batch_size
-
-    @property
-    @override
-    def steps(self) -> int:
-        return self._rows.steps
+        super().__init__(rows)
+        self._to = to
 
     @override
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        drawn = self._rows.batches(sampling, steps, rng, skip)
+        drawn = super().batches(sampling, steps, rng, skip)
         self._to.report = {"steps": self._to.report.get("steps", 0.0) + len(drawn)}
         return drawn
-
-    @override
-    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
-        return self._rows.per_sample(weights, batch)
-
-    @override
-    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        return self._rows.feature(weights, batch)

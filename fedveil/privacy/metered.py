@@ -13,11 +13,12 @@ from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.errors import BudgetError
 from fedveil.privacy.ledger import Ledger
+from fedveil.privacy.wrapped import WrappedRows
 from fedveil.rng import Stream
 
 
 @final
-class MeteredRows(RowGradients):
+class MeteredRows(WrappedRows):
     """Charges the ledger when batches are drawn. Only drawn batches can be looked at, and each only once.
 
     Args:
@@ -31,24 +32,10 @@ class MeteredRows(RowGradients):
     def __init__(self, rows: RowGradients, claim: Claim, own: Budget, ledger: Ledger, records: Sequence[str]) -> None:
         if len(records) != rows.num_examples:
             raise ValueError(f"records: expected {rows.num_examples} names, one a row, found {len(records)}")
-        self._rows, self._claim, self._ledger, self._records = rows, claim, ledger, records
+        super().__init__(rows)
+        self._claim, self._ledger, self._records = claim, ledger, records
         self._own = replace(own, epsilon=min(own.epsilon, claim.budget.epsilon))
         self._paid: list[Batch] = []
-
-    @property
-    @override
-    def num_examples(self) -> int:
-        return self._rows.num_examples
-
-    @property
-    @override
-    def batch_size(self) -> int:
-        return self._rows.batch_size
-
-    @property
-    @override
-    def steps(self) -> int:
-        return self._rows.steps
 
     @override
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
@@ -58,7 +45,7 @@ class MeteredRows(RowGradients):
                 f'sampling: expected "poisson" at this site, whose own relation is {self._own.neighbours.value}, found '
                 f'"{sampling}", whose batches all change with the number of rows; agree on it with the site'
             )
-        drawn = self._rows.batches(sampling, steps, rng, skip)
+        drawn = super().batches(sampling, steps, rng, skip)
         budget = self._claim.budget
         plan = Plan(1, max(len(drawn), 1), self.batch_size, self.num_examples, budget.neighbours)
         charges = self._claim.privacy_spent(plan)
@@ -71,13 +58,13 @@ class MeteredRows(RowGradients):
     def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
         """Raises BudgetError for a batch that was not drawn here or was used before."""
         self._use(batch)
-        return self._rows.per_sample(weights, batch)
+        return super().per_sample(weights, batch)
 
     @override
     def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
         """Raises BudgetError as `per_sample` does."""
         self._use(batch)
-        return self._rows.feature(weights, batch)
+        return super().feature(weights, batch)
 
     def _use(self, batch: Batch) -> None:
         if not any(batch is paid for paid in self._paid):
