@@ -70,13 +70,10 @@ def _trained(record: ArrayRecord, assignment: Assignment) -> list[bytes]:
 def _in_this_process(message: Iterator[bytes], assignment: Assignment) -> list[bytes]:
     """The turn without a worker: if the run asks for it, or in the simulation engine, whose processes stay anyway."""
     # Imported here because a process that hands the message to a worker must not pay for torch.
-    from fedveil.client_app.site.private import PrivateStore
     from fedveil.client_app.turn import Turns
 
     turn = Turns().take(lambda: b"".join(message), assignment)
-    upload = list(slices.sliced(slices.drained(turn.parts)))
-    PrivateStore.of(assignment.site.state_dir, assignment.order.run, assignment.name).commit()
-    return upload
+    return list(slices.sliced(slices.drained(turn.parts)))
 
 
 def _drained(record: ArrayRecord) -> Iterator[bytes]:

@@ -22,6 +22,7 @@ from fedveil.federation.exchange import Exchange
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, checked_claim
 from fedveil.privacy.metered import MeteredRows, RowsOnly
 from fedveil.training.per_sample import SampleLoss
+from fedveil.wire import header
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 
@@ -54,9 +55,12 @@ class Turns:
     def take(self, receive: Callable[[], Buffer], assignment: Assignment, watch: Watch = unwatched) -> Turn:
         """One turn. `receive` gives the message, and the caller keeps no copy of it.
 
-        Before it returns the upload, it prepares the next private state on disk. The caller commits that state.
+        The private state goes on from the turn that the order names, and is on disk before the upload is returned.
 
-        Raises PolicyError, and keeps the last private state, if the upload was made from fewer rows than the site asks.
+        Raises:
+            PolicyError: the upload was made from fewer rows than the site asks, or the round was served with another
+                message before. The last private state stays.
+            StateError: the private state cannot be read or written.
         """
         started = time.perf_counter()
         order, config = assignment.order, assignment.config
@@ -69,9 +73,10 @@ class Turns:
         ctx = RoundContext(order.round, assignment.name, order.is_new, secret, seeded, order.address)
         witness = Witness(task.trainer(rows, ctx.rng("batches"), watch))
         trainer = self._bounded(witness, exchange.method, assignment, ctx)
-        private, parts = exchange.participate(receive(), store.load(), trainer, ctx)
+        private, turn = store.load(order.last, order.is_new), ctx.new_turn()
+        private, parts = exchange.participate(_same(receive(), assignment), private, trainer, ctx, turn)
         policy.check_rows(assignment.site, witness.distinct, witness.least)
-        store.prepare(private)
+        store.save(turn, order.last, private)
         return Turn(parts, load_seconds)
 
     def _bounded(self, trainer: Trainer, method: Method, assignment: Assignment, ctx: RoundContext) -> Trainer:
@@ -125,6 +130,12 @@ class Turns:
         site = assignment.site
         share = Share(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
         return self._loaded[0].examples(Path(assignment.data), "train", share)
+
+
+def _same(message: Buffer, assignment: Assignment) -> Buffer:
+    """The message, if the round was not served with another one before. Raises PolicyError."""
+    policy.served_of(assignment).require_same(assignment.order.round, header.digest(message))
+    return message
 
 
 def _fingerprint(folder: Path) -> Fingerprint:

@@ -50,7 +50,8 @@ class Attempt:
         limits: of the intake gate.
         run: name under which sites keep their private state.
         folder, tap: where messages are recorded; None records nothing.
-        norms: variant and norm of each accepted upload, by site; filled in while the attempt runs.
+        last: each site's last turn whose upload is in `server`.
+        norms, turns: variant and norm of each accepted upload, and its turn, by site; filled in while the attempt runs.
     """
 
     exchange: Exchange
@@ -60,7 +61,9 @@ class Attempt:
     run: str
     folder: RunFolder | None
     tap: Tap | None
+    last: Mapping[str, str] = dataclasses.field(default_factory=dict)
     norms: dict[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
+    turns: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def messages(
         self, contexts: list[RoundContext], nodes: dict[str, int], ttl: float, config: ConfigRecord
@@ -83,7 +86,7 @@ class Attempt:
     def _order(self, ctx: RoundContext, anchor: str) -> ConfigRecord:
         fields = json.dumps(fields_of(self.exchange.method))
         order = ConfigRecord({"round": ctx.round, "is-new": ctx.is_new, "site": ctx.client, "run": self.run})
-        order["attempt"] = ctx.address.attempt
+        order["attempt"], order["last"] = ctx.address.attempt, self.last.get(ctx.client, "")
         order["method"], order["fields"], order["log"] = self.exchange.name, fields, anchor
         return order
 
@@ -157,7 +160,7 @@ class Attempt:
         if refused:
             self._refused(data, sent, ctx, refused)
             return None
-        self.norms[ctx.client] = message.payload.variant, norm
+        self.norms[ctx.client], self.turns[ctx.client] = (message.payload.variant, norm), message.turn
         self._accepted(data, upload, message.disclosed, site_log)
         return upload
 

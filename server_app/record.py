@@ -66,7 +66,7 @@ class RunFolder:
     """Writes one run's folder. Refuses a folder that holds another run, unless it resumes that run."""
 
     def __init__(self, folder: Path, resume: bool = False) -> None:
-        self.folder, self.resumed, self.last_round = folder, resume, -1
+        self.folder, self.last_round = folder, -1
         if (folder / "status.json").exists() and not resume:
             raise StateError(
                 f"run folder {folder}: expected a new one, found a run; choose another run.name, or set run.resume "
@@ -74,8 +74,11 @@ class RunFolder:
             )
         if not resume and folder.is_dir() and any(folder.iterdir()):
             raise StateError(f"run folder {folder}: expected an empty one, found other files; choose another run.name")
-        if resume and not self._checkpoint.exists():
-            raise StateError(f"run.resume: expected a checkpoint in {folder}, found none; start the run without it")
+        if resume and not (folder / "id").exists():
+            raise StateError(f"run.resume: expected a run in {folder}, found none; start the run without it")
+        self.resumed = (
+            resume and self._checkpoint.exists()
+        )  # before the first checkpoint no site was asked for anything
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not resume:
             write_atomic(folder / "id", secrets.token_hex(4).encode())

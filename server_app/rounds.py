@@ -58,6 +58,7 @@ class Rounds:
         self._server: State | None = None
         self._exchange: Exchange | None = None
         self._participated: set[str] = set()
+        self._last: dict[str, str] = {}  # by site: the turn of its last upload that is in the state
         self._secret = rng.secret("server", settings.seed, settings.deterministic)
 
     def initialise(self, weights: Mapping[str, Tensor]) -> None:
@@ -69,11 +70,13 @@ class Rounds:
         )
 
     def resume(self) -> int:
-        """Loads the folder's checkpoint. Returns the next round; 0 if this run does not resume another."""
+        """Loads the folder's checkpoint, or writes that before round 0. Returns the next round."""
         if self.folder is None or not self.folder.resumed:
+            self._checkpoint(-1)
             return 0
         self._server, loop = self.folder.load_checkpoint()
-        self._participated, self._secret = set(loop["participated"]), bytes.fromhex(loop["secret"])
+        self._participated, self._last = set(loop["participated"]), dict(loop["turns"])
+        self._secret = bytes.fromhex(loop["secret"])
         return int(loop["round"]) + 1
 
     @property
@@ -132,7 +135,9 @@ class Rounds:
             for site in chosen
         ]  # fmt: skip
         record = RoundRecord(round_, number, chosen)
-        attempt = Attempt(self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap)
+        attempt = Attempt(
+            self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap, self._last
+        )
         return attempt, attempt.messages(contexts, nodes, deadline, config), contexts
 
     def finish(self, attempt: Attempt, uploads: Iterator[Upload], started: float) -> bool:
@@ -151,6 +156,7 @@ class Rounds:
             self._server = new_state
             # A site that failed may have lost its state, so next time it gets everything, as a newcomer does.
             self._participated = (self._participated | set(record.accepted)) - set(record.failed)
+            self._last = self._last | {site: attempt.turns[site] for site in record.accepted}
             record.weights = digest(self.deployed())
             record.scores = self.scores(new_state, record.round) if self.scores else {}
         self.history.append(record)
@@ -161,6 +167,11 @@ class Rounds:
         if self.folder:
             self.folder.round(record)
             if enough:
-                loop = {"participated": sorted(self._participated), "secret": self._secret.hex()}
-                self.folder.checkpoint(new_state, {"round": record.round, **loop})
+                self._checkpoint(record.round)
         return enough
+
+    def _checkpoint(self, round_: int) -> None:
+        """Keeps on disk what the next round starts from, if there is a folder."""
+        if self.folder:
+            loop = {"participated": sorted(self._participated), "turns": self._last, "secret": self._secret.hex()}
+            self.folder.checkpoint(self.server, {"round": round_, **loop})

@@ -30,8 +30,9 @@ and the server's lower layers never change again. What clients sent in round 0, 
 |---|---|
 | `layers` at or above the number of layers | FedAvg, bit for bit |
 | client that trained in round 0 | its next participation starts from W_L,1, not from its own lower layers of round 0 |
-| round 0 once more, at a site that has taken part in it | the site sends its top layers alone, for its lower layers
-  leave it once in a run; W_L,1 is the mean over the clients whose first upload was accepted |
+| round 0 once more, at a site whose upload of it is in the server's state | the site sends its top layers alone |
+| round 0 once more, because that upload was lost | the same upload again: a site takes no other message for round 0, so
+  its lower layers leave it in one form only; W_L,1 is the mean over the clients whose first upload was accepted |
 | newcomer in a later round | gets the current top layers and W_L,1 |
 | the server takes a site for new that has a state of a round after 0, for example because its upload was lost | the
   server sends W_L,1 once more; the site continues with its own lower layers |

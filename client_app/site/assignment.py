@@ -15,6 +15,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.address import Address
 from fedveil.errors import ConfigError, WireError
 from fedveil.foreign import shown
+from fedveil.wire.header import TURN
 
 _LONGEST = 100_000  # characters of a method's fields, which hold lists at times
 
@@ -32,6 +33,8 @@ class Order:
         fields: the method's hyper-parameters as JSON.
         log: anchor of the server's audit log, which this site records in its own.
         attempt: at the round, from 0.
+        last: the turn of this site's last upload that is in the server's state, whose private state this turn goes on
+            from; "" for none, or where the method keeps none.
     """
 
     round: int
@@ -42,6 +45,7 @@ class Order:
     fields: str
     log: str = ""
     attempt: int = 0
+    last: str = ""
 
     @property
     def address(self) -> Address:
@@ -120,3 +124,5 @@ def _require_form(order: Order) -> None:
         raise WireError(f"order: {error}") from None
     if not re.fullmatch(r"(\d{1,18}:[0-9a-f]{64})?", order.log):
         raise WireError(f'order: log: expected an anchor "LINES:HASH" or nothing, found {shown(order.log, 80)}')
+    if not TURN.fullmatch(order.last):
+        raise WireError(f"order: last: expected 16 hex digits or nothing, found {shown(order.last, 80)}")

@@ -136,7 +136,7 @@ def check(
 ) -> None:
     """Raises PolicyError, which names what the site does not permit. `down_bytes`: size of the server's message."""
     policy = of(assignment.site)
-    _served(assignment).check(assignment.order.round, assignment.config.run.rounds, policy.max_repeats)
+    served_of(assignment).check(assignment.order.round, assignment.config.run.rounds, policy.max_repeats)
     if not assignment.site.policy:
         return
     order, config, bundle = assignment.order, assignment.config, bundle or Bundle()
@@ -158,10 +158,11 @@ def check(
 def count_round(assignment: Assignment) -> None:
     """Counts this turn's round as served, before the turn. Raises PolicyError for one that may not be served again."""
     most = of(assignment.site).max_repeats
-    _served(assignment).count(assignment.order.round, assignment.config.run.rounds, most)
+    served_of(assignment).count(assignment.order.round, assignment.config.run.rounds, most)
 
 
-def _served(assignment: Assignment) -> Served:
+def served_of(assignment: Assignment) -> Served:
+    """What this site has served of the run that the assignment is of."""
     return Served.of(assignment.site.state_dir, assignment.order.run, assignment.name)
 
 

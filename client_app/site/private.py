@@ -1,17 +1,24 @@
 """This site's private state, on this site's disk.
 
-    <state-dir>/<run>/<site>/private.safetensors    what the method keeps between rounds
-    <state-dir>/<run>/<site>/next.safetensors       the next such state, until this turn's upload is complete
+    <state-dir>/<run>/<site>/turn-<id>.safetensors  what the method keeps after one turn, and the turn before that one
     <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow
-    <state-dir>/<run>/<site>/served.json            the last round that was served (served.py)
+    <state-dir>/<run>/<site>/served.json            the last rounds that were served (served.py)
     <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
 
-It is never in Flower's `Context.state`, which is lost at a restart, and silently above about 50 MB. The process that
-trains prepares the next state, and the process that has the whole upload commits it. If one of them dies in between,
-the state of the last turn stays, and the turn can be repeated from there.
+It is never in Flower's `Context.state`, which is lost at a restart, and silently above about 50 MB.
 
-This module is importable without torch, because the client process commits; its functions import torch where they need
-it.
+Every turn goes on from the state of the turn that the order names: the last one whose upload is in the server's state.
+So a server that died, a missed quorum and a lost reply leave nothing behind, and the repeated turn trains from where
+the first one did.
+
+| the order names ... | the turn goes on from |
+|---|---|
+| a turn whose state is here | that state; what came after it is dropped |
+| no turn | nothing, as in the first participation; served.py sees to it that no round begins in two ways |
+| a turn whose state is not here | nothing if the server sends all that a newcomer needs; else StateError |
+
+Kept are the state of the turn that was named last, that of the turn before it, for a server that goes back to its last
+but one checkpoint, and the newest.
 """
 
 from __future__ import annotations
@@ -55,36 +62,57 @@ class PrivateStore:
         """The store of a run and site. Raises ConfigError for a name that is not a plain file name."""
         return cls(state_dir.expanduser() / safe("run.name", run) / safe("site", site))
 
-    @property
-    def _current(self) -> Path:
-        return self.folder / "private.safetensors"
+    def load(self, last: str, is_new: bool = False) -> State | None:
+        """The state after the turn `last`; None if that is no turn.
 
-    @property
-    def _next(self) -> Path:
-        return self.folder / "next.safetensors"
+        Args:
+            is_new: the server takes this site for a newcomer, so a lost state is no error.
 
-    def load(self) -> State | None:
-        """The state after the last committed turn; None before the first."""
-        from fedveil.records.state import load_state
+        Raises:
+            StateError: the state is not here, or is damaged.
+        """
+        if not last or (is_new and not self._file(last).exists()):
+            return None
+        if not self._file(last).exists():
+            raise StateError(
+                f"private state: expected that of turn {last} in {self.folder}, found none; this site goes on as a "
+                "newcomer with the next turn, or restore the folder from a backup"
+            )
+        return self._read(last)[0]
 
-        return load_state(self._current) if self._current.exists() else None
+    def save(self, turn: str, last: str, state: State | None) -> None:
+        """Writes the state after a turn that went on from `last`, whole or not at all; None keeps nothing.
 
-    def prepare(self, state: State | None) -> None:
-        """Writes the next state, whole or not at all; the current one stays. Raises StateError, e.g. on a full disk."""
+        Removes states that no server can name any more. Raises StateError, for example on a full disk.
+        """
+        from fedveil.contract.method import State as State_
         from fedveil.records.state import save_state
 
-        self._next.unlink(missing_ok=True)  # left by a turn that was never committed
+        before = self._read(last)[1] if last and self._file(last).exists() else ""
+        for file in self.folder.glob("turn-*.safetensors"):
+            if file not in (self._file(last), self._file(before)):
+                file.unlink()
         if state is None:
             return
         try:
-            save_state(state, self._next)
+            save_state(State_(state.tensors, {"state": dict(state.scalars), "after": last}), self._file(turn))
         except OSError as error:
-            raise StateError(f"{self._next}: expected to write the private state, found {error}; free space") from error
+            raise StateError(
+                f"{self._file(turn)}: expected to write the private state, found {error}; free space"
+            ) from error
 
-    def commit(self) -> None:
-        """Makes the prepared state the current one; without a prepared state nothing changes."""
-        if self._next.exists():
-            self._next.replace(self._current)
+    def _file(self, turn: str) -> Path:
+        return self.folder / f"turn-{turn}.safetensors"
+
+    def _read(self, turn: str) -> tuple[State, str]:
+        from fedveil.contract.method import State as State_
+        from fedveil.records.state import load_state
+
+        found = load_state(self._file(turn))
+        scalars, after = found.scalars.get("state"), found.scalars.get("after")
+        if not isinstance(scalars, dict) or not isinstance(after, str):
+            raise StateError(f"{self._file(turn)}: expected a private state, found another file; remove it")
+        return State_(found.tensors, scalars), after
 
     def secret(self, seed: int, site: str, deterministic: bool) -> bytes:
         """This client's secret: drawn from the operating system at the first call, later read from the file."""

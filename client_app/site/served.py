@@ -1,16 +1,20 @@
-"""Which round of a run this site has served last, and how often: counted by the site, whatever a server says.
+"""Which rounds of a run this site has served last, how often, and with what, whatever a server says.
 
-    <state-dir>/<run>/<site>/served.json    {"round": 3, "times": 1}, written before the turn
+    <state-dir>/<run>/<site>/served.json    {"rounds": [[round, times, SHA-256 of the message], ...]}, the last two
 
 | asked for | what happens |
 |---|---|
 | a later round | served |
-| the round of the last turn once more, for example because the quorum was missed | served `max-repeats` times in all |
+| one of the last two rounds once more: the quorum was missed, or the server went back to a checkpoint | served
+  `max-repeats` times in all, with the same message |
+| such a round with another message | PolicyError: it would give a second upload from one private state |
+| a round after one that the server went back to | served with any message, for the new sums may differ |
 | an older round | PolicyError |
 | a round below 0, or at or beyond run.rounds | PolicyError |
 | any round, and the file is damaged | StateError |
 
-A turn that fails counts too, for a server can make a turn fail.
+A turn that fails counts too, for a server can make a turn fail. Round 0 begins in one way only, since nothing is before
+it: so what a method sends in its first participation alone leaves a site once, however often it is asked for.
 """
 
 from __future__ import annotations
@@ -19,12 +23,21 @@ import contextlib
 import fcntl
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedveil.client_app.site.private import safe
 from fedveil.errors import PolicyError, StateError
 from fedveil.records.files import write_atomic
+
+_KEPT = 2  # rounds: one to repeat, and one for a server that lost its last checkpoint
+
+
+@dataclass(frozen=True)
+class _Round:
+    number: int
+    times: int = 0
+    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,13 +66,13 @@ class Served:
             raise PolicyError(
                 f"round: expected one from 0 to {rounds - 1} (run.rounds), found {round_}; start a new run"
             )
-        last, times = self._read()
-        if round_ < last:
+        served = {found.number: found for found in self._read()}
+        if served and round_ not in served and round_ < max(served):
             raise PolicyError(
-                f"round: expected {last} or a later one, found {round_}: this site serves no older round; start a new "
-                "run"
+                f"round: expected {min(served)} or a later one, found {round_}: this site serves no older round; start "
+                "a new run"
             )
-        times = times if round_ == last else 0
+        times = served.get(round_, _Round(round_)).times
         if times >= most:
             raise PolicyError(
                 f"round: this site serves one at most {most} times, found that it was asked for round {round_} once "
@@ -70,11 +83,30 @@ class Served:
     def count(self, round_: int, rounds: int, most: int) -> None:
         """Counts one serving before it begins. Raises as `check`, or StateError where it cannot be written."""
         with self._locked():
-            times = self.check(round_, rounds, most)
-            try:
-                write_atomic(self._file, json.dumps({"round": round_, "times": times + 1}).encode())
-            except OSError as error:
-                raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
+            self.check(round_, rounds, most)
+            served = {found.number: found for found in self._read()}
+            now = served.get(round_, _Round(round_))
+            later = [replace(found, message="") for number, found in served.items() if number > round_]
+            earlier = [found for number, found in served.items() if number < round_]
+            self._write([*earlier, replace(now, times=now.times + 1), *later][-_KEPT:])
+
+    def require_same(self, round_: int, message: str) -> None:
+        """Keeps the digest of the message of a round that was counted.
+
+        Raises:
+            PolicyError: the round was served with another message.
+            StateError: the file cannot be read or written.
+        """
+        with self._locked():
+            served = {found.number: found for found in self._read()}
+            now = served.get(round_, _Round(round_))
+            if now.message not in ("", message):
+                raise PolicyError(
+                    f"round: expected the message that this site was sent for round {round_} before, found another; "
+                    "start a new run"
+                )
+            served[round_] = replace(now, message=message)
+            self._write(sorted(served.values(), key=lambda found: found.number)[-_KEPT:])
 
     @property
     def _file(self) -> Path:
@@ -87,14 +119,22 @@ class Served:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _read(self) -> tuple[int, int]:
+    def _write(self, served: list[_Round]) -> None:
+        rounds = [[found.number, found.times, found.message] for found in served]
+        try:
+            write_atomic(self._file, json.dumps({"rounds": rounds}).encode())
+        except OSError as error:
+            raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
+
+    def _read(self) -> list[_Round]:
+        """The rounds in their order."""
         if not self._file.exists():
-            return -1, 0
+            return []
         try:
             content = json.loads(self._file.read_text())
-            return int(content["round"]), int(content["times"])
+            return [_Round(int(number), int(times), str(message)) for number, times, message in content["rounds"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
-                f"{self._file}: expected the last round that was served, found none that can be read "
+                f"{self._file}: expected the last rounds that were served, found none that can be read "
                 f"({type(error).__name__}); restore it from a backup"
             ) from None

@@ -1,7 +1,7 @@
 """The client process's link to the worker: it finds or starts it, sends it the message and receives the upload.
 
 A worker that dies in a turn (SIGKILL, out of memory) is replaced once, and the turn is repeated from the same private
-state: this module commits the next state only after the last byte of the upload.
+state, which the order names (fedveil/client_app/site/private.py).
 
 | a worker ... | what happens |
 |---|---|
@@ -27,7 +27,6 @@ import grpc
 
 from fedveil import places
 from fedveil.client_app.site.assignment import Assignment
-from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker.cards import Card, Folder, app_digest
 from fedveil.client_app.worker.owner import Owner
 from fedveil.client_app.worker.service import CHUNK_BYTES, NAME
@@ -54,7 +53,7 @@ class TurnError(FedVeilError):
 
 
 def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, root: Path | None = None) -> list[bytes]:
-    """Runs this site's turn in its worker and commits the private state. Returns the upload in slices.
+    """Runs this site's turn in its worker. Returns the upload in slices.
 
     Raises:
         TurnError: the turn failed.
@@ -78,7 +77,6 @@ def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, ro
                 log.warning("%s", error)
                 if not left:
                     raise
-    PrivateStore.of(assignment.site.state_dir, assignment.order.run, assignment.name).commit()
     return upload
 
 

@@ -71,6 +71,10 @@ class RoundContext:
         """The source of noise that protects people: the operating system; in a deterministic run, a stream."""
         return self.rng(purpose).bytes if self.seeded else os.urandom
 
+    def new_turn(self) -> str:
+        """16 hex digits by which a site tells this participation from any other of it, also of the same round."""
+        return f"{self.round:016x}" if self.seeded else os.urandom(8).hex()
+
 
 @dataclass(frozen=True)
 class Upload:

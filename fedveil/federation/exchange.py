@@ -60,12 +60,13 @@ class Exchange:
         )
 
     def participate(
-        self, data: Buffer, private: State | None, trainer: Trainer, ctx: RoundContext
+        self, data: Buffer, private: State | None, trainer: Trainer, ctx: RoundContext, turn: str = ""
     ) -> tuple[State | None, list[Buffer]]:
         """The client's whole turn: decode, train, encode.
 
         Returns the new private state and the reply, in parts. If the caller keeps no reference to `data`, its memory
-        can be freed while the client trains.
+        can be freed while the client trains. `turn` is the site's name for the state, which the reply carries if there
+        is one to keep.
         """
         reporting = _Reporting(trainer)
         received = [
@@ -76,7 +77,8 @@ class Exchange:
         del data
         private, payload = self.method.client(private, received.pop(), reporting, ctx)
         stamp = Stamp.of(self.method, self.name, ctx.round, "up", ctx.address)
-        return private, packed(self.layout, stamp, payload, trainer.num_examples, reporting.report).parts
+        turn = turn if private is not None else ""
+        return private, packed(self.layout, stamp, payload, trainer.num_examples, reporting.report, turn).parts
 
     def receive(self, data: Buffer, round_: int, address: Address = Address()) -> Message:
         """A client's message, decoded; the intake gate has not checked it yet. Raises WireError."""

@@ -59,6 +59,7 @@ class Federation:
     max_share: float = 1.0
 
     def __post_init__(self) -> None:
+        self._next: dict[str, State | None] = {}  # of a round that is under way
         self._dp = DpSgd.of(self.config.dp)
         claim = claim_of(self.exchange.method, self._dp)
         check_seeded(claim.budget if claim else None, self.config.run.deterministic)
@@ -81,7 +82,9 @@ class Federation:
         chosen = cohort.draw(self.sites, self.config.cohort.fraction, self._server_secret, round_)
         uploads = bounded(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
         rule = self.config.aggregate
+        self._next = {}
         self.server = self.exchange.aggregate(self.server, uploads, lambda: sums_of(rule.rule, rule.trim))
+        self.private |= self._next  # with the server's state, or not at all
         self.participated |= set(chosen)
 
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[Upload]:
@@ -104,7 +107,8 @@ class Federation:
         trainer = self.trainer_for(site, ctx)
         if self._dp:
             trainer = NoisyTrainer(trainer.spec, trainer.rows, self._dp, ctx)
-        self.private[site], up = self.exchange.participate(down, self.private.get(site), trainer, ctx)
+        private = self.private.get(site)
+        self._next[site], up = self.exchange.participate(down, private, trainer, ctx, ctx.new_turn())
         return b"".join(up)
 
     def deployed(self, site: str | None = None) -> Mapping[str, Weights]:

@@ -170,7 +170,7 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         record = json.loads(line)
         right = isinstance(record, dict) and set(record) >= _OWN and line == _canonical(record) + b"\n"
         right = right and type(record["n"]) is int and record["hash"] == _hash(record)
-    except ValueError:
+    except (ValueError, RecursionError):
         right = False
     if not right:
         raise StateError(

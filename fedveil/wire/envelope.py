@@ -1,6 +1,6 @@
 """The envelope: one message as bytes.
 
-    offset 0   magic "FVL2" (4 bytes)
+    offset 0   magic "FVL3" (4 bytes)
     4          length of the header (uint32, little endian)
     8          xxh3-64 of the header (uint64, little endian)
     16         digest of the address: run, attempt and, on the way up, site (16 bytes)
@@ -8,9 +8,9 @@
     ...        each field's bytes, at the next multiple of 8, sorted by name; zeros between them
 
 The header names method, version, round, direction, variant, the layout's digest, and each field's name, codec, shape,
-size and xxh3-64. A receiver refuses what does not match its own layout, and names the field. The checksums detect
-accidents; TLS protects against an adversary on the line. The address keeps a message from being taken for one of
-another run, attempt or site.
+size and xxh3-64; an upload's also the turn, which is what the site calls the private state that it keeps with it. A
+receiver refuses what does not match its own layout, and names the field. The checksums detect accidents; TLS protects
+against an adversary on the line. The address keeps a message from being taken for one of another run, attempt or site.
 
 One message has one encoding: order of fields and keys, the text of the JSON, padding and length are fixed, and another
 form is refused. Free is only how zlib cuts the same text, for versions of zlib differ in it.
@@ -69,6 +69,7 @@ class Message:
         payload: the fields; tensors may be views of the received bytes.
         num_examples: as received, not yet checked; None on the way down.
         report: figures that the client reports; names and values are checked.
+        turn: the site's name for this participation; "" if it keeps no private state, and on the way down.
         field_bytes: raw bytes by field name.
         disclosed: what the message discloses, in the form of `describe`.
         norms: Euclidean norm of each floating-point field, computed along with its checksum. It is not finite if a
@@ -78,6 +79,7 @@ class Message:
     payload: Payload
     num_examples: Any = None
     report: Mapping[str, Any] = field(default_factory=dict)
+    turn: str = ""
     field_bytes: Mapping[str, int] = field(default_factory=dict)
     norms: Mapping[str, float] = field(default_factory=dict)
     disclosed: Mapping[str, Any] = field(default_factory=dict)
@@ -101,9 +103,10 @@ def pack(
     payload: Payload,
     num_examples: int | None = None,
     report: Mapping[str, float] | None = None,
+    turn: str = "",
 ) -> bytes:
     """The message as bytes. Raises WireError for a payload that the layout does not declare."""
-    return b"".join(packed(layout, stamp, payload, num_examples, report).parts)
+    return b"".join(packed(layout, stamp, payload, num_examples, report, turn).parts)
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def packed(
     payload: Payload,
     num_examples: int | None = None,
     report: Mapping[str, float] | None = None,
+    turn: str = "",
 ) -> Packed:
     """The same message as from `pack`, in parts."""
     declared = layout.fields_of(stamp.direction, payload.variant)
@@ -142,7 +146,8 @@ def packed(
             checksum.update(part)
         entries.append([name, codec.name, list(shape), size, checksum.hexdigest()])
         parts += [*encoded, bytes(-size % 8)]
-    header = _header(layout, stamp, payload, entries, num_examples, dict(report or {}))
+    words = {"turn": turn, "num_examples": num_examples, "report": dict(report or {})}
+    header = _header(layout, stamp, payload, entries, words)
     prefix = header_.MAGIC + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1]
     prefix += (stamp.address or Address()).digest
     parts = [prefix, header, bytes(-(header_.PREFIX + len(header)) % 8), *parts]
@@ -150,7 +155,7 @@ def packed(
 
 
 def _header(
-    layout: Layout, stamp: Stamp, payload: Payload, entries: list[list[Any]], num_examples: int | None, report: object
+    layout: Layout, stamp: Stamp, payload: Payload, entries: list[list[Any]], words: Mapping[str, Any]
 ) -> bytes:
     content = {
         "method": stamp.method,
@@ -161,8 +166,7 @@ def _header(
         "layout": digest(layout),
         "fields": entries,
         "scalars": dict(payload.scalars),
-        "num_examples": num_examples,
-        "report": report,
+        **words,
     }
     return zlib.compress(header_.written(content), 6)
 
@@ -189,6 +193,8 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
         raise WireError(
             f"layout: expected digest {expected}, found {header_.shown(header['layout'])}; run one version on both ends"
         )
+    if stamp.direction == "down":
+        _expect("turn", "", header["turn"])
     variant = header.get("variant")
     if variant not in layout.variants(stamp.direction):
         raise WireError(f"variant: expected one of {layout.variants(stamp.direction)}, found {variant!r}")
@@ -211,7 +217,7 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
     norms = {entry[0]: norm for (_, _, entry), (_, norm) in zip(jobs, read, strict=True) if norm is not None}
     payload = Payload({name: fields[name] for name in declared}, variant, header["scalars"])  # in the layout's order
     disclosed = _disclosed(variant, header["fields"], header["scalars"], len(whole))
-    return Message(payload, header["num_examples"], header["report"], sizes, norms, disclosed)
+    return Message(payload, header["num_examples"], header["report"], header["turn"], sizes, norms, disclosed)
 
 
 def _read_field(job: tuple[memoryview, Field, list[Any]]) -> tuple[Value, float | None]:

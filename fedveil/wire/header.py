@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from fedveil.errors import WireError
 
-MAGIC = b"FVL2"
+if TYPE_CHECKING:
+    from fedveil.contract.codec import Buffer
+
+MAGIC = b"FVL3"
 PREFIX = 32
 GREATEST = 1 << 53  # every whole number up to it is exact as a float, in any language's JSON
+TURN = re.compile(r"([0-9a-f]{16})?")  # one participation of a site, named by the site
 _MAX_HEADER = 16 << 20  # bytes when decompressed; only a million fields would need more
 _TYPES: dict[str, tuple[type, ...]] = {
     "method": (str,),
     "version": (int,),
     "round": (int,),
     "direction": (str,),
+    "turn": (str,),
     "variant": (str,),
     "layout": (str,),
     "fields": (list,),
@@ -97,11 +104,25 @@ def _check_content(content: Any) -> None:
         if type(content[key]) not in types:
             expected = " or ".join(t.__name__ for t in types)
             raise WireError(f"header.{key}: expected {expected}, found {shown(content[key])}")
+    if not TURN.fullmatch(content["turn"]):
+        raise WireError(f"header.turn: expected 16 hex digits or nothing, found {shown(content['turn'])}")
     for entry in content["fields"]:
         match entry:
             case [str(), str(), list(shape), size, str()] if all(type(n) is int and n >= 0 for n in [*shape, size]):
                 continue
         raise WireError(f"header.fields: expected [name, codec, shape, bytes, checksum], found {shown(entry)}")
+
+
+def digest(data: Buffer) -> str:
+    """SHA-256 of what a message says, 64 hex digits: without its address, and however its header was compressed.
+
+    Raises WireError where the header cannot be read.
+    """
+    whole = memoryview(data).cast("B")
+    content, start = read(whole)
+    said = hashlib.sha256(written(content))
+    said.update(whole[start:])
+    return said.hexdigest()
 
 
 def of_slices(slices: Iterable[bytes]) -> dict[str, Any]:

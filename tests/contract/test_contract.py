@@ -18,7 +18,7 @@ from fedveil.config import parse
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.contract.spec import TensorSpec
-from fedveil.errors import WireError
+from fedveil.errors import StateError, WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.records.state import digest
@@ -113,6 +113,29 @@ def test_a_seed_decides_every_draw_and_another_one_decides_otherwise(exchange, t
         assert first.down != other.down
     if not first.drew:
         assert (first.down, first.client) == (other.down, other.client)
+
+
+def test_a_round_that_fails_changes_neither_the_server_nor_a_site(exchange):
+    """The last site of round 1 fails, after the others have trained; then the round is repeated."""
+    whole, broken = federation(exchange), federation(exchange)
+    real, last = broken.trainer_for, []
+
+    def fails_once(site, ctx):
+        if ctx.round == 1 and site == "c" and not last:
+            last.append(site)
+            raise StateError("a full disk")
+        return real(site, ctx)
+
+    broken.trainer_for = fails_once
+    broken.config = whole.config = parse(broken.config.flat() | {"cohort.fraction": 1.0})
+    broken.round(0)
+    before = {site: state and save(state) for site, state in broken.private.items()}
+    with pytest.raises(StateError):
+        broken.round(1)
+    assert {site: state and save(state) for site, state in broken.private.items()} == before
+    for round_ in (1, 2, 3):
+        broken.round(round_)
+    assert save(broken.server) == save(whole.run())
 
 
 def test_draws_of_sites_and_rounds_are_their_own(exchange, tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import zlib
 
 import pytest
@@ -325,20 +324,6 @@ def test_run_folder_holds_metrics_ledger_checkpoint_and_final_weights(grid, task
     assert digest(final.tensors) == digest(result.arrays.to_torch_state_dict()) == metrics[-1]["weights"]
 
 
-def test_a_resumed_run_ends_where_an_unbroken_one_does(grid, task, tmp_path):
-    whole = strategy(FedRand()).start(LocalGrid(app, SITES, tmp_path / "s1", RUN_CONFIG), initial(task), num_rounds=5)
-    folder = RunFolder(tmp_path / "run")
-    folder.status("running", 0, 5)
-    strategy(FedRand(), folder=folder).start(
-        LocalGrid(app, SITES, tmp_path / "s2", RUN_CONFIG), initial(task), num_rounds=2
-    )
-    shutil.copytree(tmp_path / "s2", tmp_path / "s3")  # the sites are other processes by then: only their disks remain
-    resumed = strategy(FedRand(), folder=RunFolder(tmp_path / "run", resume=True))
-    end = resumed.start(LocalGrid(app, SITES, tmp_path / "s3", RUN_CONFIG), initial(task), num_rounds=5)
-    assert [r.round for r in resumed.history] == [2, 3, 4]
-    assert digest(end.arrays.to_torch_state_dict()) == digest(whole.arrays.to_torch_state_dict())
-
-
 def test_a_run_never_meets_the_private_state_of_another_one_of_its_name(grid, task):
     ends = [strategy(FedRand(), cohort={"fraction": 0.5}).start(grid(), initial(task), num_rounds=4) for _ in range(2)]
     assert digest(ends[0].arrays.to_torch_state_dict()) == digest(ends[1].arrays.to_torch_state_dict())
@@ -352,7 +337,7 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(StateError, match="expected an empty one, found other files"):
         RunFolder(tmp_path / "model")
-    with pytest.raises(StateError, match="expected a checkpoint"):
+    with pytest.raises(StateError, match="expected a run in"):
         RunFolder(tmp_path / "other", resume=True)
 
 

@@ -11,11 +11,11 @@ from fedveil import strategies
 from fedveil.client_app import app as client
 from fedveil.client_app.site.served import Served
 from fedveil.contract.address import Address
-from fedveil.contract.method import RoundContext, fields_of
+from fedveil.contract.method import RoundContext, State, fields_of
 from fedveil.errors import PolicyError, StateError
 from fedveil.federation.exchange import Exchange
 from fedveil.rng import initial
-from fedveil.wire import slices
+from fedveil.wire import header, slices
 from fedveil.wire.envelope import describe
 from tests.server_app.grid import LocalGrid, use_toy_task
 
@@ -32,10 +32,11 @@ def ask(monkeypatch, tmp_path):
         client.app, ["north"], tmp_path / "state", {"method.name": "fedper", "method.fields": "layers = 1"}
     )
 
-    def go(round_: int, policy: str = "") -> str:
+    def go(round_: int, policy: str = "", shift: float = 0.0) -> str:
         (tmp_path / "policy.toml").write_text(f'{policy}\nmethods = ["fedper"]\n[permits]\n"method.fields.layers" = 1')
         grid.node_config = {"north": {"policy": str(tmp_path / "policy.toml")}} if policy else {}
-        down = exchange.broadcast(server, RoundContext(round_, "north", True, bytes(32), address=Address("r")))
+        moved = State({name: tensor + shift for name, tensor in server.tensors.items()}, server.scalars)
+        down = exchange.broadcast(moved, RoundContext(round_, "north", True, bytes(32), address=Address("r")))
         record = ArrayRecord({slices.name(0): Array("uint8", (len(down),), slices.STYPE, down)})
         order = {"round": round_, "is-new": True, "site": "north", "run": "r", "method": "fedper"}
         order |= {"fields": json.dumps(fields_of(METHOD)), "log": ""}
@@ -44,32 +45,40 @@ def ask(monkeypatch, tmp_path):
         if reply.has_error():
             return reply.error.reason
         found = reply.content.array_records["fedveil"]
-        return describe(b"".join(found[name].data for name in slices.in_order(list(found))))["variant"]
+        upload = b"".join(found[name].data for name in slices.in_order(list(found)))
+        variant = describe(upload)["variant"]
+        uploads.append((variant, str(header.of_slices([upload])["fields"])))
+        return variant
 
+    go.uploads = uploads = []
     return go
 
 
-def test_a_site_serves_no_older_round_and_none_beyond_the_run(ask):
+def test_a_site_serves_the_last_two_rounds_no_older_one_and_none_beyond_the_run(ask):
     assert ask(1) == "top"
     for round_ in (0, -5, -1, 5, 10**9):
         assert ask(round_).startswith("PolicyError: round: expected")
-    assert ask(4) == "top"
+    assert [ask(3), ask(1), ask(4)] == ["top"] * 3
+    for round_ in (1, 2):
+        assert ask(round_).startswith("PolicyError: round: expected 3 or a later one")
 
 
 def test_a_round_is_repeated_as_often_as_the_site_permits(ask):
-    assert [ask(0)[:11] for _ in range(5)] == ["all", "top", "top", "PolicyError", "PolicyError"]
+    assert [ask(0)[:11] for _ in range(5)] == ["all", "all", "all", "PolicyError", "PolicyError"]
     assert "at most 3 times" in ask(0)
-    assert ask(0, "max-repeats = 4") == "top"
+    assert ask(0, "max-repeats = 4") == "all"
     assert ask(0, "max-repeats = 4").startswith("PolicyError: round: this site serves one at most 4 times")
     assert ask(1, "max-repeats = 1") == "top"
     assert ask(1, "max-repeats = 1").startswith("PolicyError")
 
 
 def test_a_private_layer_leaves_a_site_once_whatever_round_the_server_names(ask):
-    """After later rounds the lower layers have learned what stays at the site."""
-    uploads = [ask(round_) for round_ in (0, 0, 1, 0, 2, -1, 0)]
-    assert uploads.count("all") == 1
-    assert uploads[0] == "all"
+    """A repeated round 0 gives the same fields. After later rounds the lower layers have learned what stays here."""
+    assert [ask(round_) for round_ in (0, 1, 0)] == ["all", "top", "all"]
+    assert len({fields for variant, fields in ask.uploads if variant == "all"}) == 1
+    another = ask(0, shift=1.0)
+    assert another.startswith("PolicyError: round: expected the message that this site was sent for round 0 before")
+    assert [ask(2)] + [ask(round_)[:11] for round_ in (-1, 0)] == ["top", "PolicyError", "PolicyError"]
 
 
 def test_a_damaged_count_serves_nobody(ask, tmp_path):

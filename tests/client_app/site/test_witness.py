@@ -79,7 +79,7 @@ def test_an_upload_is_made_from_as_many_rows_as_the_policy_asks(text, config, re
         return
     with pytest.raises(PolicyError, match=f"{refused}: this site takes .* at least .* found fewer"):
         upload(data, tmp_path, text, **config)
-    assert PrivateStore.of(tmp_path, "r", "s").load() is None
+    assert not list(PrivateStore.of(tmp_path, "r", "s").folder.glob("turn-*"))
 
 
 def test_drawn_batches_count_as_they_were_drawn_and_poisson_batches_as_expected():

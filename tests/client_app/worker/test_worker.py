@@ -24,17 +24,17 @@ import torch
 from fedveil import rng
 from fedveil.client_app.site.assignment import Assignment, Order
 from fedveil.client_app.site.node_config import Site
-from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker import cards, link
 from fedveil.client_app.worker.cards import Folder
 from fedveil.client_app.worker.owner import Owner
 from fedveil.config import parse
 from fedveil.contract.address import Address
-from fedveil.contract.method import RoundContext, State
+from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, WorkerError
 from fedveil.federation.exchange import Exchange
 from fedveil.strategies.fedrand import FedRand
+from fedveil.wire import header
 from fedveil.wire.slices import sliced
 from tests.conftest import ROOT
 
@@ -60,6 +60,7 @@ class Bench:
         self.data.mkdir()
         self.site = Site(site="north", data=str(self.data), state_dir=self.state, device="cpu")
         self.folder = Folder(self.state, "north")
+        self.last: dict[str, str] = {}  # by run: the turn that the server's state has
         self.orders()
 
     def orders(self, **orders) -> None:
@@ -69,7 +70,7 @@ class Bench:
         method = json.dumps({"rho": 0.0})
         config = {"run.deterministic": True, "task.name": "toy", "task.model": "toy-base", "method.name": "fedrand"}
         config |= {"task.data": str(self.data)}
-        order = Order(round_, round_ == 0, "north", run, "fedrand", method)
+        order = Order(round_, round_ == 0, "north", run, "fedrand", method, last=self.last.get(run, ""))
         return Assignment(order, parse(config), self.site.model_copy(update=site))
 
     def message(self, round_=0, run="first") -> bytes:
@@ -83,15 +84,20 @@ class Bench:
     def turn(self, round_=0, run="first", owner=HERE, app=None, **site) -> bytes:
         """A whole turn through the worker."""
         slices = sliced([self.message(round_, run)])
-        return b"".join(link.take_part(slices, self.assignment(round_, run, **site), owner, app or self.app))
+        upload = b"".join(link.take_part(slices, self.assignment(round_, run, **site), owner, app or self.app))
+        self.last[run] = header.of_slices([upload])["turn"]
+        return upload
 
     def workers(self) -> list[cards.Card]:
         with self.folder.locked():
             return self.folder.living()
 
     def private(self, run="first") -> bytes | None:
-        file = self.state / run / "north" / "private.safetensors"
-        return file.read_bytes() if file.exists() else None
+        """The state of the last turn whose upload came."""
+        return self.file(run).read_bytes() if run in self.last else None
+
+    def file(self, run="first", state: Path | None = None) -> Path:
+        return (state or self.state) / run / "north" / f"turn-{self.last[run]}.safetensors"
 
     def lines(self) -> list[dict]:
         return [json.loads(line) for line in self.folder.turns.read_text().splitlines()]
@@ -137,26 +143,27 @@ def gone(pid: int) -> bool:
 
 def test_a_warm_turn_is_the_turn_of_a_fresh_process_bit_for_bit_and_loads_nothing(bench, tmp_path):
     bench.orders(load=0.5)
-    warm = [bench.turn(r) for r in range(3)]
+    warm, files = [], []
+    for round_ in range(3):
+        cold = bench.assignment(round_)
+        cold = replace(cold, site=cold.site.model_copy(update={"state_dir": tmp_path / "cold"}))
+        for content in (cold.to_json().encode(), bench.message(round_)):
+            files.append(tmp_path / f"file{len(files)}")
+            files[-1].write_bytes(content)
+        warm.append(bench.turn(round_))
     code = (
         "import sys; from pathlib import Path; from fedveil.client_app.site.assignment import Assignment;"
         "from client_app import app;"
-        "text, *messages = [Path(p).read_bytes() for p in sys.argv[2:]];"
-        "[Path(sys.argv[1], str(i)).write_bytes(b''.join(app._in_this_process(iter([m]), "
-        "Assignment.from_json(text.decode().replace("
-        '\'"round": 0, "is_new": true\', f\'"round": {i}, "is_new": {str(i == 0).lower()}\')))))'
-        " for i, m in enumerate(messages)]"
+        "texts = [Path(p).read_text() for p in sys.argv[2::2]];"
+        "messages = [Path(p).read_bytes() for p in sys.argv[3::2]];"
+        "[Path(sys.argv[1], str(i)).write_bytes(b''.join(app._in_this_process(iter([m]), Assignment.from_json(t))))"
+        " for i, (t, m) in enumerate(zip(texts, messages))]"
     )
-    cold = bench.assignment()
-    cold = replace(cold, site=cold.site.model_copy(update={"state_dir": tmp_path / "cold"}))
-    files = [tmp_path / "text", *(tmp_path / f"m{i}" for i in range(3))]
-    for file, content in zip(files, [cold.to_json().encode(), *map(bench.message, range(3))], strict=True):
-        file.write_bytes(content)
     (tmp_path / "out").mkdir()
     environment = {**os.environ, "PYTHONPATH": str(bench.app)}
     subprocess.run([sys.executable, "-P", "-c", code, tmp_path / "out", *files], env=environment, check=True)
     assert warm == [(tmp_path / "out" / str(i)).read_bytes() for i in range(3)]
-    assert bench.private() == (tmp_path / "cold" / "first" / "north" / "private.safetensors").read_bytes()
+    assert bench.private() == bench.file(state=tmp_path / "cold").read_bytes()
     first, *later = bench.lines()
     assert first["load_seconds"] > 0.5
     assert all(line["load_seconds"] < 0.1 and line["pid"] == first["pid"] for line in later)
@@ -351,28 +358,27 @@ def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(ben
     bench.turn(0)
     before, (worker,) = bench.private(), bench.workers()
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    message = r"next.safetensors: expected to write the private state, found .*; free space"
+    message = r"turn-[0-9a-f]{16}.safetensors: expected to write the private state, found .*; free space"
     with pytest.raises(link.TurnError, match=message) as error:
         bench.turn(1)
     assert error.value.kind == "StateError"
     assert bench.private() == before
-    assert [p.name for p in (bench.state / "first" / "north").iterdir()] == ["private.safetensors"]
+    assert list((bench.state / "first" / "north").glob("*.safetensors")) == [bench.file()]
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     bench.turn(1)
     assert bench.private() != before
     assert bench.workers() == [worker]
 
 
-def test_a_turn_whose_upload_was_never_whole_commits_nothing(tmp_path):
-    store = PrivateStore.of(tmp_path, "run", "north")
-    store.prepare(State({"w": torch.ones(2)}, {}))
-    assert store.load() is None
-    store.prepare(None)  # of a later turn that keeps nothing
-    store.commit()
-    assert store.load() is None
-    store.prepare(State({"w": torch.ones(3)}, {}))
-    store.commit()
-    assert store.load().tensors["w"].shape == (3,)
+def test_a_turn_whose_upload_never_came_leaves_nothing_behind(bench, tmp_path):
+    whole = unbroken(tmp_path / "whole", bench.app, rounds=2)
+    uploads = [bench.turn(0)]
+    before = dict(bench.last)
+    bench.turn(1)
+    bench.last = before  # the server died before it had a checkpoint with that upload
+    uploads.append(bench.turn(1))
+    assert uploads == whole.uploads
+    assert bench.private() == whole.private()
 
 
 @pytest.fixture

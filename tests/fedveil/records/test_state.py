@@ -63,14 +63,38 @@ def test_digest_sees_every_difference():
 
 def test_private_store_belongs_to_one_run_and_site(tmp_path):
     first, other = PrivateStore.of(tmp_path, "run-1", "a"), PrivateStore.of(tmp_path, "run-1", "b")
-    assert first.load() is None
-    first.prepare(STATE)
-    first.commit()
-    first.prepare(None)
-    first.commit()
-    assert digest(PrivateStore.of(tmp_path, "run-1", "a").load().tensors) == digest(STATE.tensors)
-    assert other.load() is None
-    assert PrivateStore.of(tmp_path, "run-2", "a").load() is None
+    first.save("1" * 16, "", STATE)
+    found = PrivateStore.of(tmp_path, "run-1", "a").load("1" * 16)
+    assert (digest(found.tensors), found.scalars) == (digest(STATE.tensors), STATE.scalars)
+    for store in (other, PrivateStore.of(tmp_path, "run-2", "a")):
+        assert store.load("1" * 16, is_new=True) is None
+        with pytest.raises(StateError, match="private state: expected that of turn 1111111111111111 .*, found none"):
+            store.load("1" * 16)
+
+
+def test_a_turn_goes_on_from_the_state_that_is_named_and_what_came_after_it_is_dropped(tmp_path):
+    store = PrivateStore.of(tmp_path, "r", "a")
+    turns = [f"{n:016x}" for n in range(5)]
+
+    def kept() -> list[str]:
+        return [turn for turn in turns if (store.folder / f"turn-{turn}.safetensors").exists()]
+
+    def state(value: float) -> State:
+        return State({"w": torch.full((2,), value)}, {"n": value})
+
+    store.save(turns[0], "", state(0.0))
+    store.save(turns[1], turns[0], state(1.0))  # the server never takes it
+    store.save(turns[2], turns[0], state(2.0))
+    assert kept() == [turns[0], turns[2]]
+    store.save(turns[3], turns[2], state(3.0))
+    store.save(turns[4], turns[3], state(4.0))
+    assert kept() == turns[2:]  # the one named last, the one before it, the newest
+    assert store.load(turns[3]).scalars == {"n": 3.0}
+    store.save(turns[4], turns[2], state(0.0))  # the server lost its last checkpoint
+    assert kept() == [turns[2], turns[4]]
+    store.save(turns[1], turns[2], None)
+    assert kept() == [turns[2]]
+    assert store.load("") is None
 
 
 def test_client_secret_is_kept_unless_deterministic(tmp_path):
