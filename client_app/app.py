@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from logging import ERROR, INFO
+from typing import TYPE_CHECKING
 
 from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -20,8 +21,11 @@ from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.worker import link
 from fedveil.client_app.worker.owner import owner_of_this_process
-from fedveil.errors import BudgetError, PolicyError, WireError
+from fedveil.errors import BudgetError, PolicyError, WireError, WorkerError
 from fedveil.wire import header, slices
+
+if TYPE_CHECKING:
+    from fedveil.contract.task import Step, Watch
 
 app = ClientApp()
 
@@ -72,8 +76,19 @@ def _in_this_process(message: Iterator[bytes], assignment: Assignment) -> list[b
     # Imported here because a process that hands the message to a worker must not pay for torch.
     from fedveil.client_app.turn import Turns
 
-    turn = Turns().take(lambda: b"".join(message), assignment)
+    turn = Turns().take(lambda: b"".join(message), assignment, _until(assignment.order.seconds))
     return list(slices.sliced(slices.drained(turn.parts)))
+
+
+def _until(seconds: float) -> Watch:
+    """A watch that ends the turn at its first step after that time."""
+    end = time.monotonic() + seconds
+
+    def watch(step: Step) -> None:
+        if time.monotonic() > end:
+            raise WorkerError(link.late(seconds))
+
+    return watch
 
 
 def _drained(record: ArrayRecord) -> Iterator[bytes]:

@@ -35,6 +35,7 @@ from fedveil.wire import slices
 from fedveil.wire.tap import Tap
 
 _POLL_SECONDS = 0.25
+_GRACE_SECONDS = 60.0  # a message outlives its round, so that the round says who was late and not Flower
 _REASON_CHARACTERS = 300
 _FEWEST_FOR_A_MEDIAN = 3
 
@@ -66,9 +67,10 @@ class Attempt:
     turns: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def messages(
-        self, contexts: list[RoundContext], nodes: dict[str, int], ttl: float, config: ConfigRecord
+        self, contexts: list[RoundContext], nodes: dict[str, int], deadline: float, config: ConfigRecord
     ) -> list[Message]:
         """One message for each context. Equal messages share one array object, which Flower uploads once."""
+        ttl = deadline + _GRACE_SECONDS
         messages, last, record = [], b"", ArrayRecord()
         for ctx in contexts:
             message = self.exchange.packed(self.server, ctx)
@@ -79,15 +81,16 @@ class Attempt:
             if data != last:
                 last, parts = data, slices.sliced([data])
                 record = ArrayRecord({slices.name(i): _array(part) for i, part in enumerate(parts)})
-            content = RecordDict({"fedveil": record, "order": self._order(ctx, anchor), "config": config})
+            content = RecordDict({"fedveil": record, "order": self._order(ctx, anchor, deadline), "config": config})
             messages.append(Message(content, nodes[ctx.client], MessageType.TRAIN, ttl=ttl, group_id=str(ctx.round)))
         return messages
 
-    def _order(self, ctx: RoundContext, anchor: str) -> ConfigRecord:
+    def _order(self, ctx: RoundContext, anchor: str, deadline: float) -> ConfigRecord:
         fields = json.dumps(fields_of(self.exchange.method))
         order = ConfigRecord({"round": ctx.round, "is-new": ctx.is_new, "site": ctx.client, "run": self.run})
         order["attempt"], order["last"] = ctx.address.attempt, self.last.get(ctx.client, "")
         order["method"], order["fields"], order["log"] = self.exchange.name, fields, anchor
+        order["seconds"] = float(deadline)
         return order
 
     def streamed(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 
+from flwr.common.constant import HEARTBEAT_INTERVAL_INF
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from fedveil.errors import ConfigError, QuorumError
@@ -16,14 +19,16 @@ _POLL_SECONDS = 0.25
 def connected(grid: Grid) -> dict[str, int]:
     """Node ids by site name, sorted by name.
 
-    A node without a registered name, as in the simulation engine, is called "node-<id>".
+    A node without a registered name is called "node-<id>". On the simulation engine, where ids are drawn anew at every
+    start, it is called "partition-<number>": nodes register there in the order of their partitions.
 
     Raises:
         ConfigError: two nodes have one name, or a name has other characters than letters, digits, "_", "." and "-".
     """
     found: dict[str, int] = {}
-    for node in sorted(grid.get_nodes(), key=lambda n: n.node_id):
-        name = node.name or f"node-{node.node_id}"
+    nodes = sorted(grid.get_nodes(), key=lambda n: (n.registered_at, n.node_id))
+    for number, node in enumerate(nodes):
+        name = node.name or (f"partition-{number}" if _simulated(nodes) else f"node-{node.node_id}")
         if not _NAME.fullmatch(name):
             raise ConfigError(f'site name: expected at most 64 letters, digits, "_", "." or "-", found {name[:80]!r}')
         if name in found:
@@ -32,6 +37,10 @@ def connected(grid: Grid) -> dict[str, int]:
             )
         found[name] = node.node_id
     return dict(sorted(found.items()))
+
+
+def _simulated(nodes: Sequence[NodeInfo]) -> bool:
+    return all(not node.name and node.heartbeat_interval >= HEARTBEAT_INTERVAL_INF for node in nodes)
 
 
 def wait_for(grid: Grid, count: int, seconds: float) -> dict[str, int]:

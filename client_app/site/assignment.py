@@ -17,6 +17,7 @@ from fedveil.errors import ConfigError, WireError
 from fedveil.foreign import shown
 from fedveil.wire.header import TURN
 
+_MOST_SECONDS = 30 * 86_400.0
 _LONGEST = 100_000  # characters of a method's fields, which hold lists at times
 
 
@@ -35,6 +36,7 @@ class Order:
         attempt: at the round, from 0.
         last: the turn of this site's last upload that is in the server's state, whose private state this turn goes on
             from; "" for none, or where the method keeps none.
+        seconds: after which the server does not wait for the upload; the turn then ends too.
     """
 
     round: int
@@ -46,6 +48,7 @@ class Order:
     log: str = ""
     attempt: int = 0
     last: str = ""
+    seconds: float = 86_400.0
 
     @property
     def address(self) -> Address:
@@ -112,7 +115,10 @@ class Assignment:
 def _require_form(order: Order) -> None:
     """Before anything is named, logged or opened by what the server says. Raises WireError."""
     for field in dataclasses.fields(Order):
-        value, kind = getattr(order, field.name), {"int": int, "bool": bool, "str": str}[str(field.type)]
+        value, kind = (
+            getattr(order, field.name),
+            {"int": int, "bool": bool, "str": str, "float": float}[str(field.type)],
+        )
         if type(value) is not kind or (isinstance(value, str) and len(value) > _LONGEST):
             raise WireError(
                 f"order: {field.name}: expected {field.type} of at most {_LONGEST} characters, found {shown(value, 80)}"
@@ -124,5 +130,7 @@ def _require_form(order: Order) -> None:
         raise WireError(f"order: {error}") from None
     if not re.fullmatch(r"(\d{1,18}:[0-9a-f]{64})?", order.log):
         raise WireError(f'order: log: expected an anchor "LINES:HASH" or nothing, found {shown(order.log, 80)}')
+    if not 0 < order.seconds <= _MOST_SECONDS:
+        raise WireError(f"order: seconds: expected above 0 and at most {_MOST_SECONDS:g}, found {order.seconds!r}")
     if not TURN.fullmatch(order.last):
         raise WireError(f"order: last: expected 16 hex digits or nothing, found {shown(order.last, 80)}")

@@ -33,6 +33,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import psutil
+
 from fedveil import places
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.site.private import safe
@@ -112,6 +114,14 @@ class Folder:
         """Removes a worker's files."""
         for file in (self.path / f"{worker}.json", self.socket(worker)):
             file.unlink(missing_ok=True)
+
+    def kill(self, card: Card) -> None:
+        """Kills a worker that does not answer, and removes its files."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(card.pid)
+            if card.id in process.cmdline():  # another process may have the number by now
+                process.kill()
+        self.forget(card.id)
 
     def adopt(self, card: Card, key: str) -> Card:
         """Gives a worker to the run `key`, or makes it a spare with ""."""

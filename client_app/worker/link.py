@@ -9,6 +9,7 @@ state, which the order names (fedveil/client_app/site/private.py).
 | ends in the turn, or while it replies | a second one is started and gets the message again |
 | ends a second time | WorkerError |
 | answers that the turn failed | TurnError with the kind of the error; the turn is not repeated |
+| has no upload in the order's time (stopped, hung, too slow) | it is killed, and TurnError; the turn is not repeated |
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, ro
     """Runs this site's turn in its worker. Returns the upload in slices.
 
     Raises:
-        TurnError: the turn failed.
+        TurnError: the turn failed, or was not over in the order's time.
         WorkerError: the worker ended twice.
         ConfigError: this site's worker belongs to another SuperNode that runs.
     """
+    end = time.monotonic() + assignment.order.seconds
     folder = Folder(assignment.site.state_dir, assignment.name)
     key = run_key(assignment, root)
     places.private_folder(folder.path)
@@ -71,7 +73,7 @@ def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, ro
         for left in reversed(range(_TRIES)):
             try:
                 card = find(folder, assignment, key, owner, root)
-                upload = _handed_over(spool, folder, card, assignment)
+                upload = _handed_over(spool, folder, card, assignment, end)
                 break
             except WorkerError as error:
                 log.warning("%s", error)
@@ -153,18 +155,30 @@ def channel(folder: Folder, card: Card) -> Iterator[grpc.Channel]:
         yield link
 
 
-def _handed_over(spool: IO[bytes], folder: Folder, card: Card, assignment: Assignment) -> list[bytes]:
-    """Runs the turn in that worker. Raises WorkerError if the worker is gone."""
+def late(seconds: float) -> str:
+    """Why a turn was ended."""
+    return (
+        f"turn: expected an upload within {seconds:g} s, found none; the turn was ended, for the server does not wait "
+        "longer: raise cohort.deadline-seconds, or train less"
+    )
+
+
+def _handed_over(spool: IO[bytes], folder: Folder, card: Card, assignment: Assignment, end: float) -> list[bytes]:
+    """Runs the turn in that worker. Raises WorkerError if the worker is gone, TurnError as `take_part`."""
     started = time.monotonic()
     try:
         with channel(folder, card) as link:
             take = link.stream_stream(f"/{NAME}/Take")
-            answers = take(_request(spool, card, assignment), metadata=(("owner", str(card.owner)),))
+            left = max(end - started, 0.0)
+            answers = take(_request(spool, card, assignment), metadata=(("owner", str(card.owner)),), timeout=left)
             head = json.loads(next(answers))
             upload = list(sliced(answers))
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.ABORTED:
             raise TurnError(**json.loads(error.details())) from None
+        if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+            folder.kill(card)
+            raise TurnError(WorkerError.__name__, late(assignment.order.seconds)) from None
         seconds = time.monotonic() - started
         # A killed process closes its sockets one by one, and the one that it listens on may be the last.
         state = "gone" if _gone(folder, card, _DYING_SECONDS) else "still there"

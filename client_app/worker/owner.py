@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,19 @@ from pathlib import Path
 import psutil
 
 _CLOCK_SECONDS = 2.0
+
+
+def started(pid: int) -> float:
+    """When a process began, in seconds. Raises psutil.NoSuchProcess.
+
+    On Linux since the machine began, which no step of its clock changes; elsewhere by that clock.
+    """
+    process = psutil.Process(pid)
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return process.create_time()
+    return int(text.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")  # after the name, which may hold ")"
 
 
 @dataclass(frozen=True)
@@ -22,7 +36,7 @@ class Owner:
     @classmethod
     def of(cls, pid: int) -> Owner:
         """The process that has this id now. Raises psutil.NoSuchProcess."""
-        return cls(pid, psutil.Process(pid).create_time())
+        return cls(pid, started(pid))
 
     @classmethod
     def parse(cls, text: str) -> Owner:
@@ -34,14 +48,14 @@ class Owner:
         return f"{self.pid}:{self.created}"
 
     def is_(self, other: Owner) -> bool:
-        """Whether both are the same process. Start times may differ a little, for the system may correct its clock."""
+        """Whether both are the same process. Start times may differ a little where they follow the system's clock."""
         return self.pid == other.pid and abs(self.created - other.created) < _CLOCK_SECONDS
 
     def runs(self) -> bool:
         """Whether this process still runs."""
         try:
             process = psutil.Process(self.pid)
-            return self.is_(Owner(self.pid, process.create_time())) and process.status() != psutil.STATUS_ZOMBIE
+            return self.is_(Owner(self.pid, started(self.pid))) and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
@@ -57,5 +71,5 @@ def owner_of_this_process() -> Owner | None:
     for process in psutil.Process().parents():
         with contextlib.suppress(psutil.Error):
             for word in process.cmdline()[:3]:
-                found[Path(word).name] = Owner(process.pid, process.create_time())
+                found[Path(word).name] = Owner(process.pid, started(process.pid))
     return found.get("flower-supernode") or found.get("flower-superexec")

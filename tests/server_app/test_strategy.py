@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 import xxhash
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp.strategy import Strategy
 
 import fedveil.federation.inprocess
@@ -22,6 +24,7 @@ from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, QuorumError, StateError
 from fedveil.federation.exchange import Exchange
 from fedveil.records.state import digest, load_state
+from fedveil.server_app import sites
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
@@ -339,6 +342,32 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
         RunFolder(tmp_path / "model")
     with pytest.raises(StateError, match="expected a run in"):
         RunFolder(tmp_path / "other", resume=True)
+
+
+def test_a_hung_site_does_not_fail_punctual_ones_and_is_said_to_be_late(grid, task):
+    """In a deterministic run uploads are fetched in the order of the sites' names, and the first site hangs."""
+    g = grid(tamper={"east": lambda message, reply: None})
+    ours = strategy(FedAvg(), cohort={"min_sites": 3})
+    ours.start(g, initial(task), num_rounds=1)
+    assert ours.history[0].accepted == ["north", "south", "west"]
+    assert ours.history[0].failed == {"east": "no reply within 1 s"}
+    orders = [message.content.config_records["order"] for message in g.pushed]
+    assert {order["seconds"] for order in orders} == {1.0}
+    assert all(message.metadata.ttl > 30 for message in g.pushed)  # else Flower ends it first, in its own words
+
+
+def test_nodes_of_the_simulation_engine_are_called_by_their_partition(grid, task):
+    class Simulated(LocalGrid):
+        def get_nodes(self):
+            ids = [17, 3, 99, 4]  # drawn anew at every start
+            at = ["2026-01-01T00:00:05+00:00", *(f"2026-01-01T00:00:05.00000{i}+00:00" for i in (1, 2, 3))]
+            return [
+                NodeInfo(node_id=node, registered_at=when, heartbeat_interval=1e300)
+                for node, when in zip(ids, at, strict=True)
+            ]
+
+    found = sites.connected(Simulated(app, SITES, Path("unused")))
+    assert found == {"partition-0": 17, "partition-1": 3, "partition-2": 99, "partition-3": 4}
 
 
 def test_an_evaluate_config_is_refused_and_not_ignored(grid, task):

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from fedveil import rng
+from fedveil.client_app import app as client
 from fedveil.client_app.site.assignment import Assignment, Order
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.worker import cards, link
@@ -31,6 +32,7 @@ from fedveil.config import parse
 from fedveil.contract.address import Address
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import TensorSpec
+from fedveil.contract.task import Step
 from fedveil.errors import ConfigError, WorkerError
 from fedveil.federation.exchange import Exchange
 from fedveil.strategies.fedrand import FedRand
@@ -60,6 +62,7 @@ class Bench:
         self.data.mkdir()
         self.site = Site(site="north", data=str(self.data), state_dir=self.state, device="cpu")
         self.folder = Folder(self.state, "north")
+        self.seconds = 600.0
         self.last: dict[str, str] = {}  # by run: the turn that the server's state has
         self.orders()
 
@@ -71,6 +74,7 @@ class Bench:
         config = {"run.deterministic": True, "task.name": "toy", "task.model": "toy-base", "method.name": "fedrand"}
         config |= {"task.data": str(self.data)}
         order = Order(round_, round_ == 0, "north", run, "fedrand", method, last=self.last.get(run, ""))
+        order = replace(order, seconds=self.seconds)
         return Assignment(order, parse(config), self.site.model_copy(update=site))
 
     def message(self, round_=0, run="first") -> bytes:
@@ -379,6 +383,50 @@ def test_a_turn_whose_upload_never_came_leaves_nothing_behind(bench, tmp_path):
     uploads.append(bench.turn(1))
     assert uploads == whole.uploads
     assert bench.private() == whole.private()
+
+
+def test_a_turn_whose_worker_is_stopped_ends_with_the_order_s_time_and_the_next_one_goes_on(bench, tmp_path):
+    whole = unbroken(tmp_path / "whole", bench.app, rounds=2)
+    uploads = [bench.turn(0)]
+    (worker,) = bench.workers()
+    os.kill(worker.pid, signal.SIGSTOP)
+    bench.seconds = 1.0
+    began = time.monotonic()
+    with pytest.raises(link.TurnError, match="turn: expected an upload within 1 s, found none; the turn was ended"):
+        bench.turn(1)
+    assert time.monotonic() - began < 10
+    assert until(lambda: gone(worker.pid))
+    assert bench.workers() == []
+    bench.seconds = 600.0
+    uploads.append(bench.turn(1))
+    assert uploads == whole.uploads
+
+
+def test_a_turn_that_is_too_slow_ends_with_the_order_s_time(bench):
+    bench.turn(0)
+    bench.orders(steps=1000, pause=0.05)
+    bench.seconds = 1.5
+    with pytest.raises(link.TurnError, match="within 1.5 s"):
+        bench.turn(1)
+    assert bench.workers() == []
+
+
+def test_a_turn_without_a_worker_ends_with_the_order_s_time_too():
+    watch = client._until(0.2)
+    watch(Step(1, 9, 0.0, 0, 0.0))
+    time.sleep(0.3)
+    with pytest.raises(WorkerError, match="within 0.2 s"):
+        watch(Step(2, 9, 0.0, 0, 0.0))
+
+
+def test_a_step_of_the_clock_does_not_part_a_worker_from_its_supernode(monkeypatch):
+    """psutil reckons start times by the clock; here the clock is set on by an hour."""
+    before = Owner.of(os.getpid())
+    real = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: real(process) + 3600)
+    assert before.is_(Owner.of(os.getpid()))
+    assert before.runs()
+    assert not Owner(before.pid, before.created - 10).runs()
 
 
 @pytest.fixture
