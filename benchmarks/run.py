@@ -39,6 +39,7 @@ class Options:
         launch: the module that starts a real federation (`fedveil.console.flower.local_federation`), for presets that
             need one.
         say: gets progress, one line at a time.
+        pieces: the file of a preset that runs in pieces; None = all at once.
     """
 
     quick: bool = False
@@ -46,6 +47,7 @@ class Options:
     device: str = "auto"
     launch: Any = None
     say: Callable[[str], None] = lambda text: None
+    pieces: Path | None = None
 
 
 @dataclass

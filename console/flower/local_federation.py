@@ -94,7 +94,7 @@ class LocalFederation:
     def __enter__(self) -> Self:
         try:
             self._prepare()
-            self._start_superlink()
+            self.start_superlink()
             self._start_sites()
         except BaseException:
             self.stop()
@@ -211,7 +211,8 @@ class LocalFederation:
         write_connection(home, f"127.0.0.1:{self._control_port}", self.folder / "ca.crt")
         self.flower = Flower(home, processes=self.processes, env=self._env())
 
-    def _start_superlink(self) -> None:
+    def start_superlink(self) -> None:
+        """Starts the SuperLink; after it was killed, with the state that it had on disk."""
         ca, secret = self.folder / "ca.crt", write_secret(self.folder / "superlink.superexec")
         command = superlink(self.folder, self._control_port, self._fleet_port, self._database, secret)
         start_isolated(self.processes, SUPERLINK, command, self._env(), self._control_port, secret, ca)
@@ -238,8 +239,7 @@ class LocalFederation:
             time.sleep(0.1)
 
     def _register(self, name: str) -> str:
-        public = f"{self._key(name)}.pub"
-        command = ["flwr", "supernode", "register", public, CONNECTION, "--name", name]
+        command = ["flwr", "supernode", "register", f"{self._key(name)}.pub", CONNECTION, "--name", name]
         self.processes.start(f"register-{name}", command, self._env())
         return name
 

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         launch=local_federation,
         say=lambda text: console.print(text, markup=False, style="dim"),
+        pieces=file.with_suffix(".pieces.jsonl"),
     )
     result, files = benchmarks.run_preset(args.preset, options)
     file.parent.mkdir(parents=True, exist_ok=True)
