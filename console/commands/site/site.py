@@ -25,9 +25,9 @@ from fedveil.console.flower.site_process import (
     guarded,
     start_isolated,
     start_spare,
-    write_fleet,
     write_guard,
     write_own_ports,
+    write_superlink,
 )
 from fedveil.console.provisioning import enrol
 from fedveil.console.runs.workers import described, follow, workers
@@ -172,7 +172,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _guard(args: argparse.Namespace) -> int:
-    write_fleet(args.bin)
+    write_superlink(args.bin)
     if args.own_ports:
         write_own_ports(args.bin)
     print(
