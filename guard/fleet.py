@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from flwr.proto.fleet_pb2 import ActivateNodeRequest
 from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
 
-Refusal = Callable[[bytes], tuple[grpc.StatusCode, str] | None]
+Refusal = Callable[[bytes, bool], tuple[grpc.StatusCode, str] | None]
 
 _wrap: Callable[..., Any] = NodeAuthServerInterceptor._wrap_method_handler
 
@@ -21,7 +22,7 @@ _wrap: Callable[..., Any] = NodeAuthServerInterceptor._wrap_method_handler
 def install(refusal: Refusal) -> None:
     """From now on Flower's interceptor refuses a request that names another public key than the one that signed it.
 
-    It also refuses what `refusal` does, by the key that signed (PEM).
+    It also refuses what `refusal` does, by the key that signed (PEM) and whether the request activates a SuperNode.
     """
 
     def checked(self: NodeAuthServerInterceptor, handler: Any, signed_by: bytes) -> Any:
@@ -31,7 +32,7 @@ def install(refusal: Refusal) -> None:
         def called(request: Any, context: grpc.ServicerContext) -> Any:
             if getattr(request, "public_key", signed_by) != signed_by:
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid public key")
-            if (refused := refusal(signed_by)) is not None:
+            if (refused := refusal(signed_by, isinstance(request, ActivateNodeRequest))) is not None:
                 context.abort(*refused)
             return wrapped.unary_unary(request, context)
 

@@ -5,7 +5,7 @@ Flower knows no last day of a key, so every request of a site is judged here, af
 | the key that signed | the site is answered |
 |---|---|
 | is registered, and its last day is not over | by Flower |
-| is past its last day, revoked or replaced | FAILED_PRECONDITION with the reason: its SuperNode logs it, and ends |
+| is past its last day, revoked or replaced | with the reason, so that its SuperNode logs it and ends |
 | is none of the registry's | the same: a key that somebody registered with Flower alone is not a member's |
 | cannot be judged: members.json is missing or broken | UNAVAILABLE: its SuperNode asks again until it is mended |
 """
@@ -47,11 +47,15 @@ class Members:
         self._file = Watched(registry / FILE, _entries)
         self._control = control
         self._logged: set[tuple[bytes, str]] = set()
+        self._told: set[bytes] = set()
         self._said: dict[str, float] = {}
         self._file.get()
 
-    def refusal(self, public: bytes) -> tuple[grpc.StatusCode, str] | None:
-        """What a request that the key `public` (PEM) signed is answered; None where Flower answers it."""
+    def refusal(self, public: bytes, activates: bool) -> tuple[grpc.StatusCode, str] | None:
+        """What a request that the key `public` (PEM) signed is answered; None where Flower answers it.
+
+        `activates`: it is the first of a SuperNode.
+        """
         try:
             key = serialization.load_pem_public_key(public)
             found = self._file.get().get(_canonical(key))
@@ -64,7 +68,19 @@ class Members:
         if not why:
             return None
         self._say(WARNING, f"a request of {shown(found.site, 80) if found else 'a stranger'} is refused: {why}")
-        return grpc.StatusCode.FAILED_PRECONDITION, f"fedveil: {why}"
+        return self._code(public, found, activates), f"fedveil: {why}"
+
+    def _code(self, public: bytes, found: _Entry | None, activates: bool) -> grpc.StatusCode:
+        """FAILED_PRECONDITION for what a SuperNode logs, UNAUTHENTICATED for what ends it.
+
+        At the first it logs the reason, stops serving and, once it is active, hangs. At the second it ends and logs
+        nothing. So a SuperNode that is active has the first once, and then the second.
+        """
+        known = public in self._told
+        if found is not None:
+            (self._told.discard if activates else self._told.add)(public)
+        ends = not activates and (known or found is None)
+        return grpc.StatusCode.UNAUTHENTICATED if ends else grpc.StatusCode.FAILED_PRECONDITION
 
     def _why(self, found: _Entry | None) -> str:
         if found is None:

@@ -60,14 +60,14 @@ def test_a_key_is_served_until_its_last_day_and_not_after(tmp_path, control):
     }
     write(tmp_path / "registry", sites, {ssh(keys[4]): "replaced"})
     members = Members(tmp_path / "registry", control)
-    assert members.refusal(pem(keys[0])) is None
-    said = [members.refusal(pem(key)) for key in keys[1:]]
+    assert members.refusal(pem(keys[0]), True) is None
+    said = [members.refusal(pem(key), True) for key in keys[1:]]
     assert {code for code, _ in said} == {grpc.StatusCode.FAILED_PRECONDITION}
     words = [word for _, word in said]
     assert "last day of this key was 2026-03-01" in words[0]
     assert ["is revoked" in words[1], "is expired" in words[2], "is replaced" in words[3]] == [True] * 3
     assert "is not registered" in words[4]
-    assert all(members.refusal(pem(key)) for key in keys[1:])
+    assert all(members.refusal(pem(key), True) for key in keys[1:])
     lines = audit_log.read(control.file)
     assert [(line["event"], line["site"]) for line in lines] == [
         ("shut-out", "south"), ("shut-out", "east"), ("shut-out", "west"), ("shut-out", ""),
@@ -78,11 +78,11 @@ def test_a_change_holds_from_the_next_request_on(tmp_path, control):
     _, public = generate_key_pairs()
     write(tmp_path, {"north": entry(public, until=NOW + timedelta(days=1))})
     members = Members(tmp_path, control)
-    assert members.refusal(pem(public)) is None
+    assert members.refusal(pem(public), True) is None
     write(tmp_path, {"north": entry(public, "revoked", NOW + timedelta(days=1))})
-    assert "revoked" in members.refusal(pem(public))[1]
+    assert "revoked" in members.refusal(pem(public), True)[1]
     write(tmp_path, {"north": entry(public, until=NOW + timedelta(days=2))})
-    assert members.refusal(pem(public)) is None
+    assert members.refusal(pem(public), True) is None
 
 
 BROKEN = {
@@ -107,13 +107,13 @@ def test_a_broken_registry_lets_nobody_in_and_does_not_send_sites_away(text, tmp
         (tmp_path / "members.json").unlink()
     else:
         (tmp_path / "members.json").write_text(text.replace("KEY", json.dumps(ssh(public))))
-    code, words = members.refusal(pem(public))
+    code, words = members.refusal(pem(public), True)
     assert code == grpc.StatusCode.UNAVAILABLE  # a SuperNode asks again
     assert str(tmp_path) not in words
     with pytest.raises(StateError, match="expected what fedveil provision made"):
         Members(tmp_path, control)
     write(tmp_path, {"north": entry(public, until=NOW + timedelta(days=1))})
-    assert members.refusal(pem(public)) is None
+    assert members.refusal(pem(public), True) is None
 
 
 def test_a_registry_that_everybody_may_write_is_none(tmp_path, control):
@@ -121,6 +121,22 @@ def test_a_registry_that_everybody_may_write_is_none(tmp_path, control):
     (tmp_path / "members.json").chmod(0o666)
     with pytest.raises(StateError, match="not everybody may write"):
         Members(tmp_path, control)
+
+
+def test_a_supernode_that_is_active_is_told_why_and_then_ended(tmp_path, control):
+    """FAILED_PRECONDITION alone leaves it hanging, UNAUTHENTICATED alone leaves no reason in its log."""
+    keys = [pem(generate_key_pairs()[1]) for _ in range(2)]
+    told, ended = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED
+    write(tmp_path, {"north": entry(serialization.load_pem_public_key(keys[0]))})
+    members = Members(tmp_path, control)
+
+    def codes(key, *activates):
+        return [members.refusal(key, each)[0] for each in activates]
+
+    assert codes(keys[0], False, False, False) == [told, ended, ended]
+    assert codes(keys[0], True, True, False, False) == [told, told, told, ended]
+    assert codes(keys[1], True, False, True) == [told, ended, told]  # a stranger, of whom nothing is kept
+    assert members._told == {keys[0]}
 
 
 def test_a_clock_that_is_set_back_makes_no_key_valid_again(tmp_path):
@@ -140,13 +156,13 @@ def test_nor_does_a_start_of_the_server_after_it_was_set_back(tmp_path, monkeypa
     write(tmp_path, {"north": entry(public, until=NOW)})
     first = ControlLog(tmp_path / "control.jsonl")
     first.clock = Clock(NOW + timedelta(days=900), lambda: NOW, lambda: 0.0)
-    assert Members(tmp_path, first).refusal(pem(public)) is not None
+    assert Members(tmp_path, first).refusal(pem(public), True) is not None
     back = NOW - timedelta(days=30)
     for _ in range(2):  # each start writes a line by a clock that is behind
         again = ControlLog(tmp_path / "control.jsonl")
         again.clock._wall = lambda: back
         assert again.clock.now() >= NOW + timedelta(days=900)
-        assert "last day" in Members(tmp_path, again).refusal(pem(public))[1]
+        assert "last day" in Members(tmp_path, again).refusal(pem(public), True)[1]
         again.write("asked", {})
 
 
@@ -156,6 +172,6 @@ def test_a_shut_out_that_cannot_be_logged_is_one_all_the_same(tmp_path, control)
     members = Members(tmp_path, control)
     control.file.parent.mkdir(exist_ok=True)
     control.file.write_text("torn")
-    assert members.refusal(pem(public))[0] == grpc.StatusCode.UNAVAILABLE
+    assert members.refusal(pem(public), True)[0] == grpc.StatusCode.UNAVAILABLE
     os.unlink(control.file)
-    assert members.refusal(pem(public))[0] == grpc.StatusCode.FAILED_PRECONDITION
+    assert members.refusal(pem(public), True)[0] == grpc.StatusCode.FAILED_PRECONDITION

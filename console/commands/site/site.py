@@ -37,6 +37,7 @@ from fedveil.foreign import shown
 
 _STATE = Path("~/.local/state/fedveil")
 _POLL_SECONDS = 0.5
+_SAID = re.compile(r'details = "(fedveil: [^"\n]{1,400})|^(fedveil: .{1,400})$', re.MULTILINE)  # by guard/members.py
 _EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
 _MEANINGS = {
     "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
@@ -141,6 +142,8 @@ def _watch(processes: Processes, name: str, began: int) -> int:
             print(f"site {name}: online", flush=True)
         time.sleep(_POLL_SECONDS)
     log = processes.log(name).read_bytes()[began:].decode(errors="replace")
+    if said := _SAID.findall(log):
+        raise ConfigError(f"site {name}: the server serves it no more: {shown(max(said[-1]), 500)}")
     if found := _EXIT_CODE.findall(log):
         meaning = _MEANINGS.get(found[-1], f"its log ends: {processes.tail(name)}")
         raise ConfigError(f"site {name}: its SuperNode ended with Flower's exit code {found[-1]}: {meaning}")
