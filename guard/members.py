@@ -5,7 +5,7 @@ Flower knows no last day of a key, so every request of a site is judged here, af
 | the key that signed | the site is answered |
 |---|---|
 | is registered, and its last day is not over | by Flower |
-| is past its last day, revoked or replaced | with the reason, so that its SuperNode logs it and ends |
+| is past its last day, revoked or replaced | its SuperNode ends, and logs why when it is started again |
 | is none of the registry's | the same: a key that somebody registered with Flower alone is not a member's |
 | cannot be judged: members.json is missing or broken | UNAVAILABLE: its SuperNode asks again until it is mended |
 """
@@ -47,7 +47,6 @@ class Members:
         self._file = Watched(registry / FILE, _entries)
         self._control = control
         self._logged: set[tuple[bytes, str]] = set()
-        self._told: set[bytes] = set()
         self._said: dict[str, float] = {}
         self._file.get()
 
@@ -68,19 +67,10 @@ class Members:
         if not why:
             return None
         self._say(WARNING, f"a request of {shown(found.site, 80) if found else 'a stranger'} is refused: {why}")
-        return self._code(public, found, activates), f"fedveil: {why}"
-
-    def _code(self, public: bytes, found: _Entry | None, activates: bool) -> grpc.StatusCode:
-        """FAILED_PRECONDITION for what a SuperNode logs, UNAUTHENTICATED for what ends it.
-
-        At the first it logs the reason, stops serving and, once it is active, hangs. At the second it ends and logs
-        nothing. So a SuperNode that is active has the first once, and then the second.
-        """
-        known = public in self._told
-        if found is not None:
-            (self._told.discard if activates else self._told.add)(public)
-        ends = not activates and (known or found is None)
-        return grpc.StatusCode.UNAUTHENTICATED if ends else grpc.StatusCode.FAILED_PRECONDITION
+        # The first a SuperNode logs with the reason, and ends. Once it is active the same would leave it hanging; at the
+        # second it ends without a word, and whoever starts it again reads the reason.
+        code = grpc.StatusCode.FAILED_PRECONDITION if activates else grpc.StatusCode.UNAUTHENTICATED
+        return code, f"fedveil: {why}"
 
     def _why(self, found: _Entry | None) -> str:
         if found is None:

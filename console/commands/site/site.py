@@ -147,6 +147,11 @@ def _watch(processes: Processes, name: str, began: int) -> int:
     if found := _EXIT_CODE.findall(log):
         meaning = _MEANINGS.get(found[-1], f"its log ends: {processes.tail(name)}")
         raise ConfigError(f"site {name}: its SuperNode ended with Flower's exit code {found[-1]}: {meaning}")
+    if code == 0 and online:
+        raise ConfigError(
+            f"site {name}: the server has ended the connection: its key is past its last day, or was shut out; "
+            "start it again, and the server says which"
+        )
     raise ConfigError(f"site {name}: its SuperNode ended with exit code {code}; its log ends: {processes.tail(name)}")
 
 

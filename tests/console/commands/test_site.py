@@ -165,3 +165,12 @@ def test_the_reason_that_the_server_gives_is_shown_as_text(log, tmp_path):
     ) as error:
         site._watch(processes, "north", 0)
     assert "\x1b" not in str(error.value)
+
+
+def test_a_supernode_that_the_server_ended_is_not_taken_for_one_that_was_stopped(tmp_path):
+    processes = Processes(tmp_path)
+    processes.log("north").write_text("SuperNode ID: 5\nSuperNode terminated gracefully.\n")
+    states = iter([None, 0])
+    processes.ended = lambda name: next(states)
+    with pytest.raises(ConfigError, match="the server has ended the connection: .*start it again"):
+        site._watch(processes, "north", 0)
