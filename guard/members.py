@@ -67,8 +67,8 @@ class Members:
         if not why:
             return None
         self._say(WARNING, f"a request of {shown(found.site, 80) if found else 'a stranger'} is refused: {why}")
-        # The first a SuperNode logs with the reason, and ends. Once it is active the same would leave it hanging; at the
-        # second it ends without a word, and whoever starts it again reads the reason.
+        # The first a SuperNode logs with the reason, and ends; once it is active it would hang. At the second it ends
+        # without a word, and whoever starts it again reads the reason.
         code = grpc.StatusCode.FAILED_PRECONDITION if activates else grpc.StatusCode.UNAUTHENTICATED
         return code, f"fedveil: {why}"
 
