@@ -1,4 +1,4 @@
-"""`flower-superlink` with one more check on the fleet port: a SuperNode is activated by its own key alone.
+"""Two more checks on the fleet port: a SuperNode is activated by its own key alone, and a key is served until its day.
 
 Flower's interceptor checks that a request is signed by the key in its metadata. It lets a request for activation pass
 with any key, and the servicer then believes the public key in the request. So whoever reached the port and knew the
@@ -11,35 +11,35 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from flwr.proto.fleet_pb2 import ActivateNodeRequest
 from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
+
+Refusal = Callable[[bytes, bool], tuple[grpc.StatusCode, str] | None]
 
 _wrap: Callable[..., Any] = NodeAuthServerInterceptor._wrap_method_handler
 
 
-def install() -> None:
-    """From now on Flower's interceptor refuses a request that names another public key than the one that signed it."""
-    NodeAuthServerInterceptor._wrap_method_handler = _checked  # type: ignore[method-assign,assignment]
+def install(refusal: Refusal) -> None:
+    """From now on Flower's interceptor refuses a request that names another public key than the one that signed it.
 
+    It also refuses what `refusal` does, by the key that signed (PEM) and whether the request activates a SuperNode.
+    """
 
-def main() -> None:
-    """The process. Its arguments are those of Flower's own `flower-superlink`."""
-    install()
-    from flwr.superlink.cli import flower_superlink  # a second of imports, which the scripts' tests do without
+    def checked(self: NodeAuthServerInterceptor, handler: Any, signed_by: bytes) -> Any:
+        """As Flower's method of that name; `signed_by` is the key of the request's metadata."""
+        wrapped = _wrap(self, handler, signed_by)
 
-    flower_superlink()
+        def called(request: Any, context: grpc.ServicerContext) -> Any:
+            if getattr(request, "public_key", signed_by) != signed_by:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid public key")
+            if (refused := refusal(signed_by, isinstance(request, ActivateNodeRequest))) is not None:
+                context.abort(*refused)
+            return wrapped.unary_unary(request, context)
 
+        return grpc.unary_unary_rpc_method_handler(
+            called,
+            request_deserializer=wrapped.request_deserializer,
+            response_serializer=wrapped.response_serializer,
+        )
 
-def _checked(self: NodeAuthServerInterceptor, handler: Any, signed_by: bytes) -> Any:
-    """As Flower's method of that name; `signed_by` is the key of the request's metadata."""
-    wrapped = _wrap(self, handler, signed_by)
-
-    def called(request: Any, context: grpc.ServicerContext) -> Any:
-        if getattr(request, "public_key", signed_by) != signed_by:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid public key")
-        return wrapped.unary_unary(request, context)
-
-    return grpc.unary_unary_rpc_method_handler(
-        called,
-        request_deserializer=wrapped.request_deserializer,
-        response_serializer=wrapped.response_serializer,
-    )
+    NodeAuthServerInterceptor._wrap_method_handler = checked  # type: ignore[method-assign,assignment]

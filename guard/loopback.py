@@ -19,15 +19,14 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
 from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from flwr.supercore import log
 
-from fedveil.guard import fleet
+from fedveil.guard import superlink
+from fedveil.guard.operators import App, Scope
 
 _TABLE = Path("/proc/net/tcp")
 _ESTABLISHED = "01"  # a socket that was closed has no user any more, and the table says 0 for it
@@ -35,9 +34,6 @@ _PROGRAMS = {
     "flower-superlink": ("flwr.superlink.cli", "flower_superlink"),
     "flower-supernode": ("flwr.supernode.cli", "flower_supernode"),
 }
-
-Scope = MutableMapping[str, Any]
-App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 def owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
@@ -74,15 +70,9 @@ def closed_to_others(app: App) -> App:
 
 
 def main(program: str) -> None:
-    """The process. Its arguments are those of Flower's own `program`."""
-    original = uvicorn.Config.__init__
-
-    def configured(self: uvicorn.Config, app: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, closed_to_others(app), *args, **kwargs)
-
-    uvicorn.Config.__init__ = configured  # type: ignore[method-assign]
-    if program == "flower-superlink":
-        fleet.install()
+    """The process. Its arguments are those of Flower's own `program`; a SuperLink has two more (guard/superlink.py)."""
+    operators = superlink.prepare() if program == "flower-superlink" else None
+    superlink.serve_through(lambda app: closed_to_others(operators(app) if operators else app))
     module, function = _PROGRAMS[program]
     getattr(importlib.import_module(module), function)()
 

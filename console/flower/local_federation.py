@@ -27,6 +27,7 @@ from fedveil.client_app.site.node_config import parse_site
 from fedveil.console.flower.command_line import CONNECTION, Flower, write_connection
 from fedveil.console.flower.keys import write_node_key, write_secret, write_tls
 from fedveil.console.flower.machine import Value, cores, free_ports, listens, toml
+from fedveil.console.flower.operators import write_registry
 from fedveil.console.flower.processes import LaunchError, Processes, environment, named_error
 from fedveil.console.flower.programs import ONLINE, superlink, supernode
 from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare
@@ -140,8 +141,7 @@ class LocalFederation:
             if now - started > timeout:
                 with suppress(LaunchError):
                     self.flower.stop(str(run))
-                last = status or "none"
-                raise LaunchError(f"run {run}: not finished within {timeout:.0f} s, stopped; last status: {last}")
+                raise LaunchError(f"run {run}: not finished within {timeout:.0f} s, stopped; last: {status or 'none'}")
             time.sleep(0.5)
 
     def status(self, run: int) -> dict[str, Any]:
@@ -207,8 +207,9 @@ class LocalFederation:
             write_node_key(self._key(name))
         self._control_port, self._fleet_port, *ports = free_ports(2 + len(self.sites))
         self._site_ports = dict(zip(self.sites, ports, strict=True))
-        home = self.folder / "flower"
-        write_connection(home, f"127.0.0.1:{self._control_port}", self.folder / "ca.crt")
+        home, address = self.folder / "flower", f"127.0.0.1:{self._control_port}"
+        write_connection(home, address, self.folder / "ca.crt")
+        write_registry(self.folder / "registry", {name: self._key(name) for name in self.sites}, home, address)
         self.flower = Flower(home, processes=self.processes, env=self._env())
 
     def start_superlink(self) -> None:

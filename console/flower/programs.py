@@ -10,10 +10,12 @@ ONLINE = "SuperNode ID:"  # a SuperNode logs this once the SuperLink has accepte
 def superlink(folder: Path, control_port: int, fleet_port: int, database: bool, secret: Path) -> list[str]:
     """The SuperLink on loopback: gRPC with TLS, keys of SuperNodes required. `folder` has its certificate and key.
 
+    There, too, are its registry and the log of its control port: it is the guard's program (guard/superlink.py).
     `database`: keep its state in `folder`/superlink.db instead of in memory. `secret`: what its SuperExec must know.
     """
     return [
-        "flower-superlink", "--host", "127.0.0.1", "--port", str(control_port),
+        "flower-superlink", "--fedveil-registry", str(folder / "registry"),
+        "--fedveil-log", str(folder / "control-log.jsonl"), "--host", "127.0.0.1", "--port", str(control_port),
         "--fleet-api-type", "grpc-rere", "--fleet-api-address", f"127.0.0.1:{fleet_port}",
         "--ssl-ca-certfile", str(folder / "ca.crt"), "--ssl-certfile", str(folder / "server.pem"),
         "--ssl-keyfile", str(folder / "server.key"),

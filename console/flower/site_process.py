@@ -44,16 +44,18 @@ def write_guard(folder: Path, require_policy: bool = True) -> Path:
     return _write(folder / CLIENT_APP, "clientapp", f"require_policy={require_policy}")
 
 
-def write_fleet(folder: Path) -> None:
-    """Writes a `flower-superlink` that activates a SuperNode by its own key alone (guard/fleet.py)."""
-    _write(folder / "flower-superlink", "fleet", "")
+def write_superlink(folder: Path) -> None:
+    """Writes a `flower-superlink` that knows the sites' last days and its operators (guard/superlink.py)."""
+    _write(folder / "flower-superlink", "superlink", "")
 
 
 def write_own_ports(folder: Path) -> None:
     """Writes `flower-superlink` and `flower-supernode` that serve this user alone (guard/loopback.py).
 
     Only for Linux, and for a SuperExec on the same machine: in containers a network of their own takes their place.
+    Elsewhere `flower-superlink` has the other checks alone.
     """
+    write_superlink(folder)
     for program in _OWN_PORTS if sys.platform == "linux" else ():
         _write(folder / program, "loopback", repr(program))
 

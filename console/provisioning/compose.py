@@ -6,7 +6,7 @@ of them can see and reach is what follows; compose.yaml of the repository is the
 | service | sees | reaches |
 |---|---|---|
 | pod | nothing | publishes the fleet port; the next three share its loopback, where the control port is |
-| superlink | server certificate and key, its database | |
+| superlink | server certificate and key, the registry, its database and the log of its control port | |
 | serverapp | the run folders, evaluation data, models | |
 | operator | what `fedveil provision` made | runs on demand |
 | supernode | the site's key | the server, and the network between it and clientapp |
@@ -48,7 +48,7 @@ x-tool: &tool
 
 _SERVER = """\
 # The server of {federation}. Publishes the fleet port; its control port is reached from `operator` alone.
-# Beside this file lie the server's own secrets. User 10001 must be able to read them, and to write members.json:
+# Beside this file lie the server's own secrets. User 10001 must be able to read them, and to write the registry:
 # chown -R 10001:10001 . in the folder above.
 name: fedveil-{project}-server
 {head}services:
@@ -61,7 +61,9 @@ name: fedveil-{project}-server
     <<: *service
     command:
       - flower-superlink
-      - --host=127.0.0.1
+      - --fedveil-registry=/registry
+      - --fedveil-log=/state/control-log.jsonl
+      - --host=${{FEDVEIL_CONTROL_HOST:-127.0.0.1}}
       - --port=8000
       - --fleet-api-type=grpc-rere
       - --fleet-api-address=0.0.0.0:9092
@@ -75,7 +77,7 @@ name: fedveil-{project}-server
       - --database=/state/superlink.db
       - --health-server-address=127.0.0.1:9097
     network_mode: service:pod
-    volumes: ["./:/server:ro", "state:/state"]
+    volumes: ["./:/server:ro", "../registry:/registry:ro", "state:/state"]
     stop_grace_period: 5s
   serverapp:                  # runs the app's ServerApp; run.dir "runs" is the volume
     <<: *service
@@ -187,6 +189,14 @@ services:
           devices: [{{driver: nvidia, count: 1, capabilities: [gpu]}}]
 """
 
+_OPERATORS = """\
+# FEDVEIL_CONTROL_HOST=0.0.0.0 docker compose -f compose.yaml -f compose.operators.yaml up -d --wait
+# For operators of other machines: the control port on this host's own loopback, which they reach through SSH.
+services:
+  pod:
+    ports: ["127.0.0.1:8000:8000"]
+"""
+
 
 def server(federation: str, image: str, port: int, folder: str) -> str:
     """compose.yaml of the server's host. It publishes `port`; `folder` is where the federation's files lie."""
@@ -198,6 +208,11 @@ def site(federation: str, name: str, image: str, superlink: str) -> str:
     """compose.yaml of a site's kit."""
     head = _HEAD.format(image=image)
     return _SITE.format(head=head, federation=federation, site=name, project=_project(name), superlink=superlink)
+
+
+def operators() -> str:
+    """The override that publishes the control port on the host's loopback."""
+    return _OPERATORS
 
 
 def gpu(service: str) -> str:

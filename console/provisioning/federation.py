@@ -10,21 +10,22 @@
 
     FOLDER/ca/ca.key             signs the server's certificate; move it off this machine between renewals
            ca/ca.crt server/               certificate, key, the SuperExec's secret, Flower's connection file: for the
-           server alone kits/SITE.tar.gz      for the site; nothing secret in it members.json          each site: its
-           public key, when it was registered, until when, revoked or not
+           server alone
+           kits/SITE.tar.gz      for the site; nothing secret in it
+           registry/             what the SuperLink reads, anew at each change: members.json, each site with its public
+           key, when it was registered, until when, revoked or not; operators.json, each operator with role and last day
 
 | a site | its entry in members.json |
 |---|---|
 | has its kit and no key yet | "invited" |
 | is registered with Flower | "registered", until `until` |
-| past that day, until `fedveil members expire` has run | still let in by Flower, which knows no expiry: run it daily |
-| was revoked, or has expired | "revoked" or "expired"; its key is never accepted again, a new one is |
+| past that day | the same; the SuperLink shuts it out by itself (guard/members.py) |
+| was revoked, or `fedveil members expire` has run since | "revoked" or "expired"; a new key is accepted alone |
 """
 
 from __future__ import annotations
 
 import json
-import os
 import tomllib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fedveil import __version__
 from fedveil.errors import ConfigError
+from fedveil.records.files import write_atomic
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.:-]{0,250}[A-Za-z0-9])?$")]
@@ -83,20 +85,27 @@ def parse(file: Path) -> FederationFile:
         raise ConfigError(f"{file}: expected a federation.toml, found none ({error}); see docs/deploy.md") from None
 
 
+def registry(folder: Path) -> Path:
+    """The folder of a federation's folder that its SuperLink reads."""
+    return folder / "registry"
+
+
 class Members:
     """members.json of a federation's folder. Every change is written at once, whole or not at all."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._file = folder / "members.json"
+        self._file = registry(folder) / "members.json"
         try:
             content = json.loads(self._file.read_text())
             self.federation = FederationFile.model_validate(content["federation"])
             self.sites: dict[str, dict[str, Any]] = content["sites"]
             self.retired: dict[str, str] = content["retired"]
         except (OSError, ValueError, KeyError) as error:
+            old = "; move its members.json into registry/" if (folder / "members.json").is_file() else ""
             raise ConfigError(
-                f"{folder}: expected a folder that fedveil provision made, found none ({type(error).__name__}: {error})"
+                f"{folder}: expected a folder that fedveil provision made, found none "
+                f"({type(error).__name__}: {error}){old}"
             ) from None
 
     @classmethod
@@ -104,7 +113,8 @@ class Members:
         """A new one, every site invited."""
         content = {"sites": {site: {"state": "invited"} for site in federation.sites}, "retired": {}}
         about = federation.model_dump(mode="json", by_alias=True)
-        (folder / "members.json").write_text(json.dumps({"federation": about, **content}, indent=1))
+        file = registry(folder) / "members.json"
+        write_atomic(file, json.dumps({"federation": about, **content}, indent=1).encode())
         return cls(folder)
 
     def entry(self, site: str) -> dict[str, Any]:
@@ -154,9 +164,7 @@ class Members:
         """Writes the file."""
         about = self.federation.model_dump(mode="json", by_alias=True)
         content = {"federation": about, "sites": self.sites, "retired": self.retired}
-        partial = self._file.with_name(f".members.{os.getpid()}.part")
-        partial.write_text(json.dumps(content, indent=1))
-        partial.replace(self._file)
+        write_atomic(self._file, json.dumps(content, indent=1).encode())
 
     def _retire(self, site: str, how: str) -> None:
         if (key := self.sites[site].get("key")) and self.sites[site]["state"] == "registered":

@@ -86,7 +86,7 @@ def append(file: Path, event: str, about: Mapping[str, Any]) -> Head:
         with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as log:
             fcntl.flock(log, fcntl.LOCK_EX)
             end = log.seek(0, os.SEEK_END)
-            before = _last(file, log, end)
+            before = _head(_last(file, log, end))
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             record = {**about, "n": before.lines, "time": now, "event": event, "previous": before.hash}
             record["hash"] = _hash(record)
@@ -104,8 +104,13 @@ def append(file: Path, event: str, about: Mapping[str, Any]) -> Head:
 
 def head(file: Path) -> Head:
     """The log's head, from its last line alone; the head of an empty log if there is no file. Raises StateError."""
+    return _head(last(file))
+
+
+def last(file: Path) -> dict[str, Any]:
+    """The log's last line; {} if there is none. Raises StateError where it is wrong."""
     if not file.exists():
-        return Head()
+        return {}
     with file.open("rb") as log:
         return _last(file, log, log.seek(0, os.SEEK_END))
 
@@ -179,8 +184,12 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     return dict(record)
 
 
-def _last(file: Path, log: Any, end: int) -> Head:
-    """The head of an open log of `end` bytes. Leaves the file position at the end."""
+def _head(record: Mapping[str, Any]) -> Head:
+    return Head(record["n"] + 1, record["hash"]) if record else Head()
+
+
+def _last(file: Path, log: Any, end: int) -> dict[str, Any]:
+    """The last line of an open log of `end` bytes, {} of an empty one. Leaves the file position at the end."""
     start, tail, step = end, b"", _BLOCK
     while start and b"\n" not in tail[:-1]:
         # Twice as much each time: a line of 20 MB, as older versions wrote, is read a few times and not 300 times.
@@ -189,10 +198,7 @@ def _last(file: Path, log: Any, end: int) -> Head:
         log.seek(start)
         tail = log.read(step) + tail
     log.seek(end)
-    if not end:
-        return Head()
-    record = _record(tail[tail.rstrip(b"\n").rfind(b"\n") + 1 :], f"{file}, last line")
-    return Head(record["n"] + 1, record["hash"])
+    return _record(tail[tail.rstrip(b"\n").rfind(b"\n") + 1 :], f"{file}, last line") if end else {}
 
 
 def _cut(value: Any) -> Any:

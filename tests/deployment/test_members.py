@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 
@@ -13,6 +14,7 @@ from fedveil.console.flower.machine import free_ports
 from fedveil.console.flower.processes import LaunchError
 from fedveil.console.flower.programs import supernode
 from fedveil.console.main import main
+from fedveil.records.files import write_atomic
 from tests.conftest import ROOT, extract
 from tests.deployment.engine import until
 
@@ -29,7 +31,8 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
     fingerprint = re.findall(r"SHA256:\S+", capsys.readouterr().out)[-1]
     request = str(kit / "keys" / "request.json")
     with LocalFederation([LocalSite("north", ROOT / "data" / "e2e")], tmp_path / "federation") as federation:
-        shutil.copy(federation.folder / "flower" / "config.toml", home)  # the same server, by another road
+        for name in ("config.toml", "credentials.yaml"):
+            shutil.copy(federation.folder / "flower" / name, home)  # the same server, by another road
         flower = Flower(home)
 
         def started(name: str) -> None:
@@ -41,15 +44,27 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
             )  # fmt: skip
             federation.processes.start(name, command, federation._env())
 
+        def told() -> None:
+            """The server's registry is `pilot`'s too."""
+            file, members = federation.folder / "registry" / "members.json", json.loads(own)
+            known = json.loads((pilot / "registry" / "members.json").read_text())
+            write_atomic(file, json.dumps({"sites": {**members["sites"], **known["sites"]}, "retired": {}}).encode())
+
+        own = (federation.folder / "registry" / "members.json").read_text()
         started("unregistered")
         until(lambda: federation.processes.ended("unregistered") is not None, 60, "an unregistered key is refused", 0.1)
         assert federation.processes.ended("unregistered") != 0  # no message is served without a registered key
         assert main(["members", "register", str(pilot), request, "--fingerprint", fingerprint]) == 0
+        started("stranger")  # Flower has its key, and the server's registry not: nobody registered it there
+        until(lambda: federation.processes.ended("stranger") is not None, 60, "a key of Flower's alone is refused", 0.1)
+        assert "fedveil: this key is not registered" in federation.processes.log("stranger").read_text()
+        told()
         started("guest")
         until(
             lambda: re.search(r"guest +registered +online", _status(pilot, capsys)) is not None, 60, "guest is online"
         )
         assert main(["members", "revoke", str(pilot), "guest"]) == 0
+        told()
         assert sorted(flower.nodes().values()).count("online") == 1  # north alone
         federation.processes.kill("guest")
         started("revoked")

@@ -7,7 +7,7 @@ import types
 import grpc
 import pytest
 from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
-from flwr.proto.fleet_pb2 import ActivateNodeRequest, RegisterNodeFleetRequest
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, RegisterNodeFleetRequest
 from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes, sign_message
@@ -45,7 +45,24 @@ def test_a_site_is_activated_by_its_own_key_alone(kind, monkeypatch):
     request = kind(public_key=public_key_to_bytes(public))
     assert asked(request, stranger) == [request]  # Flower alone: the stranger speaks for the site
     monkeypatch.setattr(NodeAuthServerInterceptor, "_wrap_method_handler", fleet._wrap)  # put back afterwards
-    fleet.install()
+    fleet.install(lambda public, activates: None)
     with pytest.raises(Aborted, match="Invalid public key"):
         asked(request, stranger)
     assert asked(request, site) == [request]
+
+
+def test_a_key_that_is_refused_reaches_no_servicer(monkeypatch):
+    site, public = generate_key_pairs()
+    monkeypatch.setattr(NodeAuthServerInterceptor, "_wrap_method_handler", fleet._wrap)  # put back afterwards
+    judged = []
+
+    def refusal(key, activates):
+        judged.append((key, activates))
+        return grpc.StatusCode.FAILED_PRECONDITION, "its last day is over"
+
+    fleet.install(refusal)
+    with pytest.raises(Aborted, match="its last day is over"):
+        asked(ActivateNodeRequest(public_key=public_key_to_bytes(public)), site)
+    with pytest.raises(Aborted, match="its last day is over"):
+        asked(PullMessagesRequest(), site)
+    assert judged == [(public_key_to_bytes(public), True), (public_key_to_bytes(public), False)]

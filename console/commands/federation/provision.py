@@ -15,11 +15,14 @@ from cryptography.hazmat.primitives import serialization
 
 from fedveil.console.flower import keys
 from fedveil.console.flower.command_line import write_connection
+from fedveil.console.flower.operators import write_login
 from fedveil.console.provisioning import compose, kit
-from fedveil.console.provisioning.federation import FederationFile, Members, parse
+from fedveil.console.provisioning.federation import FederationFile, Members, parse, registry
+from fedveil.console.provisioning.operators import Operators
 from fedveil.errors import ConfigError
 
 _CA_LASTS = 3  # times the server's certificate
+_CONTROL = "127.0.0.1:8000"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def make(folder: Path, federation: FederationFile, final: Path) -> None:
     """Everything of a new federation in `folder`, which will lie at `final`."""
-    for name in ("ca", "server", "server/flower", "kits"):
+    for name in ("ca", "server", "server/flower", "kits", "registry"):
         (folder / name).mkdir(mode=0o700, parents=True)
     folder.chmod(0o700)
     days = timedelta(days=federation.days)
@@ -65,10 +68,13 @@ def make(folder: Path, federation: FederationFile, final: Path) -> None:
     secret = folder / "server" / "superexec-secret"
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_hex(32))
-    write_connection(folder / "server" / "flower", "127.0.0.1:8000", final / "server" / "ca.crt")
+    home = folder / "server" / "flower"
+    write_connection(home, _CONTROL, final / "server" / "ca.crt")
+    write_login(home, _CONTROL, Operators.create(registry(folder), federation.days))
     text = compose.server(federation.name, federation.image, federation.fleet_port, str(final))
     (folder / "server" / "compose.yaml").write_text(text)
     (folder / "server" / "compose.gpu.yaml").write_text(compose.gpu("serverapp"))
+    (folder / "server" / "compose.operators.yaml").write_text(compose.operators())
     for site in federation.sites:
         kit.write(folder / "kits" / f"{site}.tar.gz", federation, site, (folder / "ca" / "ca.crt").read_bytes())
     Members.create(folder, federation)

@@ -25,9 +25,9 @@ from fedveil.console.flower.site_process import (
     guarded,
     start_isolated,
     start_spare,
-    write_fleet,
     write_guard,
     write_own_ports,
+    write_superlink,
 )
 from fedveil.console.provisioning import enrol
 from fedveil.console.runs.workers import described, follow, workers
@@ -37,6 +37,7 @@ from fedveil.foreign import shown
 
 _STATE = Path("~/.local/state/fedveil")
 _POLL_SECONDS = 0.5
+_SAID = re.compile(r'details = "(fedveil: [^"\n]{1,400})|^(fedveil: .{1,400})$', re.MULTILINE)  # by guard/members.py
 _EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
 _MEANINGS = {
     "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
@@ -141,9 +142,16 @@ def _watch(processes: Processes, name: str, began: int) -> int:
             print(f"site {name}: online", flush=True)
         time.sleep(_POLL_SECONDS)
     log = processes.log(name).read_bytes()[began:].decode(errors="replace")
+    if said := _SAID.findall(log):
+        raise ConfigError(f"site {name}: the server serves it no more: {shown(max(said[-1]), 500)}")
     if found := _EXIT_CODE.findall(log):
         meaning = _MEANINGS.get(found[-1], f"its log ends: {processes.tail(name)}")
         raise ConfigError(f"site {name}: its SuperNode ended with Flower's exit code {found[-1]}: {meaning}")
+    if code == 0 and online:
+        raise ConfigError(
+            f"site {name}: the server has ended the connection: its key is past its last day, or was shut out; "
+            "start it again, and the server says which"
+        )
     raise ConfigError(f"site {name}: its SuperNode ended with exit code {code}; its log ends: {processes.tail(name)}")
 
 
@@ -172,7 +180,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _guard(args: argparse.Namespace) -> int:
-    write_fleet(args.bin)
+    write_superlink(args.bin)
     if args.own_ports:
         write_own_ports(args.bin)
     print(

@@ -146,3 +146,31 @@ def test_why_a_supernode_ended_is_said_in_words(code, reason, tmp_path):
     processes.ended = lambda name: 1
     with pytest.raises(ConfigError, match=reason):
         site._watch(processes, "north", len(earlier))
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        '\tdetails = "fedveil: the last day of this key was 2026-03-01\x1b[2J; a"\n\tdebug = "fedveil: x"\n',
+        "Failed to initialize the connection to the SuperLink.\nfedveil: the last day of this key was 2026-03-01\n"
+        "see ref-exit-codes/305.html\n",
+    ],
+)
+def test_the_reason_that_the_server_gives_is_shown_as_text(log, tmp_path):
+    processes = Processes(tmp_path)
+    processes.log("north").write_text(log)
+    processes.ended = lambda name: 0
+    with pytest.raises(
+        ConfigError, match="serves it no more: fedveil: the last day of this key was 2026-03-01"
+    ) as error:
+        site._watch(processes, "north", 0)
+    assert "\x1b" not in str(error.value)
+
+
+def test_a_supernode_that_the_server_ended_is_not_taken_for_one_that_was_stopped(tmp_path):
+    processes = Processes(tmp_path)
+    processes.log("north").write_text("SuperNode ID: 5\nSuperNode terminated gracefully.\n")
+    states = iter([None, 0])
+    processes.ended = lambda name: next(states)
+    with pytest.raises(ConfigError, match="the server has ended the connection: .*start it again"):
+        site._watch(processes, "north", 0)

@@ -76,7 +76,8 @@ def test_nothing_secret_is_readable_by_others_or_in_a_kit(federation, capsys):
     ]
     kit, _ = enrolled(federation, capsys)
     own = [kit / "keys" / name for name in ("node.key", "superexec-secret")]
-    for file in [*secrets, *own]:
+    login = [federation / "server" / "flower" / "credentials.yaml", *(federation / "registry").iterdir()]
+    for file in [*secrets, *own, *login]:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(federation.stat().st_mode) == 0o700
     for site in ("north", "south"):
@@ -138,7 +139,7 @@ def test_the_servers_compose_file_publishes_the_fleet_port_alone(federation):
     }
     assert all(services[name]["network_mode"] == "service:pod" for name in services if name != "pod")
     command = services["superlink"]["command"]
-    assert "--host=127.0.0.1" in command
+    assert "--host=${FEDVEIL_CONTROL_HOST:-127.0.0.1}" in command  # another with compose.operators.yaml alone
     assert "--fleet-api-address=0.0.0.0:9092" in command
     assert {"--enable-supernode-auth", "--isolation=process", "--disable-runtime-dependency-installation"} <= set(
         command
@@ -294,8 +295,8 @@ def test_a_bad_federation_is_refused_and_leaves_nothing(text, reason, tmp_path):
 
 
 def test_a_folder_that_is_there_is_left_alone(federation, capsys):
-    before = (federation / "members.json").read_bytes()
+    before = (federation / "registry" / "members.json").read_bytes()
     assert main(["provision", str(federation.parent / "federation.toml")]) == 2
     assert "expected a folder that does not exist yet" in capsys.readouterr().err
-    assert (federation / "members.json").read_bytes() == before
+    assert (federation / "registry" / "members.json").read_bytes() == before
     assert main(["members", "list", str(federation.parent)]) == 2

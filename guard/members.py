@@ -1,0 +1,116 @@
+"""Which keys of sites the fleet port serves: those that members.json says are registered, until their last day.
+
+Flower knows no last day of a key, so every request of a site is judged here, after Flower has checked its signature.
+
+| the key that signed | the site is answered |
+|---|---|
+| is registered, and its last day is not over | by Flower |
+| is past its last day, revoked or replaced | its SuperNode ends, and logs why when it is started again |
+| is none of the registry's | the same: a key that somebody registered with Flower alone is not a member's |
+| cannot be judged: members.json is missing or broken | UNAVAILABLE: its SuperNode asks again until it is mended |
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from logging import ERROR, WARNING
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography.hazmat.primitives import serialization
+from flwr.supercore import log
+
+from fedveil.errors import StateError
+from fedveil.foreign import shown
+from fedveil.guard.control_log import ControlLog
+from fedveil.guard.registry import Watched, moment
+
+FILE = "members.json"
+_NEXT = "a new key comes with fedveil site init --renew at the site, and the operator registers it"
+_REPEAT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _Entry:
+    site: str
+    state: str
+    until: datetime | None
+
+
+class Members:
+    """Judges keys by members.json in the folder `registry`. Raises StateError where the file is missing or broken."""
+
+    def __init__(self, registry: Path, control: ControlLog) -> None:
+        self._file = Watched(registry / FILE, _entries)
+        self._control = control
+        self._logged: set[tuple[bytes, str]] = set()
+        self._said: dict[str, float] = {}
+        self._file.get()
+
+    def refusal(self, public: bytes, activates: bool) -> tuple[grpc.StatusCode, str] | None:
+        """What a request that the key `public` (PEM) signed is answered; None where Flower answers it.
+
+        `activates`: it is the first of a SuperNode.
+        """
+        try:
+            key = serialization.load_pem_public_key(public)
+            found = self._file.get().get(_canonical(key))
+            why = self._why(found)
+            if why and found is not None:
+                self._record(_canonical(key), found, why)
+        except StateError as error:
+            self._say(ERROR, f"every site is refused: {error}")
+            return grpc.StatusCode.UNAVAILABLE, "fedveil: the server cannot read who its members are; its log says why"
+        if not why:
+            return None
+        self._say(WARNING, f"a request of {shown(found.site, 80) if found else 'a stranger'} is refused: {why}")
+        # The first a SuperNode logs with the reason, and ends; once it is active it would hang. At the second it ends
+        # without a word, and whoever starts it again reads the reason.
+        code = grpc.StatusCode.FAILED_PRECONDITION if activates else grpc.StatusCode.UNAUTHENTICATED
+        return code, f"fedveil: {why}"
+
+    def _why(self, found: _Entry | None) -> str:
+        if found is None:
+            return "this key is not registered; the operator registers one with fedveil members register"
+        if found.state != "registered" or found.until is None:
+            return f"this key is {found.state}; {_NEXT}"
+        if found.until <= self._control.clock.now():
+            return f"the last day of this key was {found.until:%Y-%m-%d}; {_NEXT}"
+        return ""
+
+    def _record(self, key: bytes, found: _Entry, why: str) -> None:
+        """Its line in the log, once. The number of keys in the registry bounds them."""
+        if (key, why) not in self._logged:
+            self._control.write("shut-out", {"site": found.site, "state": found.state, "reason": why})
+            self._logged.add((key, why))
+
+    def _say(self, level: int, words: str) -> None:
+        """In the SuperLink's log, at most once a minute."""
+        now = time.monotonic()
+        if now - self._said.get(words, -_REPEAT_SECONDS) >= _REPEAT_SECONDS:
+            self._said = {old: at for old, at in self._said.items() if now - at < _REPEAT_SECONDS} | {words: now}
+            log(level, words)
+
+
+def _entries(content: Any) -> dict[bytes, _Entry]:
+    """The keys of members.json, those of today and those that were. Raises ValueError, KeyError or the like."""
+    found = {_read(key): _Entry("", str(how), None) for key, how in content["retired"].items()}
+    for site, entry in content["sites"].items():
+        if "key" in entry:
+            found[_read(entry["key"])] = _Entry(site, str(entry["state"]), moment(entry["until"]))
+        elif entry["state"] != "invited":
+            raise ValueError(f"{site}: a key is needed, for its state is {entry['state']!r}")
+    return found
+
+
+def _read(text: str) -> bytes:
+    return _canonical(serialization.load_ssh_public_key(text.encode()))
+
+
+def _canonical(key: Any) -> bytes:
+    """One form of a key, however it was written."""
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return bytes(key.public_bytes(serialization.Encoding.DER, form))
