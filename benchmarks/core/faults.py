@@ -122,12 +122,17 @@ class _Bench:
         """Runs until it is completed; what was killed is started again, and the run resumed. Returns how often."""
         config = dict(self._settings["config"]) | self._settings["cases"][case]
         config["task.data"] = config["task.evaluation"] = str(self._data[str(config.pop("data"))])
+
+        def restore(status: Mapping[str, Any]) -> None:
+            if killer:
+                self._restored(killer)
+
         config |= {"run.dir": str(self._runs), "run.name": name, "run.rounds": ROUNDS, "run.tap": True}
         reasons = []
         for resumed in range(_RESUMED):
             try:
                 run = self._federation.run(None, config | {"run.resume": resumed > 0})
-                ended = self._federation.wait(run, _SECONDS, lambda status: killer and self._restored(killer))
+                ended = self._federation.wait(run, _SECONDS, restore)
             except FedVeilError as error:  # the SuperLink died
                 if killer is None or not killer.killed:
                     raise

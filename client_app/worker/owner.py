@@ -22,7 +22,7 @@ def started(pid: int) -> float:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return process.create_time()
+        return float(process.create_time())
     return int(text.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")  # after the name, which may hold ")"
 
 

@@ -214,10 +214,10 @@ class LocalFederation:
 
     def start_superlink(self) -> None:
         """Starts the SuperLink; after it was killed, with the state that it had on disk."""
-        ca, secret = self.folder / "ca.crt", write_secret(self.folder / "superlink.superexec")
-        command = superlink(self.folder, self._control_port, self._fleet_port, self._database, secret)
-        start_isolated(self.processes, SUPERLINK, command, self._env(), self._control_port, secret, ca)
-        self._until(lambda: listens(self._control_port) and listens(self._fleet_port), SUPERLINK)
+        port, ca, secret = self._control_port, self.folder / "ca.crt", write_secret(self.folder / "superlink.superexec")
+        command = superlink(self.folder, port, self._fleet_port, self._database, secret)
+        start_isolated(self.processes, SUPERLINK, command, self._env(), port, secret, ca)
+        self._until(lambda: listens(port) and listens(self._fleet_port), SUPERLINK)
 
     def _start_sites(self) -> None:
         """Registers each key and starts its SuperNode as soon as that is done, several at a time."""
@@ -263,9 +263,8 @@ class LocalFederation:
         return Ended(completed, reason or flower_status, seconds)
 
     def _env(self) -> dict[str, str]:
-        local = "localhost,127.0.0.1"
-        env = {**environment(self.folder / "flower"), "HF_HUB_OFFLINE": "1", "NO_PROXY": local, "no_proxy": local}
-        return alone(env, self.folder / "ports")
+        env = {**environment(self.folder / "flower"), "HF_HUB_OFFLINE": "1"}
+        return alone(env | dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1"), self.folder / "ports")
 
     def _key(self, name: str) -> Path:
         return self.folder / "keys" / name
