@@ -6,22 +6,32 @@ ARGS ?=
 WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.fedveil-ready
+# Nothing is resolved: what is installed stands in lock/*.txt with its hash, whatever an index says.
+LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --no-build-isolation
+# An index with torch's build for the CPU, and nothing else is taken from it. Without it: what pip finds, on PyPI the build for CUDA.
+TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test coverage containers check mutate build bench methods clean
+.PHONY: help install demo test coverage containers check mutate build lock bench methods clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 install: $(READY) ## Create .venv and install FedVeil in it, with pinned versions
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(wildcard lock/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || { \
 	  echo "error: PYTHON: expected Python 3.11 or 3.12, found $$($(PYTHON) --version 2>&1); run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; \
 	  exit 1; }
 	@echo "Installing into $(VENV) (once; some minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@$(BIN)/python $(LOCKED) -r lock/tools.txt
+	@$(BIN)/python $(LOCKED) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r lock/torch.txt
+	@$(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(not m.version("torch").endswith("+cpu"))' || \
+	  $(BIN)/python $(LOCKED) -r lock/cuda.txt
+	@$(BIN)/python $(LOCKED) -r lock/run.txt -r lock/test.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip check
 	@touch $@
 
 demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (ARGS="--rounds 3")
@@ -49,7 +59,10 @@ mutate: $(READY) ## Break a room and see which breaks no test notices: make muta
 
 build: $(READY) ## Build the wheel and the source archive into dist/
 	@rm -rf build dist
-	@$(BIN)/python -m build --outdir dist
+	@$(BIN)/python -m build --no-isolation --outdir dist
+
+lock: $(READY) ## Write lock/*.txt anew: the versions of constraints.txt with their hashes
+	@$(BIN)/python tools/lock.py $(ARGS)
 
 bench: $(READY) ## Run a benchmark: make bench PRESET=fedrand/e2e ARGS=--quick; without PRESET, list them
 	@$(BIN)/fedveil bench $(if $(PRESET),$(PRESET),--list) $(ARGS)
