@@ -5,14 +5,14 @@
 | file | holds |
 |---|---|
 | tools.txt | what builds and installs: pip, setuptools, build |
-| torch.txt | torch alone: PyPI's files and those of torch's own index for the CPU |
-| cuda.txt | what torch's build for CUDA needs besides |
+| cpu.txt | torch's build for the CPU, a version of its own, of torch's own index |
+| cuda.txt | or PyPI's, which is for CUDA, and what it needs besides |
 | run.txt | every other package that FedVeil runs with |
 | EXTRA.txt | what an extra of pyproject.toml needs besides |
 | sbom.txt | what lists the components, in an environment of its own |
 
 Each is installed with `pip install --require-hashes --no-deps`; nothing is resolved, so nothing else can come. uv asks
-PyPI for the hashes. Where torch's own index does not answer, the hashes in torch.txt stay, if its version does.
+PyPI for the hashes. Where torch's own index does not answer, the hashes in cpu.txt stay, if its version does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ _ALONE = {
 }
 _CUDA = re.compile(r"nvidia-|cuda-|triton$")
 _CPU_FILE = re.compile(r"torch-([^-]+)\+cpu-cp31[12]-cp31[12]-manylinux[^#\"]*\.whl#sha256=([0-9a-f]{64})")
-_LINE = "{name}{version} \\\n    --hash=sha256:{hashes}\n"
 _HEAD = "# Made by make lock, which says more: {what}\n"
 
 
@@ -56,21 +55,19 @@ def cpu_hashes(page: str, version: str) -> list[str]:
     return sorted({found[2] for found in _CPU_FILE.finditer(page.replace("%2B", "+")) if found[1] == version})
 
 
-def torch_block(pypi: str, index: str, before: str) -> str:
-    """PyPI's block for torch with the hashes of the builds for the CPU added; `before` is the lock as it was."""
-    version = re.match(r"torch==(\S+)", pypi)[1]  # type: ignore[index]
-    ours = set(re.findall(r"sha256:([0-9a-f]{64})", pypi))
+def cpu_block(version: str, index: str, before: str) -> str:
+    """The lines for torch's build for the CPU; `before` is the lock as it was."""
     try:
         with urllib.request.urlopen(f"{index}/torch/", timeout=30) as answer:
-            cpu = cpu_hashes(answer.read().decode(), version)
+            hashes = cpu_hashes(answer.read().decode(), version)
     except OSError as error:
-        if not before.partition("torch==")[2].startswith(f"{version} "):
+        if f"torch=={version}+cpu " not in before:
             raise SystemExit(f"torch: expected its index at {index} for the hashes of {version}, found {error}") from None
-        cpu = sorted(set(re.findall(r"sha256:([0-9a-f]{64})", before)) - ours)
-        print(f"torch: {index} does not answer ({error}); its {len(cpu)} hashes stay", file=sys.stderr)
-    if not cpu:
+        hashes = re.findall(r"sha256:([0-9a-f]{64})", before)
+        print(f"torch: {index} does not answer ({error}); the {len(hashes)} hashes of cpu.txt stay", file=sys.stderr)
+    if not hashes:
         raise SystemExit(f"torch: expected files of {version}+cpu at {index}, found none")
-    return _LINE.format(name="torch==", version=version, hashes=" \\\n    --hash=sha256:".join([*sorted(ours), *cpu]))
+    return " \\\n    --hash=sha256:".join([f"torch=={version}+cpu", *hashes]) + "\n"
 
 
 def main() -> None:
@@ -82,10 +79,10 @@ def main() -> None:
     project, every = "pyproject.toml", [word for extra in extras for word in ("--extra", extra)]
     blocks = compiled(project, *every, hashes=True)
     run = set(compiled(project))
-    cuda = {name for name in run if _CUDA.match(name)}
+    cuda = {name for name in run if _CUDA.match(name)} | {"torch"}
     files = {
-        "cuda": ("what torch's build for CUDA needs besides torch.txt", cuda),
-        "run": ("what FedVeil runs with, besides torch.txt", run - cuda - {"torch"}),
+        "cuda": ("torch's build for CUDA, and what it needs besides run.txt", cuda),
+        "run": ("what FedVeil runs with, besides cpu.txt or cuda.txt", run - cuda),
     }
     for extra in extras:
         more = set(compiled(project, "--extra", extra)) - run
@@ -96,9 +93,9 @@ def main() -> None:
     for name, (what, packages) in files.items():
         text = "".join(blocks[package] for package in sorted(packages))
         (ROOT / "lock" / f"{name}.txt").write_text(_HEAD.format(what=what) + text)
-    file = ROOT / "lock" / "torch.txt"
-    block = torch_block(blocks["torch"], index, file.read_text() if file.exists() else "")
-    file.write_text(_HEAD.format(what="torch for CUDA (PyPI) and for the CPU (its own index)") + block)
+    version, file = blocks["torch"].split()[0].removeprefix("torch=="), ROOT / "lock" / "cpu.txt"
+    block = cpu_block(version, index, file.read_text() if file.exists() else "")
+    file.write_text(_HEAD.format(what="torch's build for the CPU, of its own index") + block)
 
 
 if __name__ == "__main__":
