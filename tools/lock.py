@@ -62,7 +62,9 @@ def cpu_block(version: str, index: str, before: str) -> str:
             hashes = cpu_hashes(answer.read().decode(), version)
     except OSError as error:
         if f"torch=={version}+cpu " not in before:
-            raise SystemExit(f"torch: expected its index at {index} for the hashes of {version}, found {error}") from None
+            raise SystemExit(
+                f"torch: expected its index at {index} for the hashes of {version}, found {error}"
+            ) from None
         hashes = re.findall(r"sha256:([0-9a-f]{64})", before)
         print(f"torch: {index} does not answer ({error}); the {len(hashes)} hashes of cpu.txt stay", file=sys.stderr)
     if not hashes:

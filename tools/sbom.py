@@ -3,9 +3,9 @@
     make sbom                                                        # of the wheel, into dist/
     python tools/sbom.py --python VENV/bin/python --out FILE         # of what is installed there: the image does so
 
-Runs in an environment of its own, with lock/sbom.txt. cyclonedx-py reads the installation; this adds the hashes and refuses
-a package that no file of lock/ has. The same installation gives the same bytes. What is no Python package, such as the
-Debian below an image, is not in it.
+Runs in an environment of its own, with lock/sbom.txt. cyclonedx-py reads the installation; this adds the hashes and
+refuses a package that no file of lock/ has. The same installation gives the same bytes. What is no Python package, such
+as the Debian below an image, is not in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_BLOCK = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)(.*(?:\\\n.*)*)", re.MULTILINE)
+_BLOCK = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)([^\\\n]*(?:\\\n[^\\\n]*)*)", re.MULTILINE)
 _BUILDS = re.compile(r"\+.*")  # torch's build for the CPU stands in the lock under torch's own version
 
 
@@ -31,17 +31,19 @@ def canonical(name: str) -> str:
 
 def locked(folder: Path, *, without: list[str]) -> tuple[dict[str, tuple[str, list[str]]], set[str]]:
     """(version, SHA-256 of its files) by package, of all files; and the packages that only the files `without` have."""
-    found, kept = {}, set()
+    found: dict[str, tuple[str, list[str]]] = {}
+    kept = set()
     for file in sorted(folder.glob("*.txt")):
         for name, version, rest in _BLOCK.findall(file.read_text()):
-            found[canonical(name)] = (version, sorted(re.findall(r"sha256:([0-9a-f]{64})", rest)))
+            files = {*found.get(canonical(name), ("", []))[1], *re.findall(r"sha256:([0-9a-f]{64})", rest)}
+            found[canonical(name)] = (_BUILDS.sub("", version), sorted(files))
             if file.stem not in without:
                 kept.add(canonical(name))
     return found, set(found) - kept
 
 
 def completed(bom: dict[str, Any], lock: dict[str, tuple[str, list[str]]], left_out: set[str]) -> dict[str, Any]:
-    """`bom` without the packages `left_out`, each other one with its hashes. SystemExit for one that the lock has not."""
+    """`bom` without `left_out`; each other package with its hashes. SystemExit for one that the lock has not."""
     kept = []
     for component in bom["components"]:
         name, version = canonical(component["name"]), component["version"]
@@ -49,10 +51,13 @@ def completed(bom: dict[str, Any], lock: dict[str, tuple[str, list[str]]], left_
             continue
         if name not in lock or lock[name][0] != _BUILDS.sub("", version):
             there = f"{name} {lock[name][0]}" if name in lock else "none of that name"
-            raise SystemExit(f"sbom: expected {name} {version} in lock/*.txt, found {there}; install what the lock says")
+            raise SystemExit(
+                f"sbom: expected {name} {version} in lock/*.txt, found {there}; install what the lock says"
+            )
         files = {
             "type": "distribution", "url": f"https://pypi.org/project/{name}/{lock[name][0]}/",
-            "comment": "every file that the lock admits", "hashes": [{"alg": "SHA-256", "content": h} for h in lock[name][1]],
+            "comment": "every file that the lock admits",
+            "hashes": [{"alg": "SHA-256", "content": digest} for digest in lock[name][1]],
         }  # fmt: skip
         kept.append({**component, "externalReferences": [*component.get("externalReferences", []), files]})
     refs = {component["bom-ref"] for component in kept} | {bom["metadata"]["component"]["bom-ref"]}
@@ -68,11 +73,21 @@ def main() -> None:
     """Writes the list."""
     parser = argparse.ArgumentParser(description="lists the components of an installation")
     parser.add_argument("--python", required=True, help="of the installation")
-    parser.add_argument("--without", nargs="*", default=[], metavar="NAME", help="leave out what only lock/NAME.txt has")
+    parser.add_argument(
+        "--without", nargs="*", default=[], metavar="NAME", help="leave out what only lock/NAME.txt has"
+    )
     parser.add_argument("--wheel", type=Path, help="FedVeil's wheel, for its hash")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    tool = [sys.executable, "-m", "cyclonedx_py", "environment", args.python, "--pyproject", str(ROOT / "pyproject.toml")]
+    tool = [
+        sys.executable,
+        "-m",
+        "cyclonedx_py",
+        "environment",
+        args.python,
+        "--pyproject",
+        str(ROOT / "pyproject.toml"),
+    ]
     flags = ["--mc-type", "application", "--sv", "1.6", "--of", "JSON", "--output-reproducible", "-o", "-"]
     done = subprocess.run([*tool, *flags], capture_output=True, text=True, check=False)
     if done.returncode:
