@@ -1,4 +1,4 @@
-"""What `fedveil doctor` looks at on the machine itself: whose programs run, who else is here, how many CPUs there are."""
+"""What `fedveil doctor` looks at on the machine itself: the SuperLink's program, other users, CPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def superlink() -> Check:
         if word.startswith("/") and Path(word).name == "flower-superlink"
     ]
     found = shutil.which("flower-superlink")
-    for file in running or ([Path(found)] if found else []):
+    programs = running or ([Path(found)] if found else [])
+    for file in programs:
         if not any(name in file.read_bytes()[:4096] for name in (b"fedveil.guard.fleet", b"fedveil.guard.loopback")):
             return Check(
                 "superlink",
@@ -35,9 +36,9 @@ def superlink() -> Check:
                 f"{file} is Flower's own: whoever knows a site's public key can keep that site off; "
                 "start the image's, or the one of fedveil site guard --own-ports",
             )
-    if not running and not found:
+    if not programs:
         return Check("superlink", "ok", "no flower-superlink is here; ask where the server runs")
-    return Check("superlink", "ok", f"{(running or [found])[0]} activates a site by its own key alone")
+    return Check("superlink", "ok", f"{programs[0]} activates a site by its own key alone")
 
 
 def other_users() -> Check:
