@@ -6,22 +6,31 @@ ARGS ?=
 WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.fedveil-ready
+# Nothing is resolved: what is installed stands in lock/*.txt with its hash, whatever an index says.
+LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --no-build-isolation
+# An index with torch's build for the CPU; nothing else is asked of it. Where pip finds no such build: PyPI's, which is for CUDA.
+TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test coverage containers check mutate build bench methods clean
+.PHONY: help install demo test coverage containers check mutate build sbom lock bench methods clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 install: $(READY) ## Create .venv and install FedVeil in it, with pinned versions
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(wildcard lock/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || { \
 	  echo "error: PYTHON: expected Python 3.11 or 3.12, found $$($(PYTHON) --version 2>&1); run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; \
 	  exit 1; }
 	@echo "Installing into $(VENV) (once; some minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@$(BIN)/python $(LOCKED) -r lock/tools.txt
+	@$(BIN)/python $(LOCKED) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r lock/cpu.txt 2>/dev/null || \
+	  $(BIN)/python $(LOCKED) -r lock/cuda.txt
+	@$(BIN)/python $(LOCKED) -r lock/run.txt -r lock/test.txt
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip check
 	@touch $@
 
 demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (ARGS="--rounds 3")
@@ -49,7 +58,15 @@ mutate: $(READY) ## Break a room and see which breaks no test notices: make muta
 
 build: $(READY) ## Build the wheel and the source archive into dist/
 	@rm -rf build dist
-	@$(BIN)/python -m build --outdir dist
+	@$(BIN)/python -m build --no-isolation --outdir dist
+
+sbom: build ## List the wheel's components beside it in dist/: CycloneDX 1.6, with licences and hashes
+	@$(PYTHON) -m venv $(VENV)/sbom
+	@$(VENV)/sbom/bin/python $(LOCKED) -r lock/sbom.txt
+	@$(VENV)/sbom/bin/python tools/sbom.py --python $(BIN)/python --without test tools sbom --wheel dist/*.whl --out dist/fedveil.cdx.json
+
+lock: $(READY) ## Write lock/*.txt anew: the versions of constraints.txt with their hashes
+	@$(BIN)/python tools/lock.py $(ARGS)
 
 bench: $(READY) ## Run a benchmark: make bench PRESET=fedrand/e2e ARGS=--quick; without PRESET, list them
 	@$(BIN)/fedveil bench $(if $(PRESET),$(PRESET),--list) $(ARGS)

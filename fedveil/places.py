@@ -3,7 +3,7 @@
 | file | in a wheel | in a checkout |
 |---|---|---|
 | the folders `strategies`, `server_app`, ... and `data` | inside the package `fedveil` | beside it |
-| pyproject.toml, constraints.txt, LICENSE | `fedveil/checkout` | beside it |
+| pyproject.toml, constraints.txt, lock, LICENSE | `fedveil/checkout` | beside it |
 
 No other module guesses a folder from `__file__`. This one imports neither torch nor Flower. Folders for what is private
 are made here too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 
@@ -36,3 +37,61 @@ def test_the_index_of_decisions_names_every_page():
     pages = {p.name for p in folder.glob("0*.md")}
     assert pages
     assert set(re.findall(r"\((0[^)]+\.md)\)", (folder / "README.md").read_text())) == pages
+
+
+LOCK = {file.stem: file.read_text() for file in sorted((ROOT / "lock").glob("*.txt"))}
+COMMANDS = [
+    *(ROOT / name for name in ("Makefile", "README.md", "CONTRIBUTING.md", ".ci/run", "docker/Dockerfile")),
+    *WORKFLOWS, *sorted((ROOT / "docs").rglob("*.md")),
+]  # fmt: skip
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(text: str) -> set[tuple[str, str]]:
+    """(package, version) of every line with ==; torch's build for the CPU counts as torch's own version."""
+    found = re.findall(r"^([\w.-]+)==([^\s;+]+)", text, re.MULTILINE)
+    return {(canonical(name), version) for name, version in found}
+
+
+def test_the_lock_has_the_versions_of_the_constraints():
+    """make lock after each change of constraints.txt."""
+    locked = set().union(*map(pins, LOCK.values()))
+    assert locked == pins((ROOT / "constraints.txt").read_text())
+
+
+@pytest.mark.parametrize("name", LOCK)
+def test_every_package_of_the_lock_has_a_hash(name):
+    blocks = re.findall(r"^[\w.-]+==[^\\\n]*(?:\\\n[^\\\n]*)*", LOCK[name], re.MULTILINE)
+    assert len(blocks) == len(pins(LOCK[name]))
+    assert [block for block in blocks if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", block)] == []
+
+
+def test_the_lock_has_what_the_project_asks_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {stem: {name for name, _ in pins(text)} for stem, text in LOCK.items()}
+
+    def asked(lines: list[str]) -> set[str]:
+        return {canonical(re.split(r"[<>=!~ ;\[]", line)[0]) for line in lines}
+
+    assert asked(project["dependencies"]) - names["run"] == {"torch"}
+    assert pins(LOCK["cpu"]) == {pin for pin in pins(LOCK["cuda"]) if pin[0] == "torch"}
+    for extra, lines in project["optional-dependencies"].items():
+        assert asked(lines) <= names[extra] | names["run"], extra
+    assert set(LOCK) == {"tools", "cpu", "cuda", "run", "sbom", *project["optional-dependencies"]}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_installed_without_a_hash(path):
+    text = re.sub(r"\\\n\s*", " ", path.read_text())
+    commands = [line for line in text.splitlines() if re.search(r"\bpip\b[^|]*\b(install|wheel|download)\b", line)]
+    assert [c for c in commands if not re.search(r"--require-hashes|\bLOCKED\b|--no-index", c)] == []
+    assert not re.search(r"extra.index", text, re.IGNORECASE)  # a second index may hold a public name
+
+
+def test_both_stages_of_the_image_are_of_the_base_that_the_builder_names():
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}", "packages"}
+    assert re.findall(r"^ARG BASE=(.+)", text, re.MULTILINE) == ["python:3.11-slim-bookworm"]

@@ -211,6 +211,13 @@ def policy(file: str) -> Check:
             "warn",
             f"{file} names neither app-digests nor signers: any code may come, and could undo the rest",
         )
+    if "permits" not in found.model_fields_set:
+        return Check(
+            "policy",
+            "warn",
+            f"{file} has no [permits]: every key of a run that nothing else in it names must have its default; "
+            "fedveil explain --permits --set ... prints what a run needs",
+        )
     empty = [name for name in ("methods", "tasks", "models", "app_digests", "signers") if getattr(found, name) == []]
     words = f", and permits nothing: {', '.join(empty).replace('_', '-')} empty" if empty else ""
     return Check("policy", "warn" if empty else "ok", f"{file} can be read{words}")

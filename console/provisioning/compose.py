@@ -43,6 +43,7 @@ x-service: &service
     start_period: 20s
 x-tool: &tool
   <<: *common
+  cpus: 1                     # so that doctor, which looks at the others' bound, runs on a host of one core
   restart: "no"
 """
 

@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class OfflineBundle:
             StateError: `folder` is there already.
             LaunchError: pip or the engine failed; with its last lines.
         """
-        for name in ("pyproject.toml", "constraints.txt"):
+        for name in ("pyproject.toml", "constraints.txt", "lock/run.txt"):
             if source and not (source / name).is_file():
                 raise ConfigError(f"--source: expected a checkout, found no {name} in {source}; name one")
         if folder.exists():
@@ -137,22 +138,17 @@ def _collect(folder: Path, source: Path | None, images: Sequence[str]) -> None:
     """Fills the folder, but for the manifest."""
     processes = Processes(folder)
     constraints = source / "constraints.txt" if source else places.file("constraints.txt")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--wheel-dir",
-        str(folder / "wheels"),
-        "-c",
-        str(constraints),
-    ]
-    env = {**os.environ, "PIP_CONSTRAINT": str(constraints)}  # for what builds a wheel, too
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(folder / "wheels"), "--no-deps"]
+    wheel += ["--no-build-isolation"]  # or pip would fetch what builds, of any version
+    locked, device = [*wheel, "--require-hashes"], "cpu" if version("torch").endswith("+cpu") else "cuda"
+    index = os.environ.get("TORCH_INDEX") if device == "cpu" else None
     with tempfile.TemporaryDirectory(prefix="fedveil-bundle-") as clean:
         # A checkout's build/ keeps modules that were deleted since, and the wheel would have them.
         copy = places.lay_out(Path(clean) / "source", source)
-        processes.call("wheels", [*pip, str(copy)], env, _COLLECT_SECONDS)
+        lock = copy / "lock"
+        torch = [*(["--index-url", index] if index else []), "-r", str(lock / f"{device}.txt")]
+        for what in ([*locked, *torch], [*locked, "-r", str(lock / "run.txt")], [*wheel, "--no-index", str(copy)]):
+            processes.call("wheels", what, os.environ, _COLLECT_SECONDS)
     for image in images:
         file = folder / "images" / f"{image.replace('/', '_').replace(':', '-')}.tar"
         processes.call("image", ["docker", "save", "-o", str(file), image], os.environ, _COLLECT_SECONDS)

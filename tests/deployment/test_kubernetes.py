@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -19,9 +20,25 @@ SERVER, SITE = (list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())) 
 LOCKED = {"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def one(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
-    (found,) = (d for d in documents if d["kind"] == kind and d["metadata"]["name"] == name)
+APPS, NODE = "fedveil-north-apps", "fedveil-north"
+SUPERNODE = {
+    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": NODE}},
+    "podSelector": {"matchLabels": {"app": "supernode"}},
+}
+
+
+def one(documents: list[dict[str, Any]], kind: str, name: str, namespace: str | None = None) -> dict[str, Any]:
+    (found,) = (
+        d
+        for d in documents
+        if (d["kind"], d["metadata"]["name"]) == (kind, name) and namespace in (None, d["metadata"].get("namespace"))
+    )
     return found
+
+
+def address() -> str:
+    """The SuperNode's, inside the site."""
+    return str(one(SITE, "Service", "supernode")["spec"]["clusterIP"])
 
 
 def pods(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -33,7 +50,7 @@ def task_pod() -> dict[str, Any]:
     text = one(SITE, "ConfigMap", "executor")["data"]["executor.yaml"]
     config = factory._kubernetes_executor_config_from_mapping(yaml.safe_load(text))
     spec = ExecutionSpec(
-        task_type=TaskType.CLIENT_APP, task_id=7, runtime_api_address="supernode:9094", token="t", insecure=True,
+        task_type=TaskType.CLIENT_APP, task_id=7, runtime_api_address=f"{address()}:9094", token="t", insecure=True,
         root_certificates_path=None, parent_pid=None, runtime_dependency_install=False, suppress_output=False,
     )  # fmt: skip
     return json.loads(json.dumps(kubernetes_executor._build_taskexecutor_pod(spec, config, None, "0" * 12)))
@@ -57,7 +74,7 @@ def test_the_programs_are_those_of_the_compose_files():
     found = {c["name"]: c["command"] for spec in [*pods(SERVER), *pods(SITE)] for c in spec["containers"]}
 
     def flags(command: list[str]) -> set[str]:
-        words = {word.partition("=/")[0] for word in command}
+        words = {word.partition("=/")[0].replace(address(), "supernode") for word in command}
         return {word.replace("${FEDVEIL_CONTROL_HOST:-127.0.0.1}", "127.0.0.1") for word in words}
 
     for name in ("superlink", "serverapp", "supernode"):
@@ -84,12 +101,82 @@ def test_only_the_fleet_port_has_a_service_and_ways_are_closed():
     policy = one(SERVER, "NetworkPolicy", "fleet-port-alone")["spec"]
     assert (policy["podSelector"], policy["egress"]) == ({}, [])
     assert [p["port"] for rule in policy["ingress"] for p in rule["ports"]] == [9092]
-    assert one(SITE, "NetworkPolicy", "closed")["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
-    app = one(SITE, "NetworkPolicy", "clientapp")["spec"]
+
+
+def test_nobody_at_a_site_reaches_more_than_the_next_one():
+    for namespace in (NODE, APPS):
+        closed = one(SITE, "NetworkPolicy", "closed", namespace)["spec"]
+        assert closed == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    port = [{"port": 9094, "protocol": "TCP"}]
+    app = one(SITE, "NetworkPolicy", "clientapp", APPS)["spec"]
     assert app["podSelector"]["matchLabels"]["app"] == task_pod()["metadata"]["labels"]["app"] == "clientapp"
-    assert [p["port"] for rule in app["egress"] for p in rule["ports"]] == [9094, 53, 53]
+    assert app["egress"] == [{"to": [SUPERNODE], "ports": port}]  # no DNS either
+    superexec = one(SITE, "NetworkPolicy", "superexec", APPS)["spec"]["egress"]
+    assert superexec[0] == {"to": [SUPERNODE], "ports": port}
+    assert [p["port"] for p in superexec[1]["ports"]] == [443, 6443]  # the cluster's API
+    assert len(superexec) == 2
+    outside, names = one(SITE, "NetworkPolicy", "supernode", NODE)["spec"]["egress"]
+    assert outside == {"ports": [{"port": 9092, "protocol": "TCP"}]}
+    assert names["to"][0]["podSelector"]["matchLabels"] == {"k8s-app": "kube-dns"}
+
+
+def test_the_pod_of_a_message_needs_no_name():
+    """Its network policy lets it ask nobody for one."""
+    (container,) = task_pod()["spec"]["containers"]
+    assert f"{address()}:9094" in container["args"]
+    assert all(part.isdecimal() for part in address().split("."))
 
 
 @pytest.mark.parametrize("verb", ["get", "watch", "patch", "update", "*"])
 def test_superexec_may_no_more_than_it_needs(verb):
-    assert all(verb not in rule["verbs"] for rule in one(SITE, "Role", "superexec")["rules"])
+    rules = one(SITE, "Role", "superexec")["rules"]
+    assert all(verb not in rule["verbs"] for rule in rules)
+    assert {resource for rule in rules for resource in rule["resources"]} == {"pods", "secrets"}
+    assert not [d["kind"] for d in SITE if d["kind"] in ("ClusterRole", "ClusterRoleBinding")]
+
+
+def test_superexec_lists_secrets_where_no_key_is():
+    """Whoever may list secrets reads all of a namespace."""
+    role, binding = one(SITE, "Role", "superexec"), one(SITE, "RoleBinding", "superexec")
+    config = yaml.safe_load(one(SITE, "ConfigMap", "executor")["data"]["executor.yaml"])
+    assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == config["namespace"] == APPS
+    keyed = [
+        d["metadata"]["namespace"]
+        for d in SITE
+        if d["kind"] == "Deployment"
+        and any(v.get("secret", {}).get("secretName") == "node-key" for v in d["spec"]["template"]["spec"]["volumes"])
+    ]
+    assert keyed == [NODE]
+    words = (ROOT / "docs" / "deploy.md").read_text()
+    assert f"kubectl -n {NODE} create secret generic node-key" in words
+    assert f"kubectl -n {APPS} create secret generic node-key" not in words
+
+
+def test_the_admission_policy_admits_what_flower_starts_and_names_who_is_bound():
+    policy = one(SITE, "ValidatingAdmissionPolicy", "fedveil-north-message-pods")["spec"]
+    binding = one(SITE, "ValidatingAdmissionPolicyBinding", "fedveil-north-message-pods")["spec"]
+    assert policy["failurePolicy"] == "Fail"
+    assert (binding["policyName"], binding["validationActions"]) == ("fedveil-north-message-pods", ["Deny"])
+    assert binding["matchResources"]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": APPS}
+    (subject,) = one(SITE, "RoleBinding", "superexec")["subjects"]
+    (condition,) = policy["matchConditions"]
+    user = f"system:serviceaccount:{subject['namespace']}:{subject['name']}"
+    assert condition["expression"] == f'request.userInfo.username == "{user}"'
+    assert policy["matchConstraints"]["resourceRules"] == [
+        {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
+    ]
+    rules = {v["message"].partition(":")[0]: v["expression"] for v in policy["validations"]}
+    assert set(rules) == {"labels", "containers", "command", "service account", "volumes", "mounts"}
+    spec = task_pod()["spec"]
+    (container,) = spec["containers"]
+    assert f'image == "{container["image"]}"' in rules["containers"]
+    assert f"c.command == {json.dumps(container['command'])}" in rules["command"]
+    for word in ("env", "envFrom", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"):
+        assert f"!has(c.{word})" in rules["command"]
+    assert spec["automountServiceAccountToken"] is False
+    for mount in container["volumeMounts"]:
+        assert f'(m.name == "{mount["name"]}" && m.mountPath == "{mount["mountPath"]}")' in rules["mounts"]
+    assert rules["mounts"].count("m.mountPath ==") == len(container["volumeMounts"])
+    claims = {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
+    assert claims == {"state", "data"} == set(re.findall(r'claimName == "(\w+)"', rules["volumes"]))
+    assert "v.persistentVolumeClaim.readOnly" in rules["volumes"]

@@ -1,7 +1,7 @@
 """`fedveil doctor`: checks whether a machine is ready to be site or server.
 
-It looks at certificates, clock, ports, versions, GPU, disk, data, policy and health, and changes nothing. Each line
-says what to do next. The exit code is 1 where a check fails.
+It looks at certificates, clock, ports, versions, GPU, CPUs, other users, disk, data, policy, the server's program and
+health, and changes nothing. Each line says what to do next. The exit code is 1 where a check fails.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tomllib
 from functools import partial
 from pathlib import Path
 
-from fedveil.console.provisioning import checks
+from fedveil.console.provisioning import checks, host_checks
 from fedveil.console.provisioning.checks import Check
 from fedveil.console.run_config import overrides
 from fedveil.errors import ConfigError
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         for name in ("ca.crt", "server.pem"):
             check = partial(checks.certificate, args.federation / "server" / name)
             found.append(checks.guarded(f"certificate {name}", check))
+        found.append(checks.guarded("superlink", host_checks.superlink))
     if not args.health or args.kit or args.federation:
         found += [
             checks.guarded(check.__name__, check) for check in (checks.clock, checks.versions, checks.entry_point)
@@ -77,6 +78,8 @@ def _site(args: argparse.Namespace) -> list[Check]:
         "fleet port": lambda: checks.fleet(superlink, ca),
         "control port": lambda: checks.closed(host, _CONTROL_PORT, "control port"),
         "gpu": lambda: checks.gpu(site.device),
+        "cpus": host_checks.cpus,
+        "other users": host_checks.other_users,
         "disk": lambda: checks.disk(state),
         "data": lambda: checks.data(site.data, tasks.info(task.name).columns(task)),
         "policy": lambda: checks.policy(site.policy),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fedveil.console.main import main
-from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -60,17 +59,17 @@ def test_make_leaves_nothing_half_done_and_no_folder_that_was_there(tmp_path, ca
     calls = []
 
     def call(self, name, command, env, timeout):
-        calls.append((name, command, env.get("PIP_CONSTRAINT")))
+        calls.append((name, command))
         if name == "image":
             raise LaunchError("docker save failed")
-        (self.logs / "wheels").mkdir()
+        (self.logs / "wheels").mkdir(exist_ok=True)
         (self.logs / "wheels" / "a.whl").write_bytes(b"wheel")
         return ""
 
     monkeypatch.setattr("fedveil.console.flower.processes.Processes.call", call)
     assert main(["bundle", "make", str(tmp_path / "b"), "--image", "x/y:1"]) == 2
     assert list(tmp_path.iterdir()) == []
-    name, command, _ = calls[-1]
+    name, command = calls[-1]
     assert (name, command[:3], Path(command[3]).name, command[4]) == (
         "image",
         ["docker", "save", "-o"],
@@ -85,7 +84,10 @@ def test_make_leaves_nothing_half_done_and_no_folder_that_was_there(tmp_path, ca
         "INSTALL.md",
         "MANIFEST.json",
     }
-    assert calls[-1][2] == str(ROOT / "constraints.txt")
+    *fetched, built = [command for _, command in calls[-3:]]
+    assert [Path(command[-1]).name for command in fetched] in (["cpu.txt", "run.txt"], ["cuda.txt", "run.txt"])
+    assert all({"--require-hashes", "--no-deps", "--no-build-isolation"} <= set(command) for command in fetched)
+    assert {"--no-index", "--no-deps", "--no-build-isolation"} <= set(built)
     assert main(["bundle", "verify", str(tmp_path / "b")]) == 0
     assert main(["bundle", "make", str(tmp_path / "b")]) == 2
     assert "does not exist yet" in capsys.readouterr().err
@@ -98,6 +100,7 @@ def test_the_wheel_is_made_of_the_source_alone(tmp_path, monkeypatch):
     for name in (
         "pyproject.toml",
         "constraints.txt",
+        "lock/run.txt",
         "fedveil/a.py",
         "build/lib/fedveil/deleted.py",
         ".venv/x",
@@ -107,18 +110,19 @@ def test_the_wheel_is_made_of_the_source_alone(tmp_path, monkeypatch):
         (source / name).touch()
 
     def call(self, name, command, env, timeout):
-        seen.extend(sorted(p.relative_to(command[-1]).as_posix() for p in Path(command[-1]).rglob("*") if p.is_file()))
-        (self.logs / "wheels").mkdir()
+        seen[:] = sorted(p.relative_to(command[-1]).as_posix() for p in Path(command[-1]).rglob("*") if p.is_file())
+        (self.logs / "wheels").mkdir(exist_ok=True)
         (self.logs / "wheels" / "a.whl").touch()
 
     monkeypatch.setattr("fedveil.console.flower.processes.Processes.call", call)
     assert main(["bundle", "make", str(tmp_path / "b"), "--no-images", "--source", str(source)]) == 0
-    assert seen == ["constraints.txt", "fedveil/a.py", "pyproject.toml"]
+    assert seen == ["constraints.txt", "fedveil/a.py", "lock/run.txt", "pyproject.toml"]
     assert sorted(p.name for p in source.iterdir()) == [
         ".venv",
         "build",
         "constraints.txt",
         "fedveil",
+        "lock",
         "pyproject.toml",
         "runs",
     ]

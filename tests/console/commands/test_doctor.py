@@ -17,7 +17,7 @@ import pytest
 
 from fedveil.console.flower.keys import new_ca, write_certificate, write_node_key, write_server, write_tls
 from fedveil.console.main import main
-from fedveil.console.provisioning import checks
+from fedveil.console.provisioning import checks, host_checks
 from fedveil.records import audit_log
 from tests.conftest import ROOT
 
@@ -120,8 +120,9 @@ def test_the_policy_check_warns_of_one_that_names_no_app(tmp_path):
     file = tmp_path / "site-policy.toml"
     for text, verdict, words in (
         ('methods = ["fedrand"]', "warn", "neither app-digests nor signers"),
-        (f'app-digests = ["{"ab" * 32}"]', "ok", "can be read"),
-        ("app-digests = []", "warn", "permits nothing: app-digests empty"),
+        (f'app-digests = ["{"ab" * 32}"]', "warn", "has no [permits]"),
+        (f'app-digests = ["{"ab" * 32}"]\n[permits]\n', "ok", "can be read"),
+        ("app-digests = []\n[permits]\n", "warn", "permits nothing: app-digests empty"),
     ):
         file.write_text(text)
         found = checks.policy(str(file))
@@ -147,6 +148,66 @@ def test_versions_clock_disk_and_entry_point_of_this_machine(tmp_path, monkeypat
     assert checks.entry_point().verdict == "ok"
 
 
+def test_other_users_are_a_finding_where_the_kernel_names_no_owners_and_there_is_no_container(monkeypatch):
+    person = type("Entry", (), {"pw_name": "ann", "pw_uid": 4711, "pw_shell": "/bin/bash"})
+    daemon = type("Entry", (), {"pw_name": "www", "pw_uid": 4712, "pw_shell": "/usr/sbin/nologin"})
+    monkeypatch.setattr(host_checks, "_CONTAINER_MARKS", ())
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr("pwd.getpwall", lambda: [person, daemon])
+    assert (host_checks.other_users().verdict, "kernel says" in host_checks.other_users().text) == ("ok", True)
+    monkeypatch.setattr(host_checks, "_kernel_names_owners", lambda: False)
+    found = host_checks.other_users()
+    assert (found.verdict, "1 others may log in (ann)" in found.text) == ("warn", True), found
+    monkeypatch.setattr("pwd.getpwall", lambda: [daemon])
+    assert host_checks.other_users().verdict == "ok"
+    monkeypatch.setattr("pwd.getpwall", lambda: [person])
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    assert host_checks.other_users().verdict == "ok"
+
+
+def test_the_kernel_is_asked_whose_a_connection_is(monkeypatch):
+    assert host_checks._kernel_names_owners()
+    monkeypatch.setattr("os.geteuid", lambda: 4711)
+    assert not host_checks._kernel_names_owners()
+
+
+def test_more_cpus_than_there_are_would_be_refused_by_the_engine(monkeypatch):
+    monkeypatch.delenv("FEDVEIL_CPUS", raising=False)
+    assert f"cpus: ${{FEDVEIL_CPUS:-{host_checks._CPUS}}}" in (ROOT / "compose.yaml").read_text()
+    for asked, there, verdict in (("", 1, "warn"), ("", 2, "ok"), ("1", 1, "ok"), ("4", 2, "warn"), ("1.5", 1, "warn")):
+        monkeypatch.setenv("FEDVEIL_CPUS", asked)
+        monkeypatch.setattr("os.cpu_count", lambda there=there: there)
+        assert host_checks.cpus().verdict == verdict, (asked, there)
+    assert "FEDVEIL_CPUS=1 " in host_checks.cpus().text
+    monkeypatch.setenv("FEDVEIL_CPUS", "many")
+    assert checks.guarded("cpus", host_checks.cpus).verdict == "fail"
+
+
+def test_at_the_server_flowers_own_superlink_is_a_finding(tmp_path, monkeypatch, capsys):
+    from fedveil.console.flower.site_process import write_fleet, write_own_ports
+
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: [])
+    for folder, write in (("fleet", write_fleet), ("own", write_own_ports)):
+        write(tmp_path / folder)
+        monkeypatch.setenv("PATH", str(tmp_path / folder))
+        assert host_checks.superlink().verdict == "ok"
+    flowers = tmp_path / "flowers" / "flower-superlink"
+    flowers.parent.mkdir()
+    flowers.write_text("#!/usr/bin/python\nfrom flwr.superlink.cli import flower_superlink\n")
+    flowers.chmod(0o755)
+    monkeypatch.setenv("PATH", str(flowers.parent))
+    assert (host_checks.superlink().verdict, "is Flower's own" in host_checks.superlink().text) == ("warn", True)
+    main(["doctor", "--federation", str(tmp_path)])
+    assert "warn  superlink " in capsys.readouterr().out
+    monkeypatch.setenv("PATH", str(tmp_path / "own"))  # what runs counts, not what would be started
+    process = type("Process", (), {"pid": 0, "info": {"cmdline": ["python", str(flowers), "--host"]}})
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: [process])
+    assert host_checks.superlink().verdict == "warn"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: [])
+    assert "ask where the server runs" in host_checks.superlink().text
+
+
 def test_a_site_from_its_kit(tmp_path, capsys):
     kit = tmp_path / "kit"
     kit.mkdir()
@@ -154,7 +215,7 @@ def test_a_site_from_its_kit(tmp_path, capsys):
     (kit / "keys").mkdir()
     write_node_key(kit / "keys" / "node.key")
     (kit / "site.toml").write_text('federation = "p"\nsite = "north"\nsuperlink = "127.0.0.1:1"\n')
-    (kit / "site-policy.toml").write_text(f'app-digests = ["{"ab" * 32}"]')
+    (kit / "site-policy.toml").write_text(f'app-digests = ["{"ab" * 32}"]\n[permits]\n')
     rows = [json.dumps({"mr": f"name[{i}]", "ref": "text"}) for i in range(3)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     node = {

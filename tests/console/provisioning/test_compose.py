@@ -40,7 +40,9 @@ def test_every_service_is_locked_down_and_the_same(name):
     assert service["read_only"] is True
     assert service["user"] == "10001:10001"
     assert service["cap_drop"] == ["ALL"]
-    assert (service["mem_limit"], service["cpus"]) == ("${FEDVEIL_MEMORY:-16g}", "${FEDVEIL_CPUS:-2}")
+    cpus = 1 if name == "operator" else "${FEDVEIL_CPUS:-2}"
+    assert (service["mem_limit"], service["cpus"]) == ("${FEDVEIL_MEMORY:-16g}", cpus)
+    assert SITE["services"]["doctor"]["cpus"] == SITE["services"]["init"]["cpus"] == 1  # as many as each host has
     assert service["pids_limit"] == SITE["services"]["clientapp"]["pids_limit"] == 1024
     assert SITE["services"]["clientapp"]["mem_limit"] == SERVER["superlink"]["mem_limit"] == service["mem_limit"]
     assert service["security_opt"] == ["no-new-privileges:true"]

@@ -1,0 +1,104 @@
+"""Writes lock/*.txt: the versions of constraints.txt with the hash of every file that an index may serve for them.
+
+    make lock                       # after each change of constraints.txt or of the dependencies in pyproject.toml
+
+| file | holds |
+|---|---|
+| tools.txt | what builds and installs: pip, setuptools, build |
+| cpu.txt | torch's build for the CPU, a version of its own, of torch's own index |
+| cuda.txt | or PyPI's, which is for CUDA, and what it needs besides |
+| run.txt | every other package that FedVeil runs with |
+| EXTRA.txt | what an extra of pyproject.toml needs besides |
+| sbom.txt | what lists the components, in an environment of its own |
+
+Each is installed with `pip install --require-hashes --no-deps`; nothing is resolved, so nothing else can come. uv asks
+PyPI for the hashes. Where torch's own index does not answer, the hashes in cpu.txt stay, if its version does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+_PYTHON = "3.11"  # the oldest; --universal adds markers for the others
+_ALONE = {
+    "tools": ("what builds and installs", "pip\nsetuptools\nbuild\n"),
+    "sbom": ("what lists the components, in an environment of its own", "cyclonedx-bom\n"),
+}
+_CUDA = re.compile(r"nvidia-|cuda-|triton$")
+_CPU_FILE = re.compile(r"torch-([^-]+)\+cpu-cp31[12]-cp31[12]-manylinux[^#\"]*\.whl#sha256=([0-9a-f]{64})")
+_HEAD = "# Made by make lock, which says more: {what}\n"
+
+
+def compiled(*source: str, hashes: bool = False, text: str = "") -> dict[str, str]:
+    """uv's lines by package, sorted: "name==version ; marker", with hashes below where they are asked for."""
+    uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", *source, "-c", "constraints.txt", "--universal"]
+    flags = ["--python-version", _PYTHON, "--no-header", "--no-annotate", "--no-emit-index-url", "--quiet"]
+    flags += ["--generate-hashes"] if hashes else []
+    done = subprocess.run([*uv, *flags], cwd=ROOT, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"uv: {done.stderr.strip()}")
+    blocks = re.split(r"^(?=[a-z0-9])", done.stdout, flags=re.MULTILINE)
+    return {block.partition("==")[0]: block for block in blocks if block.strip()}
+
+
+def cpu_hashes(page: str, version: str) -> list[str]:
+    """The SHA-256 of torch's files for the CPU, Linux, and this project's Pythons, on a page of torch's own index."""
+    return sorted({found[2] for found in _CPU_FILE.finditer(page.replace("%2B", "+")) if found[1] == version})
+
+
+def cpu_block(version: str, index: str, before: str) -> str:
+    """The lines for torch's build for the CPU; `before` is the lock as it was."""
+    try:
+        with urllib.request.urlopen(f"{index}/torch/", timeout=30) as answer:
+            hashes = cpu_hashes(answer.read().decode(), version)
+    except OSError as error:
+        if f"torch=={version}+cpu " not in before:
+            raise SystemExit(
+                f"torch: expected its index at {index} for the hashes of {version}, found {error}"
+            ) from None
+        hashes = re.findall(r"sha256:([0-9a-f]{64})", before)
+        print(f"torch: {index} does not answer ({error}); the {len(hashes)} hashes of cpu.txt stay", file=sys.stderr)
+    if not hashes:
+        raise SystemExit(f"torch: expected files of {version}+cpu at {index}, found none")
+    return " \\\n    --hash=sha256:".join([f"torch=={version}+cpu", *hashes]) + "\n"
+
+
+def main() -> None:
+    """Writes the files."""
+    parser = argparse.ArgumentParser(description="writes lock/*.txt")
+    parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX") or TORCH_INDEX)
+    index = parser.parse_args().torch_index
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project, every = "pyproject.toml", [word for extra in extras for word in ("--extra", extra)]
+    blocks = compiled(project, *every, hashes=True)
+    run = set(compiled(project))
+    cuda = {name for name in run if _CUDA.match(name)} | {"torch"}
+    files = {
+        "cuda": ("torch's build for CUDA, and what it needs besides run.txt", cuda),
+        "run": ("what FedVeil runs with, besides cpu.txt or cuda.txt", run - cuda),
+    }
+    for extra in extras:
+        more = set(compiled(project, "--extra", extra)) - run
+        files[extra] = (f'what the extra "{extra}" needs besides run.txt', more)
+    for name, (what, text) in _ALONE.items():
+        alone = compiled("-", hashes=True, text=text)
+        files[name], blocks = (what, set(alone)), alone | blocks
+    for name, (what, packages) in files.items():
+        text = "".join(blocks[package] for package in sorted(packages))
+        (ROOT / "lock" / f"{name}.txt").write_text(_HEAD.format(what=what) + text)
+    version, file = blocks["torch"].split()[0].removeprefix("torch=="), ROOT / "lock" / "cpu.txt"
+    block = cpu_block(version, index, file.read_text() if file.exists() else "")
+    file.write_text(_HEAD.format(what="torch's build for the CPU, of its own index") + block)
+
+
+if __name__ == "__main__":
+    main()

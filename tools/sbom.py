@@ -1,0 +1,117 @@
+"""Lists the components of an installation, with licences and the hashes of the lock: CycloneDX 1.6, as JSON.
+
+    make sbom                                                        # of the wheel, into dist/
+    python tools/sbom.py --python VENV/bin/python --out FILE         # of what is installed there: the image does so
+
+Runs in an environment of its own, with lock/sbom.txt. cyclonedx-py reads the installation; this adds the hashes and
+refuses a package that no file of lock/ has. The same installation gives the same bytes. What is no Python package, such
+as the Debian below an image, is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_BLOCK = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)([^\\\n]*(?:\\\n[^\\\n]*)*)", re.MULTILINE)
+_BUILDS = re.compile(r"\+.*")  # torch's build for the CPU stands in the lock under torch's own version
+
+
+def canonical(name: str) -> str:
+    """A package's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked(folder: Path, *, without: list[str]) -> tuple[dict[str, tuple[str, list[str]]], set[str]]:
+    """(version, SHA-256 of its files) by package, of all files; and the packages that only the files `without` have."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    kept = set()
+    for file in sorted(folder.glob("*.txt")):
+        for name, version, rest in _BLOCK.findall(file.read_text()):
+            files = {*found.get(canonical(name), ("", []))[1], *re.findall(r"sha256:([0-9a-f]{64})", rest)}
+            found[canonical(name)] = (_BUILDS.sub("", version), sorted(files))
+            if file.stem not in without:
+                kept.add(canonical(name))
+    return found, set(found) - kept
+
+
+def completed(bom: dict[str, Any], lock: dict[str, tuple[str, list[str]]], left_out: set[str]) -> dict[str, Any]:
+    """`bom` without `left_out`; each other package with its hashes. SystemExit for one that the lock has not."""
+    kept = []
+    for component in bom["components"]:
+        name, version = canonical(component["name"]), component["version"]
+        if name in left_out or name == "pip":  # ensurepip's own, which nothing imports
+            continue
+        if name not in lock or lock[name][0] != _BUILDS.sub("", version):
+            there = f"{name} {lock[name][0]}" if name in lock else "none of that name"
+            raise SystemExit(
+                f"sbom: expected {name} {version} in lock/*.txt, found {there}; install what the lock says"
+            )
+        files = {
+            "type": "distribution", "url": f"https://pypi.org/project/{name}/{lock[name][0]}/",
+            "comment": "every file that the lock admits",
+            "hashes": [{"alg": "SHA-256", "content": digest} for digest in lock[name][1]],
+        }  # fmt: skip
+        kept.append({**component, "externalReferences": [*component.get("externalReferences", []), files]})
+    refs = {component["bom-ref"] for component in kept} | {bom["metadata"]["component"]["bom-ref"]}
+    links = [
+        {**link, **({"dependsOn": [ref for ref in link["dependsOn"] if ref in refs]} if "dependsOn" in link else {})}
+        for link in bom["dependencies"]
+        if link["ref"] in refs
+    ]
+    return {**bom, "components": kept, "dependencies": links}
+
+
+def main() -> None:
+    """Writes the list."""
+    parser = argparse.ArgumentParser(description="lists the components of an installation")
+    parser.add_argument("--python", required=True, help="of the installation")
+    parser.add_argument(
+        "--without", nargs="*", default=[], metavar="NAME", help="leave out what only lock/NAME.txt has"
+    )
+    parser.add_argument("--wheel", type=Path, help="FedVeil's wheel, for its hash")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    tool = [
+        sys.executable,
+        "-m",
+        "cyclonedx_py",
+        "environment",
+        args.python,
+        "--pyproject",
+        str(ROOT / "pyproject.toml"),
+    ]
+    flags = ["--mc-type", "application", "--sv", "1.6", "--of", "JSON", "--output-reproducible", "-o", "-"]
+    done = subprocess.run([*tool, *flags], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"sbom: cyclonedx-py failed: {done.stderr.strip()}")
+    bom = completed(json.loads(done.stdout), *locked(ROOT / "lock", without=args.without))
+    about = bom["metadata"]["component"]
+    about["purl"] = f"pkg:pypi/{about['name']}@{about['version']}"
+    if args.wheel:
+        about["hashes"] = [{"alg": "SHA-256", "content": hashlib.sha256(args.wheel.read_bytes()).hexdigest()}]
+    text = json.dumps(bom, indent=1, sort_keys=True) + "\n"
+    valid(text)
+    args.out.write_text(text)
+    print(f"{args.out}: {len(bom['components'])} components")
+
+
+def valid(text: str) -> None:
+    """SystemExit where the text is not CycloneDX 1.6."""
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    error = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
+    if error:
+        raise SystemExit(f"sbom: expected CycloneDX 1.6, found {error}")
+
+
+if __name__ == "__main__":
+    main()
