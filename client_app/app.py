@@ -18,6 +18,7 @@ from flwr.supercore import log
 
 from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
+from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker import link
 from fedveil.client_app.worker.owner import owner_of_this_process
 from fedveil.errors import BudgetError, PolicyError, WireError
@@ -53,8 +54,9 @@ def _take_part(message: Message, context: Context) -> list[bytes]:
     assignment = Assignment.of(order, context.run_config, context.node_config)
     down_bytes = sum(len(array.data) for array in record.values())
     policy.check(assignment, policy.Bundle.of_environment(), down_bytes)
-    policy.count_round(assignment)
-    upload = _trained(record, assignment)
+    with PrivateStore.of(assignment.site.state_dir, assignment.order.run, assignment.name).in_turn():
+        policy.count_round(assignment)
+        upload = _trained(record, assignment)
     num_examples = header.of_slices(upload)["num_examples"]
     policy.check_upload(assignment.site, down_bytes, sum(map(len, upload)), num_examples)
     return upload
@@ -70,7 +72,6 @@ def _trained(record: ArrayRecord, assignment: Assignment) -> list[bytes]:
 def _in_this_process(message: Iterator[bytes], assignment: Assignment) -> list[bytes]:
     """The turn without a worker: if the run asks for it, or in the simulation engine, whose processes stay anyway."""
     # Imported here because a process that hands the message to a worker must not pay for torch.
-    from fedveil.client_app.site.private import PrivateStore
     from fedveil.client_app.turn import Turns
 
     turn = Turns().take(lambda: b"".join(message), assignment)
