@@ -100,10 +100,9 @@ def purge(state_dir: Path, runs: Iterable[Kept], parts: Iterable[Path]) -> list[
             for path in _goes(run.folder):
                 _remove(path)
     for part in parts:
-        if part.exists():  # not where it went with its run
-            name, size = part.relative_to(state_dir.expanduser()).as_posix(), part.stat().st_size
-            audit_log.append(log, "purged", {"file": name, "bytes": size})
-            part.unlink()
+        name, size = part.relative_to(state_dir.expanduser()).as_posix(), part.stat().st_size
+        audit_log.append(log, "purged", {"file": name, "bytes": size})
+        part.unlink()
     return stayed
 
 

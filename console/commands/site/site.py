@@ -1,4 +1,4 @@
-"""`fedveil site`: makes a site's key, runs the site, shows its worker, seals and purges what it keeps.
+"""`fedveil site`: keys, runs and shows a site, seals and purges what it keeps.
 
 A site is Flower's SuperNode and, beside it, a warm worker that trains.
 """
@@ -235,6 +235,7 @@ def _purge(args: argparse.Namespace) -> int:
     chosen = [run for run in chosen if args.older_than is None or run.days >= args.older_than]
     goes = [run for run in chosen if not run.why]
     parts = [] if args.runs else leftovers(args.state_dir, args.older_than)
+    parts = [part for part in parts if part.parent not in {run.folder for run in goes}]
     for run in chosen:
         print(f"{'stays' if run.why else 'goes':<6}{_line(run)}{f': {shown(run.why)}' if run.why else ''}")
     for part in parts:

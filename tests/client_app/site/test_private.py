@@ -1,0 +1,148 @@
+"""What a site keeps, where its node config names a key file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from fedveil.client_app.site.assignment import Assignment
+from fedveil.client_app.site.private import NOT_RUNS, PrivateStore, ledger_of
+from fedveil.client_app.site.served import Served
+from fedveil.config import parse
+from fedveil.contract.codec import raw
+from fedveil.errors import ConfigError, StateError, WireError
+from fedveil.records.state import digest
+from fedveil.sealed import Seal, is_sealed, new_key
+from tests.client_app.site.test_ledger import assignment, take  # noqa: F401  # a fixture
+
+
+@pytest.fixture
+def seal(tmp_path) -> Seal:
+    return new_key(tmp_path / "key")
+
+
+def with_key(what: Assignment, file: Path) -> Assignment:
+    return dataclasses.replace(what, site=what.site.model_copy(update={"key_file": str(file)}))
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_no_file_of_a_sealed_site_has_anything_of_its_state_secret_or_ledger(tmp_path, take, seal):  # noqa: F811
+    """And the same search finds all of it where nothing is sealed."""
+    clear = tmp_path / "other"
+    clear.mkdir()
+    for folder, key in ((tmp_path, "key"), (clear, "")):
+        for round_ in range(2):
+            what = assignment(folder, round_)
+            take(with_key(what, folder / key) if key else what)
+            PrivateStore.of(folder / "state", "r", "s").commit()
+    assert len(kept_in(clear / "state", Seal())) == 4
+    assert kept_in(tmp_path / "state", seal) == set()
+    files = everything(tmp_path / "state")
+    assert sorted(f.name for f in files if is_sealed(f)) == ["private.safetensors", "s.json", "s.key", "secret"]
+    assert {f.name for f in files if not is_sealed(f)} <= {"s.lock", "served.json", "served.lock", "turn.lock"}
+
+
+def kept_in(state: Path, seal: Seal) -> set[str]:
+    """What of a site's private things is found in the bytes below its state folder."""
+    store, ledger = PrivateStore.of(state, "r", "s", seal), ledger_of(state, "s", seal)
+    tensors = store.load().tensors.values()
+    assert tensors
+    what = {
+        "state": [bytes(raw(t))[:24] for t in tensors],
+        "secret": [store.secret(0, "s", False)],
+        "key": [ledger._key()],
+        "ledger": [name.encode() for name in ledger._read()[0]],
+    }
+    found = everything(state).values()
+    return {name for name, needles in what.items() if any(needle in data for data in found for needle in needles)}
+
+
+def test_a_turn_goes_on_from_what_was_sealed_and_refuses_another_key_and_none(tmp_path, take, seal):  # noqa: F811
+    take(with_key(assignment(tmp_path), tmp_path / "key"))
+    PrivateStore.of(tmp_path / "state", "r", "s").commit()
+    before = everything(tmp_path / "state")
+    new_key(tmp_path / "other")
+    with pytest.raises(StateError, match="found a sealed one; name its key"):
+        take(assignment(tmp_path, 1))
+    with pytest.raises(StateError, match=r"found one of key [0-9a-f]{16}; name that key's file"):
+        take(with_key(assignment(tmp_path, 1), tmp_path / "other"))
+    assert {file: before[file] for file in before} == everything(tmp_path / "state")
+    take(with_key(assignment(tmp_path, 1), tmp_path / "key"))
+
+
+def test_files_in_the_clear_are_no_way_into_a_sealed_site(tmp_path, take, seal):  # noqa: F811
+    """Who can write the disk, and has no key, puts a state, a secret or an empty ledger of his own there."""
+    take(assignment(tmp_path))
+    PrivateStore.of(tmp_path / "state", "r", "s").commit()
+    with pytest.raises(StateError, match="found one in the clear; .* stop the site and run fedveil site seal"):
+        take(with_key(assignment(tmp_path, 1), tmp_path / "key"))
+
+
+def test_two_sealed_files_of_a_site_do_not_change_places(tmp_path, take, seal):  # noqa: F811
+    key = tmp_path / "key"
+    for run in ("one", "two"):
+        take(with_key(assignment(tmp_path, run=run), key))
+        PrivateStore.of(tmp_path / "state", run, "s").commit()
+    for name in ("private.safetensors", "secret"):
+        one, two = (tmp_path / "state" / run / "s" / name for run in ("one", "two"))
+        held = one.read_bytes()
+        one.write_bytes(two.read_bytes())
+        with pytest.raises(StateError, match="it was put in another's place"):
+            take(with_key(assignment(tmp_path, 1, run="one"), key))
+        one.write_bytes(held)
+    take(with_key(assignment(tmp_path, 1, run="one"), key))
+    ledger = tmp_path / "state" / ".ledger"
+    (ledger / "s.json").write_bytes((ledger / "s.key").read_bytes())
+    with pytest.raises(StateError, match="of 'ledger/s', found one of 'ledger-key/s'"):
+        take(with_key(assignment(tmp_path, 2, run="one"), key))
+
+
+def test_the_next_state_becomes_the_current_one_without_the_key(tmp_path, seal):
+    """The process that has the upload commits it, and need not read the key file."""
+    from tests.fedveil.records.test_state import STATE
+
+    store = PrivateStore.of(tmp_path, "r", "s", seal)
+    store.prepare(STATE)
+    PrivateStore.of(tmp_path, "r", "s").commit()
+    assert digest(store.load().tensors) == digest(STATE.tensors)
+
+
+def test_nothing_on_the_wire_names_a_key_file(tmp_path):
+    order = {"round": 0, "is-new": True, "site": "s", "run": "r", "method": "fedavg", "fields": "{}"}
+    with pytest.raises(WireError, match="expected an order of this version"):
+        Assignment.of({**order, "key-file": "/etc/shadow"}, {}, {})
+    for key in ("key-file", "site.key-file", "run.key-file", "client.key-file"):
+        with pytest.raises(ConfigError):
+            parse({key: "/etc/shadow"})
+    passed = Assignment.of(order, {}, {"key-file": "/keys/state"})
+    assert Assignment.from_json(passed.to_json()).site.key_file == "/keys/state"
+
+
+def test_no_run_has_the_name_of_a_folder_that_is_something_else(tmp_path):
+    for name in NOT_RUNS:
+        for of in (PrivateStore.of, Served.of):
+            with pytest.raises(ConfigError, match="run.name: expected none of"):
+                of(tmp_path, name, "s")
+
+
+def test_a_turn_keeps_others_from_changing_its_folder_and_not_another_turn(tmp_path):
+    store = PrivateStore.of(tmp_path, "r", "s")
+    with store.in_turn(), store.in_turn(), store.alone() as alone:
+        assert not alone
+    with store.alone() as alone:
+        assert alone
+
+
+def test_what_was_served_before_this_version_is_still_counted(tmp_path):
+    (tmp_path / "r" / "s").mkdir(parents=True)
+    (tmp_path / "r" / "s" / "served.json").write_text(json.dumps({"round": 3, "times": 1}))
+    served = Served.of(tmp_path, "r", "s")
+    assert served.check(3, 5, 2) == 1
+    assert not served.ended
+    assert not served.purged
