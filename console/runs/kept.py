@@ -64,7 +64,7 @@ def kept(state_dir: Path) -> list[Kept]:
     """Every run of every site below a state folder, by run and site."""
     held = workers(state_dir)
     found = [_seen(folder, held) for folder in run_folders(state_dir)]
-    return [run if run.why or _free(run.folder) else replace(run, why="a turn of it is under way") for run in found]
+    return [run if _free(run.folder) else replace(run, why="a turn of it is under way") for run in found]
 
 
 def run_folders(state_dir: Path) -> Iterator[Path]:

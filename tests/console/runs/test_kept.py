@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
 import pytest
 
+from fedveil.client_app import app as client
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.site.served import Served
 from fedveil.client_app.worker.cards import Card
@@ -81,8 +83,6 @@ def test_it_asks_and_takes_anything_but_yes_for_a_no(tmp_path, capsys, monkeypat
     for answer in ("", "n", "maybe"):
         monkeypatch.setattr("builtins.input", lambda prompt, answer=answer: answer)
         assert site_purge(tmp_path, "--older-than", "30") == 1
-    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
-    monkeypatch.undo()
     monkeypatch.setattr("builtins.input", lambda prompt: (_ for _ in ()).throw(EOFError))
     assert site_purge(tmp_path, "--older-than", "30") == 1
     assert {path: data for path, data in contents(folder).items() if path.name != "turn.lock"} == before
@@ -109,6 +109,19 @@ def test_a_run_in_a_turn_or_in_a_worker_stays_however_old(tmp_path, monkeypatch)
     for says, why in (({"run": "r-1"}, "worker 41 holds it"), ({}, "worker 41 holds it"), ({"run": "s"}, "")):
         monkeypatch.setattr(module, "workers", lambda _, says=says: [WorkerStatus("north", card, says)])
         assert [run.why for run in kept(tmp_path)] == [why, ""]
+
+
+def test_a_turn_of_the_app_holds_its_run(ask, tmp_path, monkeypatch):  # noqa: F811
+    seen: list[str] = []
+    trained = client._trained
+
+    def watched(record, what):
+        seen.extend(run.why for run in kept(tmp_path / "state"))
+        return trained(record, what)
+
+    monkeypatch.setattr(client, "_trained", watched)
+    assert ask(0) == "all"
+    assert seen == ["a turn of it is under way"]
 
 
 def test_a_run_that_goes_on_after_it_was_listed_stays(tmp_path):
@@ -198,8 +211,6 @@ def test_what_shall_go_must_be_said_and_be_there(arguments, reason, tmp_path, ca
     capsys.readouterr()
     before = contents(tmp_path)
     assert main(["site", "purge", "--state-dir", str(tmp_path), *arguments, "--yes"]) == 2
-    import re
-
     assert re.search(reason, capsys.readouterr().err)
     assert contents(tmp_path) == before
 

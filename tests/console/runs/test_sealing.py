@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -138,8 +139,6 @@ def test_a_site_that_runs_is_not_resealed(home, monkeypatch):
         pytest.raises(ConfigError, match="expected no turn under way, found one in .*two"),
     ):
         sealing.reseal(home.state, Seal(), first)
-    import os
-
     card = Card("ab", 41, Owner.of(os.getpid()), "app", "key", 0.0)
     monkeypatch.setattr(sealing, "workers", lambda _: [WorkerStatus("north", card, {})])
     with pytest.raises(ConfigError, match="expected no site to run there, found worker 41; stop the site first"):
