@@ -164,6 +164,7 @@ def test_links_are_removed_and_not_followed(tmp_path):
     (state / "r-2").symlink_to(outside)
     (outside / "deep" / "secret").write_text("of nobody's run")
     age(folder, 40)
+    age(outside, 40)
     assert site_purge(state, "--older-than", "30", "--yes") == 0
     assert not (folder / "link").is_symlink()
     assert (outside / "deep" / "rows").read_text() == "rows"
