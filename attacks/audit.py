@@ -39,6 +39,7 @@ from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows, Task
 from fedveil.federation.exchange import Exchange
 from fedveil.records.state import load_state
+from fedveil.sealed import Seal
 from fedveil.wire.tap import Tap
 
 ON_UPLOADS = 60  # rows of a side that attacks on uploads get: they may take a gradient of each
@@ -81,7 +82,7 @@ def audit_run(
     """
     method = strategies.create(config.method.name, config.method.fields)
     task = tasks.load(config, method.adapter, device)
-    tap = Tap(folder / "tap")
+    tap = Tap(folder / "tap", Seal.of_environment())
     list(tap.messages())  # there, or an error that says how to get one
     view = View.server(tap, Exchange(method, config.method.name, task.spec))
     members, non_members = samples(source, config, task, asked, view.sites)

@@ -19,6 +19,7 @@ from flwr.supercore import log
 
 from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
+from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker import link
 from fedveil.client_app.worker.owner import owner_of_this_process
 from fedveil.errors import BudgetError, PolicyError, WireError, WorkerError
@@ -57,8 +58,9 @@ def _take_part(message: Message, context: Context) -> list[bytes]:
     assignment = Assignment.of(order, context.run_config, context.node_config)
     down_bytes = sum(len(array.data) for array in record.values())
     policy.check(assignment, policy.Bundle.of_environment(), down_bytes)
-    policy.count_round(assignment)
-    upload = _trained(record, assignment)
+    with PrivateStore.of(assignment.site.state_dir, assignment.order.run, assignment.name).in_turn():
+        policy.count_round(assignment)
+        upload = _trained(record, assignment)
     num_examples = header.of_slices(upload)["num_examples"]
     policy.check_upload(assignment.site, down_bytes, sum(map(len, upload)), num_examples)
     return upload

@@ -21,6 +21,7 @@ from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, checked_claim
 from fedveil.privacy.metered import MeteredRows, RowsOnly
+from fedveil.sealed import Seal
 from fedveil.training.per_sample import SampleLoss
 from fedveil.wire import header
 
@@ -67,7 +68,8 @@ class Turns:
         task, exchange = self._task_and_exchange(assignment)
         rows = self._prepared(task, assignment)
         load_seconds = time.perf_counter() - started
-        store = PrivateStore.of(assignment.site.state_dir, order.run, assignment.name)
+        seal = Seal.of(assignment.site.key_file)
+        store = PrivateStore.of(assignment.site.state_dir, order.run, assignment.name, seal)
         secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
         seeded = config.run.deterministic
         ctx = RoundContext(order.round, assignment.name, order.is_new, secret, seeded, order.address)
@@ -90,7 +92,7 @@ class Turns:
             return trainer
         rows = trainer.rows
         if not config.run.deterministic:
-            ledger = ledger_of(assignment.site.state_dir, assignment.name)
+            ledger = ledger_of(assignment.site.state_dir, assignment.name, Seal.of(assignment.site.key_file))
             own = policy.of(assignment.site).budget
             data_set = DataSet.of(Path(assignment.data), assignment.site.data_set)
             rows = MeteredRows(rows, claim, own, ledger, ledger.names(data_set.records(self._origins)))

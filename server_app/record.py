@@ -33,6 +33,7 @@ from fedveil.errors import StateError
 from fedveil.records import audit_log
 from fedveil.records.files import write_atomic
 from fedveil.records.state import load_state, save_state
+from fedveil.sealed import Seal
 from fedveil.wire.tap import Tap
 
 
@@ -133,8 +134,8 @@ class RunFolder:
         return str(audit_log.append(self.folder.parent / audit_log.NAME, event, run | dict(about)))
 
     def tap(self) -> Tap:
-        """The tap, which stores whole messages."""
-        return Tap(self.folder / "tap")
+        """The tap, which stores whole messages, sealed where the environment names a key file."""
+        return Tap(self.folder / "tap", Seal.of_environment())
 
     def checkpoint(self, server: State, loop: Mapping[str, Any]) -> None:
         """Writes the state after a whole round, and what the loop needs to continue."""

@@ -3,7 +3,11 @@
     <state-dir>/<run>/<site>/turn-<id>.safetensors  what the method keeps after one turn, and the turn before that one
     <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow
     <state-dir>/<run>/<site>/served.json            the last rounds that were served (served.py)
+    <state-dir>/<run>/<site>/turn.lock              held while a turn of the run is under way
     <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
+
+Where the node config names a key file, states, secret and ledger are sealed (fedveil.sealed); the rounds that were
+served are not: they are no secret.
 
 It is never in Flower's `Context.state`, which is lost at a restart, and silently above about 50 MB.
 
@@ -23,17 +27,24 @@ but one checkpoint, and the newest.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedveil import places
 from fedveil.errors import ConfigError, StateError
+from fedveil.sealed import Seal
 
 if TYPE_CHECKING:
     from fedveil.contract.method import State
     from fedveil.privacy.ledger import Ledger
 
+NOT_RUNS = frozenset({"flower", "guard", "logs", "workers"})  # folders of the state folder that are something else
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -44,11 +55,18 @@ def safe(key: str, value: str) -> str:
     return value
 
 
-def ledger_of(state_dir: Path, site: str) -> Ledger:
+def folder_of(state_dir: Path, run: str, site: str) -> Path:
+    """Where a site keeps what is of a run. Raises ConfigError for names that are no file names, or not a run's."""
+    if run in NOT_RUNS:
+        raise ConfigError(f"run.name: expected none of {sorted(NOT_RUNS)}, found {run!r}; choose another")
+    return state_dir.expanduser() / safe("run.name", run) / safe("site", site)
+
+
+def ledger_of(state_dir: Path, site: str, seal: Seal = Seal()) -> Ledger:
     """The site's privacy ledger for all its runs. Raises ConfigError for a name that is not a plain file name."""
     from fedveil.privacy.ledger import Ledger
 
-    return Ledger(state_dir.expanduser() / ".ledger" / f"{safe('site', site)}.json")
+    return Ledger(state_dir.expanduser() / ".ledger" / f"{safe('site', site)}.json", seal)
 
 
 @dataclass(frozen=True)
@@ -56,11 +74,53 @@ class PrivateStore:
     """One site's folder for one run. It outlives the SuperNode process."""
 
     folder: Path
+    seal: Seal = Seal()
 
     @classmethod
-    def of(cls, state_dir: Path, run: str, site: str) -> PrivateStore:
+    def of(cls, state_dir: Path, run: str, site: str, seal: Seal = Seal()) -> PrivateStore:
         """The store of a run and site. Raises ConfigError for a name that is not a plain file name."""
-        return cls(state_dir.expanduser() / safe("run.name", run) / safe("site", site))
+        return cls(folder_of(state_dir, run, site), seal)
+
+    @property
+    def roles(self) -> dict[Path, str]:
+        """Every file that is sealed where there is a key, with the role that it is sealed under."""
+        return {file: self._role(file) for file in (self._secret, *self.folder.glob("turn-*.safetensors"))}
+
+    def _role(self, file: Path) -> str:
+        """No file of one run, site or turn is taken for another's."""
+        of = f"{self.folder.parent.name}/{self.folder.name}"
+        return f"secret/{of}" if file == self._secret else f"state/{of}/{file.stem}"
+
+    @property
+    def _secret(self) -> Path:
+        return self.folder / "secret"
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Held during a turn. Waits for who changes the whole folder (`alone`)."""
+        with self._lock() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            yield
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Whether no turn is under way; while it is held then, none begins."""
+        with self._lock() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[int]:
+        places.private_folder(self.folder)
+        lock = os.open(self.folder / "turn.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            yield lock
+        finally:
+            os.close(lock)  # releases it
 
     def load(self, last: str, is_new: bool = False) -> State | None:
         """The state after the turn `last`; None if that is no turn.
@@ -95,7 +155,8 @@ class PrivateStore:
         if state is None:
             return
         try:
-            save_state(State_(state.tensors, {"state": dict(state.scalars), "after": last}), self._file(turn))
+            kept = State_(state.tensors, {"state": dict(state.scalars), "after": last})
+            save_state(kept, self._file(turn), self.seal, self._role(self._file(turn)))
         except OSError as error:
             raise StateError(
                 f"{self._file(turn)}: expected to write the private state, found {error}; free space"
@@ -108,7 +169,7 @@ class PrivateStore:
         from fedveil.contract.method import State as State_
         from fedveil.records.state import load_state
 
-        found = load_state(self._file(turn))
+        found = load_state(self._file(turn), self.seal, self._role(self._file(turn)))
         scalars, after = found.scalars.get("state"), found.scalars.get("after")
         if not isinstance(scalars, dict) or not isinstance(after, str):
             raise StateError(f"{self._file(turn)}: expected a private state, found another file; remove it")
@@ -121,10 +182,10 @@ class PrivateStore:
 
         if deterministic:
             return rng.secret(f"client:{site}", seed, deterministic)
-        path = self.folder / "secret"
+        path, role = self._secret, self.roles[self._secret]
         if not path.exists():
-            write_atomic(path, rng.fresh_secret())
-        secret = path.read_bytes()
+            write_atomic(path, self.seal.closed([rng.fresh_secret()], role))
+        secret = self.seal.read(path, role)
         if len(secret) != rng.SECRET_BYTES:
             raise StateError(
                 f"{path}: expected {rng.SECRET_BYTES} bytes, found {len(secret)}; restore it from a backup"

@@ -1,6 +1,7 @@
 """Which rounds of a run this site has served last, how often, and with what, whatever a server says.
 
-    <state-dir>/<run>/<site>/served.json    {"rounds": [[round, times, SHA-256 of the message], ...]}, the last two
+    <state-dir>/<run>/<site>/served.json    {"rounds": [[round, times, SHA-256 of the message], ...], "of": 5,
+                                             "purged": false}: the last two rounds, written before the turn
 
 | asked for | what happens |
 |---|---|
@@ -12,6 +13,7 @@
 | an older round | PolicyError |
 | a round below 0, or at or beyond run.rounds | PolicyError |
 | any round, and the file is damaged | StateError |
+| any round, and the site has purged what it kept of the run | PolicyError; the file stays, with {"purged": true} |
 
 A turn that fails counts too, for a server can make a turn fail. Round 0 begins in one way only, since nothing is before
 it: so what a method sends in its first participation alone leaves a site once, however often it is asked for.
@@ -26,11 +28,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fedveil.client_app.site.private import safe
+from fedveil.client_app.site.private import folder_of
 from fedveil.errors import PolicyError, StateError
 from fedveil.records.files import write_atomic
 
-_KEPT = 2  # rounds: one to repeat, and one for a server that lost its last checkpoint
+_ROUNDS = 2  # rounds: one to repeat, and one for a server that lost its last checkpoint
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,18 @@ class _Round:
     number: int
     times: int = 0
     message: str = ""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The last rounds that were served, in their order, of how many by the order's own word (0: not said)."""
+
+    rounds: tuple[_Round, ...] = ()
+    of: int = 0
+    purged: bool = False
+
+    def round(self, number: int) -> _Round:
+        return next((found for found in self.rounds if found.number == number), _Round(number))
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class Served:
     @classmethod
     def of(cls, state_dir: Path, run: str, site: str) -> Served:
         """Of a run and a site. Raises ConfigError for a name that is not a plain file name."""
-        return cls(state_dir.expanduser() / safe("run.name", run) / safe("site", site))
+        return cls(folder_of(state_dir, run, site))
 
     def check(self, round_: int, rounds: int, most: int) -> int:
         """How often the round was served, if it may be served again: `most` times in all, and below `rounds`.
@@ -66,13 +80,16 @@ class Served:
             raise PolicyError(
                 f"round: expected one from 0 to {rounds - 1} (run.rounds), found {round_}; start a new run"
             )
-        served = {found.number: found for found in self._read()}
-        if served and round_ not in served and round_ < max(served):
+        found = self._read()
+        if found.purged:
+            raise PolicyError("run.name: this site has purged what it kept of this run; start a new run")
+        served = [served.number for served in found.rounds]
+        if served and round_ not in served and round_ < served[-1]:
             raise PolicyError(
-                f"round: expected {min(served)} or a later one, found {round_}: this site serves no older round; start "
+                f"round: expected {served[0]} or a later one, found {round_}: this site serves no older round; start "
                 "a new run"
             )
-        times = served.get(round_, _Round(round_)).times
+        times = found.round(round_).times
         if times >= most:
             raise PolicyError(
                 f"round: this site serves one at most {most} times, found that it was asked for round {round_} once "
@@ -84,11 +101,12 @@ class Served:
         """Counts one serving before it begins. Raises as `check`, or StateError where it cannot be written."""
         with self._locked():
             self.check(round_, rounds, most)
-            served = {found.number: found for found in self._read()}
-            now = served.get(round_, _Round(round_))
-            later = [replace(found, message="") for number, found in served.items() if number > round_]
-            earlier = [found for number, found in served.items() if number < round_]
-            self._write([*earlier, replace(now, times=now.times + 1), *later][-_KEPT:])
+            found = self._read()
+            now = found.round(round_)
+            earlier = [other for other in found.rounds if other.number < round_]
+            later = [replace(other, message="") for other in found.rounds if other.number > round_]
+            served = (*earlier, replace(now, times=now.times + 1), *later)[-_ROUNDS:]
+            self._require_written(replace(found, rounds=served, of=rounds))
 
     def require_same(self, round_: int, message: str) -> None:
         """Keeps the digest of the message of a round that was counted.
@@ -98,15 +116,42 @@ class Served:
             StateError: the file cannot be read or written.
         """
         with self._locked():
-            served = {found.number: found for found in self._read()}
-            now = served.get(round_, _Round(round_))
+            found = self._read()
+            now = found.round(round_)
             if now.message not in ("", message):
                 raise PolicyError(
                     f"round: expected the message that this site was sent for round {round_} before, found another; "
                     "start a new run"
                 )
-            served[round_] = replace(now, message=message)
-            self._write(sorted(served.values(), key=lambda found: found.number)[-_KEPT:])
+            others = [other for other in found.rounds if other.number != round_]
+            served = sorted([*others, replace(now, message=message)], key=lambda other: other.number)
+            self._require_written(replace(found, rounds=tuple(served[-_ROUNDS:])))
+
+    def _require_written(self, kept: _Kept) -> None:
+        try:
+            self._write(kept)
+        except OSError as error:
+            raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run's last round was served. Raises StateError."""
+        found = self._read()
+        return bool(found.rounds) and found.rounds[-1].number == found.of - 1
+
+    @property
+    def purged(self) -> bool:
+        """Whether `forget` was called. Raises StateError."""
+        return self._read().purged
+
+    def forget(self) -> None:
+        """Serves no round of this run again, for its private state is about to go. Raises OSError, StateError."""
+        with self._locked():
+            self._write(replace(self._read(), purged=True))
+
+    def _write(self, kept: _Kept) -> None:
+        rounds = [[found.number, found.times, found.message] for found in kept.rounds]
+        write_atomic(self._file, json.dumps({"rounds": rounds, "of": kept.of, "purged": kept.purged}).encode())
 
     @property
     def _file(self) -> Path:
@@ -119,20 +164,13 @@ class Served:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _write(self, served: list[_Round]) -> None:
-        rounds = [[found.number, found.times, found.message] for found in served]
-        try:
-            write_atomic(self._file, json.dumps({"rounds": rounds}).encode())
-        except OSError as error:
-            raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
-
-    def _read(self) -> list[_Round]:
-        """The rounds in their order."""
+    def _read(self) -> _Kept:
         if not self._file.exists():
-            return []
+            return _Kept()
         try:
             content = json.loads(self._file.read_text())
-            return [_Round(int(number), int(times), str(message)) for number, times, message in content["rounds"]]
+            rounds = (_Round(int(number), int(times), str(message)) for number, times, message in content["rounds"])
+            return _Kept(tuple(rounds), int(content["of"]), bool(content["purged"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
                 f"{self._file}: expected the last rounds that were served, found none that can be read "

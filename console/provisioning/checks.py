@@ -223,6 +223,17 @@ def policy(file: str) -> Check:
     return Check("policy", "warn" if empty else "ok", f"{file} can be read{words}")
 
 
+def key_file(file: str, state: Path) -> Check:
+    """A key file that fits what the site keeps."""
+    from fedveil.console.runs import sealing
+    from fedveil.sealed import Seal
+
+    seal = Seal.of(file)
+    sealing.require(state, seal)
+    kept = f"sealed under key {seal.id}" if seal.id else "kept in the clear: the node config names no key-file"
+    return Check("key file", "ok", f"private state and ledger are {kept}")
+
+
 def entry_point() -> Check:
     """Whether a client process that is started from here would pass this site's entry point."""
     found = shutil.which("flwr-clientapp")

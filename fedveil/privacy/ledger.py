@@ -16,6 +16,7 @@ data is looked at: a turn that dies afterwards stays charged, and its repetition
   charged of each mechanism ("carried"), for nobody knows which row was which |
 | the file is damaged or of a later version | StateError: nothing is charged until the site has restored it |
 | two processes of one site | one waits for the other: the file is locked while it changes |
+| the site has a key file | ledger and key are sealed (fedveil.sealed) |
 
 A record is a row of a data set as the site names it (client_app/site/data_sets.py), under a keyed hash of that name.
 The key never leaves the site, and without it the ledger does not tell which files the site has. Deleting the ledger or
@@ -42,6 +43,7 @@ from fedveil.contract.budget import Budget, Spent, Step, stated
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
 from fedveil.records.files import write_atomic
+from fedveil.sealed import Seal
 
 Record = tuple[str, str, int]  # data set, file in it, row of the file
 
@@ -54,8 +56,8 @@ _KEY_BYTES = 32
 class Ledger:
     """One site's ledger. Every call reads the file, so that processes and runs can share it."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, seal: Seal = Seal()) -> None:
+        self._path, self._seal = path, seal
 
     def names(self, records: Iterable[Record]) -> list[str]:
         """The names of these records, in their order."""
@@ -97,6 +99,18 @@ class Ledger:
             "larger epsilon, or on more noise from the start"
         )
 
+    @property
+    def roles(self) -> dict[Path, str]:
+        """Its files, with the roles that they are sealed under where there is a key."""
+        site = self._path.stem
+        return {self._path: f"ledger/{site}", self._path.with_suffix(".key"): f"ledger-key/{site}"}
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[dict[Path, str]]:
+        """Its files with their roles, which no other process changes meanwhile."""
+        with self._locked():
+            yield {file: role for file, role in self.roles.items() if file.exists()}
+
     def _key(self) -> bytes:
         path = self._path.with_suffix(".key")
         with self._locked():
@@ -105,8 +119,8 @@ class Ledger:
                     raise StateError(
                         f"{path}: expected the key of {self._path.name}, found none; restore it from a backup"
                     )
-                write_atomic(path, os.urandom(_KEY_BYTES))
-            key = path.read_bytes()
+                write_atomic(path, self._seal.closed([os.urandom(_KEY_BYTES)], self.roles[path]))
+            key = self._seal.read(path, self.roles[path])
         if len(key) != _KEY_BYTES:
             raise StateError(f"{path}: expected {_KEY_BYTES} bytes, found {len(key)}; restore it from a backup")
         return key
@@ -123,7 +137,7 @@ class Ledger:
         if not self._path.exists():
             return {}, Counter()
         try:
-            content = json.loads(self._path.read_text())
+            content = json.loads(self._seal.read(self._path, self.roles[self._path]))
             version = content["fedveil-ledger"]
             if version not in (_BY_CONTENT, _VERSION):
                 raise ValueError(f"version {version}")
@@ -145,7 +159,7 @@ class Ledger:
         by_history = [[list(history), names] for history, names in groups.items()]
         content = {"fedveil-ledger": _VERSION, "carried": sorted(carried.items()), "spent": by_history}
         try:
-            write_atomic(self._path, json.dumps(content).encode())
+            write_atomic(self._path, self._seal.closed([json.dumps(content).encode()], self.roles[self._path]))
         except OSError as error:
             raise StateError(
                 f"{self._path}: expected to write the privacy ledger, found {error}; free space"

@@ -1,35 +1,64 @@
-"""States on disk: one safetensors file with the scalars as JSON in its metadata, written whole or not at all."""
+"""States on disk: one safetensors file with the scalars as JSON in its metadata, written whole or not at all.
+
+A state is written from the tensors' own memory, part by part; reading holds it twice for a moment. Where a seal has a
+key, the file is the same one, sealed.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 
-from fedveil.contract.codec import raw
+from fedveil.contract.codec import Buffer, raw
 from fedveil.contract.method import State
 from fedveil.contract.spec import Weights
 from fedveil.errors import StateError
 from fedveil.records.files import write_atomic
+from fedveil.sealed import Seal
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
-def save_state(state: State, path: Path) -> None:
-    """Writes the state as one file."""
-    tensors = {name: t.detach().cpu().contiguous() for name, t in state.tensors.items()}
-    write_atomic(path, save(tensors, {"scalars": json.dumps(dict(state.scalars))}))
+def save_state(state: State, path: Path, seal: Seal = Seal(), role: str = "") -> None:
+    """Writes the state as one file, under the role where it is sealed. Raises KeyError for a dtype of no method."""
+    write_atomic(path, seal.closed(_parts(state), role))
 
 
-def load_state(path: Path) -> State:
-    """The state that `save_state` wrote. Raises StateError for a missing or damaged file."""
+def load_state(path: Path, seal: Seal = Seal(), role: str = "") -> State:
+    """The state that `save_state` wrote. Raises StateError for a missing, damaged or exchanged file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            scalars = json.loads((file.metadata() or {})["scalars"])
-            return State({name: file.get_tensor(name) for name in file.keys()}, scalars)  # noqa: SIM118
+        data = seal.read(path, role)
+        tensors = load(data)  # checks the header
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return State(tensors, json.loads(header["__metadata__"]["scalars"]))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise StateError(f"{path}: expected a state file, found none that can be read ({error})") from None
+
+
+def _parts(state: State) -> Iterator[Buffer]:
+    """The bytes of a safetensors file. Its library makes them as a whole, and holds a state three times for that."""
+    header: dict[str, Any] = {"__metadata__": {"scalars": json.dumps(dict(state.scalars))}}
+    # The widest entries first, as the library has it, so that every tensor begins at a multiple of its entries' width.
+    tensors = dict(sorted(state.tensors.items(), key=lambda named: (-named[1].element_size(), named[0])))
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        yield raw(tensor)
 
 
 def digest(weights: Weights) -> str:

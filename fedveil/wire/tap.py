@@ -1,7 +1,7 @@
 """The tap records the bytes that crossed the wire, and so exactly what the other side could see.
 
     <folder>/index.jsonl            one line a message: round, attempt, site, direction, file, accepted
-    <folder>/00003.0.site-1.up      the message, byte for byte
+    <folder>/00003.0.site-1.up      the message, byte for byte; sealed where there is a key file (fedveil.sealed)
 
 It is off unless `run.tap` is set, for a tap is as sensitive as the messages. Attacks read a tap and the knowledge that
 they declare, and nothing else.
@@ -19,6 +19,7 @@ from fedveil import places
 from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Direction
 from fedveil.errors import StateError
+from fedveil.sealed import Seal
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Seen:
 class Tap:
     """A folder of recorded messages, appended to by a run and read by attacks."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, seal: Seal = Seal()) -> None:
+        self.folder, self._seal = folder, seal
 
     def write(
         self, data: Buffer, round_: int, attempt: int, site: str, direction: Direction, accepted: bool | None = None
@@ -46,7 +47,8 @@ class Tap:
         places.private_folder(self.folder)
         safe_site = re.sub(r"[^A-Za-z0-9_.-]", "_", site)
         seen = Seen(round_, attempt, site, direction, f"{round_:05d}.{attempt}.{safe_site}.{direction}", accepted)
-        (self.folder / seen.file).write_bytes(data)
+        with (self.folder / seen.file).open("wb") as file:
+            file.writelines(self._seal.closed([data], self._role(seen)))
         with (self.folder / "index.jsonl").open("a") as index:
             index.write(json.dumps(asdict(seen)) + "\n")
 
@@ -59,5 +61,8 @@ class Tap:
             yield Seen(**json.loads(line))
 
     def read(self, seen: Seen) -> bytes:
-        """One message's bytes."""
-        return (self.folder / seen.file).read_bytes()
+        """One message's bytes. Raises StateError for a file that is not sealed as it should be."""
+        return self._seal.read(self.folder / seen.file, self._role(seen))
+
+    def _role(self, seen: Seen) -> str:
+        return f"tap/{self.folder.absolute().parent.name}/{seen.file}"

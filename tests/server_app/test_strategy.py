@@ -24,6 +24,7 @@ from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, QuorumError, StateError
 from fedveil.federation.exchange import Exchange
 from fedveil.records.state import digest, load_state
+from fedveil.sealed import VARIABLE, is_sealed, new_key
 from fedveil.server_app import sites
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings
@@ -325,6 +326,18 @@ def test_run_folder_holds_metrics_ledger_checkpoint_and_final_weights(grid, task
 
     final = load_state(tmp_path / "run" / "final" / "server.safetensors")
     assert digest(final.tensors) == digest(result.arrays.to_torch_state_dict()) == metrics[-1]["weights"]
+
+
+def test_a_tap_is_sealed_where_the_servers_environment_names_a_key_file(grid, task, tmp_path, monkeypatch):
+    seal = new_key(tmp_path / "key")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "key"))
+    strategy(FedRand(), folder=RunFolder(tmp_path / "run"), tap=True).start(grid(), initial(task), num_rounds=1)
+    tap = Tap(tmp_path / "run" / "tap", seal)
+    files = [tap.folder / message.file for message in tap.messages()]
+    assert len(files) == 8
+    assert all(is_sealed(file) for file in files)
+    ledger = [json.loads(x) for x in (tmp_path / "run" / "disclosure.jsonl").read_text().splitlines()]
+    assert sum(len(tap.read(m)) for m in tap.messages()) == sum(x["bytes"] for x in ledger)
 
 
 def test_a_run_never_meets_the_private_state_of_another_one_of_its_name(grid, task):

@@ -83,6 +83,7 @@ def _site(args: argparse.Namespace) -> list[Check]:
         "disk": lambda: checks.disk(state),
         "data": lambda: checks.data(site.data, tasks.info(task.name).columns(task)),
         "policy": lambda: checks.policy(site.policy),
+        "key file": lambda: checks.key_file(site.key_file, state),
         "audit log": lambda: checks.audit_log(state / audit_log.NAME),
     }
     return [checks.guarded(name, check) for name, check in todo.items()]

@@ -1,4 +1,4 @@
-"""`fedveil site`: makes a site's key, runs the site, shows its worker.
+"""`fedveil site`: keys, runs and shows a site, seals and purges what it keeps.
 
 A site is Flower's SuperNode and, beside it, a warm worker that trains.
 """
@@ -11,6 +11,7 @@ import re
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,13 @@ from fedveil.console.flower.site_process import (
     write_superlink,
 )
 from fedveil.console.provisioning import enrol
+from fedveil.console.runs import sealing
+from fedveil.console.runs.kept import Kept, kept, leftovers, purge
 from fedveil.console.runs.workers import described, follow, workers
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
 from fedveil.foreign import shown
+from fedveil.sealed import Seal, new_key
 
 _STATE = Path("~/.local/state/fedveil")
 _POLL_SECONDS = 0.5
@@ -58,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--name", required=True, help="the site's name, as registered")
     start.add_argument("--data", default="", help="folder of the site's rows; else the run config names it")
     start.add_argument("--policy", default="", help="TOML file that says what the site permits")
+    start.add_argument("--key-file", default="", metavar="FILE", help="seal what the site keeps under the key in it")
     start.add_argument(
         "--permit-everything", action="store_true", help="run whatever the server sends, in place of a policy"
     )
@@ -92,19 +97,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--owner", required=True, type=int, help="process that it shall end with: the SuperNode or SuperExec"
     )
     warm.set_defaults(run=_warm)
-    for action in (start, status, warm):
+    key = actions.add_parser("key", help="make a key file, under which a site's private state and ledger are sealed")
+    key.add_argument("file", type=Path, metavar="NEWFILE", help="of 32 bytes that only this user can read")
+    key.set_defaults(run=_key)
+    seal, purge = _keeping(actions)
+    for action in (start, status, warm, seal, purge):
         action.add_argument("--state-dir", type=Path, default=_STATE, help=f"the site's own folder; default {_STATE}")
 
 
+def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Sequence[argparse.ArgumentParser]:
+    seal = actions.add_parser("seal", help="bring what a stopped site keeps under a key, or from one key to another")
+    seal.add_argument("--key-file", default="", metavar="FILE", help="the new key; without it, back into the clear")
+    seal.add_argument("--old-key-file", default="", metavar="FILE", help="the key under which it is sealed now")
+    seal.set_defaults(run=_seal)
+    purge = actions.add_parser("purge", help="remove the private state of old runs; the ledger and the logs stay")
+    purge.add_argument("--older-than", type=float, metavar="DAYS", help="runs without a turn for so long")
+    purge.add_argument("--run", dest="runs", action="append", default=[], metavar="NAME", help="this run")
+    purge.add_argument("--yes", action="store_true", help="do not ask")
+    purge.set_defaults(run=_purge)
+    return seal, purge
+
+
 def _start(args: argparse.Namespace) -> int:
-    for option in ("ca", "key", "policy"):
+    for option in ("ca", "key", "policy", "key_file"):
         if (file := getattr(args, option)) and not Path(file).is_file():
-            raise ConfigError(f"--{option}: expected a file, found none at {file}; see docs/deploy.md")
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: expected a file, found none at {file}; see docs/deploy.md"
+            )
     if args.data and not Path(args.data).exists():
         raise ConfigError(f"--data: expected a folder of rows, or a file, found none at {args.data}; correct the path")
     state = args.state_dir.expanduser().absolute()
     node: dict[str, Any] = {"site": args.name, "state-dir": str(state), "device": args.device}
     node |= {key: str(Path(value).absolute()) for key in ("data", "policy") if (value := getattr(args, key))}
+    node |= {"key-file": str(Path(args.key_file).absolute())} if args.key_file else {}
     node |= {"worker-idle-seconds": args.worker_idle_seconds, "worker-memory-mb": args.worker_memory_mb}
     site = parse_site(node)
     if bool(args.policy) == args.permit_everything:
@@ -113,6 +138,7 @@ def _start(args: argparse.Namespace) -> int:
             f"{'both' if args.policy else 'neither'}; `fedveil explain --permits` prints what a run needs"
         )
     places.private_folder(state).chmod(0o700)  # also one that was there before
+    sealing.require(state, Seal.of(site.key_file))
     config = state / f"{args.name}.toml"
     config.write_text(toml(node))
     (state / "logs").mkdir(mode=0o700, exist_ok=True)
@@ -189,6 +215,64 @@ def _guard(args: argparse.Namespace) -> int:
     return 0
 
 
+def _key(args: argparse.Namespace) -> int:
+    print(f"{args.file}: key {new_key(args.file).id}. Keep a copy elsewhere: without it nothing sealed can be read")
+    return 0
+
+
+def _seal(args: argparse.Namespace) -> int:
+    if not args.key_file and not args.old_key_file:
+        raise ConfigError("--key-file: expected it, or --old-key-file, found neither; fedveil site key makes one")
+    new = Seal.of(args.key_file)
+    written = sealing.reseal(args.state_dir, Seal.of(args.old_key_file), new)
+    print(f"{len(written)} files {f'sealed under key {new.id}' if new.id else 'brought into the clear'}")
+    return 0
+
+
+def _purge(args: argparse.Namespace) -> int:
+    if not args.runs and args.older_than is None:
+        raise ConfigError("--older-than: expected a number of days, or --run NAME, found neither; name what shall go")
+    if args.older_than is not None and not args.older_than >= 0:
+        raise ConfigError(f"--older-than: expected a number of days, at least 0, found {args.older_than}; correct it")
+    there = kept(args.state_dir)
+    if unknown := set(args.runs) - {run.run for run in there}:
+        raise ConfigError(
+            f"--run: expected a run below {args.state_dir}, found {min(unknown)!r}; fedveil site status lists them"
+        )
+    chosen = [run for run in there if (run.run in args.runs if args.runs else run.bytes > 0)]
+    chosen = [run for run in chosen if args.older_than is None or run.days >= args.older_than]
+    goes = [run for run in chosen if not run.why]
+    parts = [] if args.runs else leftovers(args.state_dir, args.older_than)
+    parts = [part for part in parts if part.parent not in {run.folder for run in goes}]
+    for run in chosen:
+        print(f"{'stays' if run.why else 'goes':<6}{_line(run)}{f': {shown(run.why)}' if run.why else ''}")
+    for part in parts:
+        print(f"goes  {shown(part)}, {part.stat().st_size:,} bytes, left by an interrupted write")
+    if not goes and not parts:
+        print("nothing to remove")
+        return 0
+    if not args.yes and not _agreed():
+        print("nothing was removed")
+        return 1
+    stayed = purge(args.state_dir, goes, parts)
+    for run in stayed:
+        print(f"stays {_line(run)}: it has gone on meanwhile")
+    size = sum(run.bytes for run in goes if run not in stayed)
+    print(f"removed {len(goes) - len(stayed)} runs, {size:,} bytes, and {len(parts)} leftovers; ledger and logs stay")
+    return 0
+
+
+def _agreed() -> bool:
+    try:
+        return input("remove what goes? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _line(run: Kept) -> str:
+    return f"{shown(run.run, 80)}, site {shown(run.site, 80)}: {run.bytes:,} bytes, last turn {run.days:.1f} days ago"
+
+
 def _status(args: argparse.Namespace) -> int:
     console = terminal()
     if args.follow:
@@ -198,6 +282,8 @@ def _status(args: argparse.Namespace) -> int:
             console.print()
         return 0
     found = workers(args.state_dir)
+    for run in [run for run in kept(args.state_dir) if run.bytes]:
+        print(_line(run))
     if not found:
         print(f"no worker under {args.state_dir.expanduser()}: none has had a turn yet, or its idle time is over")
         return 1

@@ -35,6 +35,7 @@ from fedveil.contract.spec import TensorSpec
 from fedveil.contract.task import Step
 from fedveil.errors import ConfigError, WorkerError
 from fedveil.federation.exchange import Exchange
+from fedveil.sealed import is_sealed, new_key
 from fedveil.strategies.fedrand import FedRand
 from fedveil.wire import header
 from fedveil.wire.slices import sliced
@@ -514,3 +515,18 @@ def test_a_turn_whose_caller_has_gone_is_given_up(bench):
     assert bench.private() is None
     bench.orders()
     assert bench.turn(0)
+
+
+def test_a_worker_seals_under_the_sites_key_which_no_argument_or_environment_has(bench, tmp_path):
+    seal = new_key(tmp_path / "state.key")
+    for round_ in range(2):
+        bench.turn(round_, key_file=str(tmp_path / "state.key"))
+    assert is_sealed(bench.file())
+    processes = [psutil.Process(card.pid) for card in bench.workers()]
+    assert processes
+    for process in processes:
+        said = [*process.cmdline(), *process.environ().values()]
+        assert not [text for text in said if "state.key" in text or seal.key.hex() in text]
+        assert seal.key not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    with pytest.raises(link.TurnError, match="found a sealed one; name its key"):
+        bench.turn(2)

@@ -20,6 +20,7 @@ from fedveil.contract.task import Share
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.records.state import save_state
+from fedveil.sealed import VARIABLE, new_key
 from fedveil.wire.tap import Tap
 
 DATA = Path(__file__).parents[3] / "data" / "e2e"
@@ -52,7 +53,7 @@ def run_folder(tmp_path_factory) -> Path:
         lambda s, ctx: task.trainer(rows[s], ctx.rng("batches")),
         SITES,
         state,
-        tap=Tap(folder / "tap"),
+        tap=Tap(folder / "tap", new_key(folder.parent / "key")),
     )
     federation.run()
     save_state(State(federation.deployed()["server"]), folder / "final" / "server.safetensors")
@@ -68,7 +69,10 @@ def run_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def audited(run_folder) -> dict:
-    assert main(["audit", str(run_folder), "--data", str(DATA), "--max-rows", "24"]) == 0
+    """Of a tap that the server has sealed: the auditor names its key file as the server did."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(run_folder.parent / "key"))
+        assert main(["audit", str(run_folder), "--data", str(DATA), "--max-rows", "24"]) == 0
     return json.loads((run_folder / "audit.json").read_text())
 
 

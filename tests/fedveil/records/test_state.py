@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import os
 import stat
+import tracemalloc
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.contract.method import State
 from fedveil.errors import ConfigError, StateError
 from fedveil.records.files import write_atomic
 from fedveil.records.state import digest, load_state, save_state
+from fedveil.sealed import Seal
 
 STATE = State(
     {"w": torch.arange(6.0).reshape(2, 3), "h": torch.ones(2, dtype=torch.bfloat16)}, {"round": 3, "who": ["a"]}
@@ -112,3 +115,30 @@ def test_names_that_are_no_file_names_are_refused(tmp_path, name):
         PrivateStore.of(tmp_path, name, "a")
     with pytest.raises(ConfigError, match="site: expected at most 64"):
         PrivateStore.of(tmp_path, "a", name)
+
+
+def test_safetensors_itself_reads_what_is_written_whatever_the_dtype_and_shape(tmp_path):
+    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
+    dtypes += [torch.int8, torch.uint8, torch.bool]
+    tensors = {f"{i}": torch.arange(5 + i).to(d).reshape(1, -1).T for i, d in enumerate(dtypes)}
+    tensors |= {"ä": torch.zeros(3, 0), "one": torch.tensor(2.5), "part": torch.arange(12.0).reshape(3, 4)[:, 1]}
+    save_state(State(tensors, {"n": 1}), tmp_path / "s")
+    found = load_file(tmp_path / "s")
+    assert {n: (t.dtype, t.shape) for n, t in found.items()} == {n: (t.dtype, t.shape) for n, t in tensors.items()}
+    assert all(torch.equal(found[n], tensors[n]) for n in tensors)
+    assert digest(load_state(tmp_path / "s").tensors) == digest(tensors)
+
+
+@pytest.mark.parametrize("seal", [Seal(), Seal(bytes(32))], ids=["clear", "sealed"])
+def test_a_large_state_is_written_from_its_own_memory_and_read_at_twice_its_size(tmp_path, seal):
+    size = 32 << 20
+    state, path = State({"a": torch.rand(size // 8), "b": torch.rand(size // 8)}), tmp_path / "s"
+    tracemalloc.start()
+    try:
+        save_state(state, path, seal, "r")
+        assert tracemalloc.get_traced_memory()[1] < size / 4
+        tracemalloc.reset_peak()
+        assert digest(load_state(path, seal, "r").tensors) == digest(state.tensors)
+        assert tracemalloc.get_traced_memory()[1] < 2.2 * size
+    finally:
+        tracemalloc.stop()

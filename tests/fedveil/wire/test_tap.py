@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fedveil.errors import StateError
+from fedveil.sealed import Seal
 from fedveil.wire.tap import Tap
 
 
@@ -23,3 +24,18 @@ def test_messages_come_back_byte_for_byte_in_order(tmp_path):
 def test_a_folder_without_a_tap_says_so(tmp_path):
     with pytest.raises(StateError, match=r"expected a tap \(index.jsonl\), found none"):
         list(Tap(tmp_path).messages())
+
+
+def test_a_sealed_tap_shows_no_message_and_no_message_passes_for_another(tmp_path):
+    seal = Seal(bytes(range(32)))
+    tap = Tap(tmp_path / "first" / "tap", seal)
+    tap.write(b"of the first round", 0, 0, "north", "up")
+    tap.write(b"of the second round", 1, 0, "north", "up")
+    first, second = Tap(tmp_path / "first" / "tap", seal).messages()
+    assert tap.read(second) == b"of the second round"
+    assert not [file for file in tap.folder.iterdir() if b"round" in file.read_bytes() and file.suffix == ".up"]
+    with pytest.raises(StateError, match="found a sealed one; name its key: .* FEDVEIL_KEY_FILE at the server"):
+        Tap(tap.folder).read(first)
+    (tap.folder / first.file).replace(tap.folder / second.file)
+    with pytest.raises(StateError, match="found one of 'tap/first/00000.0.north.up'; it was put in another's place"):
+        tap.read(second)

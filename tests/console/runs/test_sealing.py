@@ -1,0 +1,179 @@
+"""`fedveil site key` and `seal`, and what `site start` and `doctor` say of a key that does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from fedveil.client_app.site.private import PrivateStore, ledger_of
+from fedveil.client_app.worker.cards import Card
+from fedveil.client_app.worker.owner import Owner
+from fedveil.console.main import main
+from fedveil.console.provisioning import checks
+from fedveil.console.runs import sealing
+from fedveil.console.runs.workers import WorkerStatus
+from fedveil.contract.budget import Budget, Neighbours
+from fedveil.errors import ConfigError, StateError
+from fedveil.records import audit_log
+from fedveil.records.files import write_atomic
+from fedveil.records.state import digest
+from fedveil.sealed import Seal, head_of, is_sealed
+from tests.fedveil.records.test_state import STATE
+
+FIRST = "1" * 16
+STEP = {("gaussian", 0, 0, 1.5): 1}
+
+
+@dataclasses.dataclass
+class Home:
+    """A site in the clear: two runs of two turns, a ledger, and a half-written state."""
+
+    state: Path
+    keys: Path
+
+    def __post_init__(self) -> None:
+        for run in ("one", "two"):
+            store = PrivateStore.of(self.state, run, "north")
+            store.save(FIRST, "", STATE)
+            store.save("2" * 16, FIRST, STATE)
+            store.secret(0, "north", False)
+        ledger = ledger_of(self.state, "north")
+        ledger.charge(ledger.names([("d", "f", 1)]), STEP, Budget(99.0, 1e-5, Neighbours.REPLACE_ONE))
+        (self.state / "one" / "north" / f".turn-{FIRST}.safetensors.5.part").write_bytes(b"half of a state")
+
+    def new_key(self, name: str) -> Seal:
+        assert main(["site", "key", str(self.keys / name)]) == 0
+        return Seal.of(self.keys / name)
+
+    def seal(self, *arguments: str) -> int:
+        return main(["site", "seal", "--state-dir", str(self.state), *arguments])
+
+    def files(self) -> list[Path]:
+        kinds = ("*/*/*.safetensors", "*/*/secret", ".ledger/*.json", ".ledger/*.key")
+        return sorted(file for kind in kinds for file in self.state.glob(kind))
+
+    def seen(self, seal: Seal) -> tuple[object, ...]:
+        stores = [PrivateStore.of(self.state, run, "north", seal) for run in ("one", "two")]
+        ledger = ledger_of(self.state, "north", seal)
+        secrets = [store.secret(0, "north", False) for store in stores]
+        return [digest(store.load(FIRST).tensors) for store in stores], secrets, ledger._read(), ledger.names([("d", "f", 1)])
+
+
+@pytest.fixture
+def home(tmp_path) -> Home:
+    return Home(tmp_path / "state", tmp_path)
+
+
+def test_a_site_is_sealed_goes_to_another_key_and_back_and_keeps_everything(home, capsys):
+    clear = home.seen(Seal())
+    first, second = home.new_key("a"), home.new_key("b")
+    moment = [file.stat().st_mtime_ns for file in home.files()]
+    assert home.seal("--key-file", str(home.keys / "a")) == 0
+    assert f"8 files sealed under key {first.id}" in capsys.readouterr().out
+    assert all(head_of(file).key == first.id for file in home.files())
+    assert home.seen(first) == clear
+    assert home.seal("--key-file", str(home.keys / "b"), "--old-key-file", str(home.keys / "a")) == 0
+    assert all(head_of(file).key == second.id for file in home.files())
+    assert home.seen(second) == clear
+    assert home.seal("--old-key-file", str(home.keys / "b")) == 0
+    assert not any(is_sealed(file) for file in home.files())
+    assert home.seen(Seal()) == clear
+    assert [file.stat().st_mtime_ns for file in home.files()] == moment  # purge judges by them
+    lines = list(audit_log.read(home.state / audit_log.NAME))
+    assert [(line["event"], line["key"], line["files"]) for line in lines] == [
+        ("sealed", first.id, 8), ("sealed", second.id, 8), ("sealed", "none", 8)
+    ]  # fmt: skip
+
+
+def test_nothing_in_the_clear_is_left_of_an_interrupted_write(home):
+    home.new_key("a")
+    assert home.seal("--key-file", str(home.keys / "a")) == 0
+    assert list(home.state.rglob("*.part")) == []
+
+
+def test_an_interrupted_rotation_is_repeated(home, monkeypatch):
+    clear = home.seen(Seal())
+    first, second = home.new_key("a"), home.new_key("b")
+    sealing.reseal(home.state, Seal(), first)
+    done = []
+
+    def crash(path, data):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(path)
+        write_atomic(path, data)
+
+    monkeypatch.setattr(sealing, "write_atomic", crash)
+    with pytest.raises(KeyboardInterrupt):
+        sealing.reseal(home.state, first, second)
+    monkeypatch.undo()
+    assert {head_of(file).key for file in home.files()} == {first.id, second.id}
+    assert len(sealing.reseal(home.state, first, second)) == 5
+    assert home.seen(second) == clear
+
+
+def test_sealing_does_not_vouch_for_what_was_changed_or_exchanged(home):
+    first, second = home.new_key("a"), home.new_key("b")
+    sealing.reseal(home.state, Seal(), first)
+    one, two = (home.state / run / "north" / "secret" for run in ("one", "two"))
+    held = one.read_bytes()
+    for bad in (two.read_bytes(), held[:-1] + bytes([held[-1] ^ 1])):
+        for old, new in ((first, second), (Seal(), first)):
+            one.write_bytes(bad)
+            with pytest.raises(StateError, match=str(one)):
+                sealing.reseal(home.state, old, new)
+            one.write_bytes(held)
+            sealing.reseal(home.state, second, first)
+    sealing.reseal(home.state, first, second)
+    with pytest.raises(StateError, match=f"found key {second.id}; name that key's file with --old-key-file"):
+        sealing.reseal(home.state, Seal(), first)
+
+
+def test_a_site_that_runs_is_not_resealed(home, monkeypatch):
+    first = home.new_key("a")
+    with (
+        PrivateStore.of(home.state, "two", "north").in_turn(),
+        pytest.raises(ConfigError, match="expected no turn under way, found one in .*two"),
+    ):
+        sealing.reseal(home.state, Seal(), first)
+    card = Card("ab", 41, Owner.of(os.getpid()), "app", "key", 0.0)
+    monkeypatch.setattr(sealing, "workers", lambda _: [WorkerStatus("north", card, {})])
+    with pytest.raises(ConfigError, match="expected no site to run there, found worker 41; stop the site first"):
+        sealing.reseal(home.state, Seal(), first)
+
+
+def test_a_site_does_not_start_with_a_key_that_does_not_fit_what_is_there(home, capsys, tmp_path):
+    home.new_key("a"), home.new_key("b")
+    start = ["site", "start", "--superlink", "127.0.0.1:1", "--ca", __file__, "--key", __file__, "--name", "north"]
+    start += ["--state-dir", str(home.state), "--permit-everything"]
+    assert main([*start, "--key-file", str(home.keys / "none")]) == 2
+    assert "--key-file: expected a file, found none at" in capsys.readouterr().err
+    assert main([*start, "--key-file", str(home.keys / "a")]) == 2
+    assert "found one in the clear" in capsys.readouterr().err
+    assert home.seal("--key-file", str(home.keys / "a")) == 0
+    for more, said in (([], "found a sealed one"), (["--key-file", str(home.keys / "b")], "found one of key")):
+        assert main([*start, *more]) == 2
+        assert said in capsys.readouterr().err
+    (home.keys / "a").chmod(0o644)
+    assert main([*start, "--key-file", str(home.keys / "a")]) == 2
+    assert "only its owner can read, found mode 644" in capsys.readouterr().err
+
+
+def test_doctor_says_how_things_are_kept_also_during_a_turn(home):
+    key = home.new_key("a")
+    found = checks.key_file("", home.state)
+    assert (found.verdict, "kept in the clear" in found.text) == ("ok", True)
+    assert checks.guarded("key file", lambda: checks.key_file(str(home.keys / "a"), home.state)).verdict == "fail"
+    sealing.reseal(home.state, Seal(), key)
+    with PrivateStore.of(home.state, "one", "north").in_turn():
+        found = checks.key_file(str(home.keys / "a"), home.state)
+    assert (found.verdict, f"sealed under key {key.id}" in found.text) == ("ok", True)
+    assert checks.guarded("key file", lambda: checks.key_file("", home.state)).verdict == "fail"
+
+
+def test_one_of_the_two_keys_must_be_named(home, capsys):
+    assert home.seal() == 2
+    assert "--key-file: expected it, or --old-key-file, found neither" in capsys.readouterr().err
