@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -142,12 +141,3 @@ def test_a_turn_keeps_others_from_changing_its_folder_and_not_another_turn(tmp_p
         assert not alone
     with store.alone() as alone:
         assert alone
-
-
-def test_what_was_served_before_this_version_is_still_counted(tmp_path):
-    (tmp_path / "r" / "s").mkdir(parents=True)
-    (tmp_path / "r" / "s" / "served.json").write_text(json.dumps({"round": 3, "times": 1}))
-    served = Served.of(tmp_path, "r", "s")
-    assert served.check(3, 5, 2) == 1
-    assert not served.ended
-    assert not served.purged

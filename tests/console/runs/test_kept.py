@@ -139,7 +139,7 @@ def test_a_run_whose_count_is_damaged_stays(tmp_path):
     (folder / "served.json").write_text("[]")
     age(folder, 40)
     (run,) = kept(tmp_path)
-    assert "expected the last round that was served, found none that can be read" in run.why
+    assert "expected the last rounds that were served, found none that can be read" in run.why
 
 
 def test_a_purged_run_is_not_served_again_from_no_round(ask, tmp_path):  # noqa: F811
