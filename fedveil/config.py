@@ -120,12 +120,14 @@ class CohortConfig(_Section):
 class AggregateConfig(_Section):
     """What is made of a round's uploads.
 
-    `mean` is weighted with the examples. `median` and `trimmed` work entry by entry, count every site alike, and hold
-    all uploads of a round in memory.
+    `mean` is weighted with the examples. The others count every site alike and hold all uploads of a round in memory:
+    `median` and `trimmed` work entry by entry, `multi-krum` leaves whole uploads out.
     """
 
-    rule: Literal["mean", "median", "trimmed"] = "mean"
+    rule: Literal["mean", "median", "trimmed", "multi-krum"] = "mean"
     trim: float = Field(0.2, ge=0, lt=0.5, description="trimmed: share of the values left out at each end")
+    hostile: int = Field(1, ge=1, le=10_000, description="multi-krum: f, sites of a round that may send anything")
+    best: int = Field(0, ge=0, le=10_000, description="multi-krum: m, uploads averaged; 0 = all but f + 2")
 
 
 class ClientConfig(_Section):
