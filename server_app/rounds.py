@@ -147,7 +147,10 @@ class Rounds:
             for site in chosen
         ]  # fmt: skip
         record = RoundRecord(round_, number, chosen)
-        attempt = Attempt(self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap)
+        attempt = Attempt(
+            self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap,
+            cohort.norm_factor,
+        )  # fmt: skip
         return attempt, attempt.messages(contexts, nodes, deadline, config), contexts
 
     def finish(self, attempt: Attempt, uploads: Iterator[Upload], started: float) -> bool:
@@ -155,7 +158,7 @@ class Rounds:
         record = attempt.record
         cohort, sums = self.settings.cohort, rules.sums_of(self.settings.aggregate)
         if cohort.norm_factor:
-            uploads = attempt.within(uploads, cohort.norm_factor)
+            uploads = attempt.within(uploads)
         uploads = shares.bounded(uploads, cohort.max_share, record.cut.__setitem__)
         new_state = self._begun.aggregate(self.server, uploads, lambda: sums, cohort.min_sites)
         if record.cut:

@@ -5,6 +5,7 @@ Five sites hold about 1 in every entry; the poisoner wants 1000 there. What it g
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -26,6 +27,7 @@ from fedveil.federation.inprocess import Federation
 from fedveil.federation.rules import check, sums_of
 from fedveil.federation.shares import bounded
 from fedveil.privacy.dp_sgd import checked_claim
+from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
 from fedveil.strategies.fedavg import FedAvg
@@ -202,7 +204,7 @@ def rounds(tmp_path, monkeypatch):
     names = ["north", "east", "south", "west", "centre"]
     task = use_toy_task(monkeypatch)
 
-    def run(factor, sites: int = 3, aggregate: AggregateConfig = AggregateConfig(), **cohort) -> MethodStrategy:
+    def run(factor, sites: int = 3, aggregate: AggregateConfig = AggregateConfig(), folder=None, **cohort):
         def poisoned(message, reply):
             order = message.content.config_records["order"]
             exchange = Exchange(FedAvg(), "fedavg", {n: TensorSpec(s) for n, s in SHAPES.items()})
@@ -215,8 +217,8 @@ def rounds(tmp_path, monkeypatch):
         config = {"run.deterministic": True, "run.seed": 9, "run.rounds": 6}
         grid = LocalGrid(app, names[:sites], tmp_path / "state", config, tamper={"east": poisoned})
         quick = {"min_sites": 2, "deadline_seconds": 1.0, "wait_seconds": 1.0} | cohort
-        settings = RunSettings(CohortConfig(**quick), aggregate, 9, True)
-        strategy = MethodStrategy(FedAvg(), settings)
+        settings = RunSettings(CohortConfig(**quick), aggregate, 9, True, tap=folder is not None)
+        strategy = MethodStrategy(FedAvg(), settings, folder=folder)
         strategy.start(grid, ArrayRecord(dict(task.initial(rng.initial(9, "weights")))), num_rounds=6)
         return strategy
 
@@ -238,6 +240,27 @@ def test_an_upload_far_above_the_norms_of_its_round_is_refused(when, rounds):
     assert "upload: expected a norm of at most" in refused[0][1]["east"]
     assert found.history[when].accepted == ["north", "south"]
     assert sorted(found.history[when].reports) == ["north", "south"]
+
+
+def test_no_record_says_accepted_of_an_upload_that_the_factor_refused(rounds, tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "r")
+    rounds(lambda round_: 1000.0 if round_ == 2 else 1.0, folder=folder, norm_factor=4.0)
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "audit-log.jsonl").read_text().splitlines()]
+    events = {(line["site"], line["event"]): line for line in lines if line.get("round") == 2}
+    assert sorted(events) == sorted(
+        [*((site, "sent") for site in ("east", "north", "south")), ("east", "failed"),
+         ("north", "accepted"), ("south", "accepted")]
+    )  # fmt: skip
+    refused = events["east", "failed"]
+    assert "upload: expected a norm of at most" in refused["reason"]
+    assert refused["up_bytes"] > 0
+    seen = [m for m in folder.tap().messages() if m.direction == "up"]
+    assert {(m.round, m.site) for m in seen if not m.accepted} == {(2, "east")}
+    assert len(seen) == 18
+    told = [json.loads(line) for line in (folder.folder / "disclosure.jsonl").read_text().splitlines()]
+    assert {(m["round"], m["site"]) for m in told if m["direction"] == "up"} == {
+        (m.round, m.site) for m in seen if m.accepted
+    }
 
 
 def test_what_the_factor_does_not_stop(rounds):
