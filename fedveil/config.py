@@ -182,7 +182,8 @@ def parse(flat: Mapping[str, Any]) -> RunConfig:
         section, _, name = key.partition(".")
         if not name:
             raise ConfigError(
-                f'{key}: unknown key; expected "section.name" with a section of {list(RunConfig.model_fields)}'
+                f'{shown(key, 100)}: unknown key; expected "section.name" with a section of '
+                f"{list(RunConfig.model_fields)}"
             )
         nested.setdefault(section, {})[name] = value
     try:
@@ -192,7 +193,7 @@ def parse(flat: Mapping[str, Any]) -> RunConfig:
 
 
 def _line(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"])
+    key = shown(".".join(str(part) for part in error["loc"]), 100)
     if error["type"] == "extra_forbidden":
         section = str(error["loc"][0])
         model = RunConfig.model_fields.get(section)
