@@ -120,12 +120,14 @@ class CohortConfig(_Section):
 class AggregateConfig(_Section):
     """What is made of a round's uploads.
 
-    `mean` is weighted with the examples. `median` and `trimmed` work entry by entry, count every site alike, and hold
-    all uploads of a round in memory.
+    `mean` is weighted with the examples. The others count every site alike and hold all uploads of a round in memory:
+    `median` and `trimmed` work entry by entry, `multi-krum` leaves whole uploads out.
     """
 
-    rule: Literal["mean", "median", "trimmed"] = "mean"
+    rule: Literal["mean", "median", "trimmed", "multi-krum"] = "mean"
     trim: float = Field(0.2, ge=0, lt=0.5, description="trimmed: share of the values left out at each end")
+    hostile: int = Field(1, ge=1, le=10_000, description="multi-krum: f, sites of a round that may send anything")
+    best: int = Field(0, ge=0, le=10_000, description="multi-krum: m, uploads averaged; 0 = all but f + 2")
 
 
 class ClientConfig(_Section):
@@ -180,7 +182,8 @@ def parse(flat: Mapping[str, Any]) -> RunConfig:
         section, _, name = key.partition(".")
         if not name:
             raise ConfigError(
-                f'{key}: unknown key; expected "section.name" with a section of {list(RunConfig.model_fields)}'
+                f'{shown(key, 100)}: unknown key; expected "section.name" with a section of '
+                f"{list(RunConfig.model_fields)}"
             )
         nested.setdefault(section, {})[name] = value
     try:
@@ -190,7 +193,7 @@ def parse(flat: Mapping[str, Any]) -> RunConfig:
 
 
 def _line(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"])
+    key = shown(".".join(str(part) for part in error["loc"]), 100)
     if error["type"] == "extra_forbidden":
         section = str(error["loc"][0])
         model = RunConfig.model_fields.get(section)

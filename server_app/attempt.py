@@ -28,6 +28,7 @@ from fedveil.contract.layout import Direction
 from fedveil.contract.method import RoundContext, State, Upload, fields_of
 from fedveil.errors import StateError, UploadRefused, WireError
 from fedveil.federation.exchange import Exchange
+from fedveil.foreign import shown
 from fedveil.records.audit_log import Head
 from fedveil.server_app import intake
 from fedveil.server_app.record import RoundRecord, RunFolder
@@ -38,6 +39,18 @@ _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 60.0  # a message outlives its round, so that the round says who was late and not Flower
 _REASON_CHARACTERS = 300
 _FEWEST_FOR_A_MEDIAN = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class _Judged:
+    """What the records say of an upload that passed the gate. `data` is kept for a tap only."""
+
+    data: Buffer
+    sent: int
+    disclosed: Mapping[str, Any]
+    site_log: str
+    variant: str
+    norm: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +65,9 @@ class Attempt:
         run: name under which sites keep their private state.
         folder, tap: where messages are recorded; None records nothing.
         last: each site's last turn whose upload is in `server`.
-        norms, turns: variant and norm of each accepted upload, and its turn, by site; filled in while the attempt runs.
+        norm_factor: as cohort.norm-factor. If it is not 0, `within` decides on the uploads that passed the gate.
+        undecided: uploads that passed the gate, by site, until `within` has decided on them.
+        turns: of each upload that passed the gate, by site; filled in while the attempt runs.
     """
 
     exchange: Exchange
@@ -63,7 +78,8 @@ class Attempt:
     folder: RunFolder | None
     tap: Tap | None
     last: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    norms: dict[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
+    norm_factor: float = 0.0
+    undecided: dict[str, _Judged] = dataclasses.field(default_factory=dict)
     turns: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def messages(
@@ -120,30 +136,31 @@ class Attempt:
             if not answered:
                 time.sleep(_POLL_SECONDS)
 
-    def within(self, uploads: Iterable[Upload], factor: float) -> Iterator[Upload]:
-        """The uploads whose norm is at most `factor` times the median of their variant; the others are refused.
+    def within(self, uploads: Iterable[Upload]) -> Iterator[Upload]:
+        """The uploads whose norm is at most `norm_factor` times the median of their variant; the others are refused.
 
         Holds all uploads of the round, for the median is not known before the last one. Of a variant with fewer than
         three uploads none is refused, for a median of two says nothing.
         """
         held = list(uploads)
         by_variant: dict[str, list[float]] = {}
-        for variant, norm in self.norms.values():
-            by_variant.setdefault(variant, []).append(norm)
+        for found in self.undecided.values():
+            by_variant.setdefault(found.variant, []).append(found.norm)
         for upload in held:
-            variant, norm = self.norms[upload.ctx.client]
-            most = factor * statistics.median(by_variant[variant])
-            if norm <= most or len(by_variant[variant]) < _FEWEST_FOR_A_MEDIAN:
+            found = self.undecided.pop(upload.ctx.client)
+            most = self.norm_factor * statistics.median(by_variant[found.variant])
+            if found.norm <= most or len(by_variant[found.variant]) < _FEWEST_FOR_A_MEDIAN:
+                self._accepted(found, upload)
                 yield upload
-                continue
-            self.record.accepted.remove(upload.ctx.client)
-            del self.record.reports[upload.ctx.client]
-            reason = f"refused: upload: expected a norm of at most {most:g} (cohort.norm-factor), found {norm:g}"
-            self._failed(upload.ctx, reason)
-            log(WARNING, "round %s: %s: %s", upload.ctx.round, upload.ctx.client, reason)
+            else:
+                reason = f"upload: expected a norm of at most {most:g} (cohort.norm-factor), found {found.norm:g}"
+                self._refused(found.data, found.sent, upload.ctx, reason)
 
     def judged(self, reply: Message, ctx: RoundContext) -> Upload | None:
-        """The upload in a reply. If it is refused, None, with the reason in the record."""
+        """The upload in a reply. If it is refused, None, with the reason in the record.
+
+        It counts as accepted from here on, or, where there is a `norm_factor`, once `within` has passed it on.
+        """
         if reply.has_error():
             self._failed(ctx, f"{reply.error.reason} (code {reply.error.code})")
             return None
@@ -163,14 +180,19 @@ class Attempt:
         if refused:
             self._refused(data, sent, ctx, refused)
             return None
-        self.norms[ctx.client], self.turns[ctx.client] = (message.payload.variant, norm), message.turn
-        self._accepted(data, upload, message.disclosed, site_log)
+        self.turns[ctx.client] = message.turn
+        kept = data if self.tap else b""
+        found = _Judged(kept, sent, message.disclosed, site_log, message.payload.variant, norm)
+        if self.norm_factor:
+            self.undecided[ctx.client] = found
+        else:
+            self._accepted(found, upload)
         return upload
 
-    def _accepted(self, data: Buffer, upload: Upload, disclosed: Mapping[str, Any], site_log: str) -> None:
+    def _accepted(self, found: _Judged, upload: Upload) -> None:
         site = upload.ctx.client
-        self._noted(disclosed, upload.ctx, "up", "accepted", site_log=site_log)
-        self._tapped(data, upload.ctx, "up", accepted=True)
+        self._noted(found.disclosed, upload.ctx, "up", "accepted", site_log=found.site_log)
+        self._tapped(found.data, upload.ctx, "up", accepted=True)
         self.record.accepted.append(site)
         self.record.reports[site] = {"num_examples": upload.num_examples, **upload.report}
 
@@ -195,7 +217,7 @@ class Attempt:
             self.tap.write(data, ctx.round, self.record.attempt, ctx.client, direction, accepted)
 
     def _failed(self, ctx: RoundContext, reason: str, **more: int) -> None:
-        self.record.failed[ctx.client] = _printable(reason)
+        self.record.failed[ctx.client] = shown(reason, _REASON_CHARACTERS)
         if self.folder:
             self.folder.audit("failed", self._where(ctx) | {"reason": self.record.failed[ctx.client], **more})
 
@@ -230,7 +252,3 @@ def _message_bytes(reply: Message, most: int) -> bytearray:
     if len(record) != (count := -(-total // slices.SLICE_BYTES)):
         raise WireError(f"reply: expected {count} slices for {total} bytes, found {len(record)}")
     return slices.gathered((record.pop(name).data for name in slices.in_order(list(record))), total)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text[:_REASON_CHARACTERS])

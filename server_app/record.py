@@ -46,6 +46,7 @@ class RoundRecord:
         upload_bytes, download_bytes: of whole messages. Refused uploads count, for they were sent.
         reports: what each accepted site reported, with its num_examples.
         cut: the examples that count, for a site which claimed more than cohort.max-share allows.
+        left_out: accepted sites whose uploads the rule did not choose (aggregate.rule = "multi-krum").
         weights: digest of the deployed weights after the round.
     """
 
@@ -58,6 +59,7 @@ class RoundRecord:
     download_bytes: int = 0
     reports: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     cut: dict[str, int] = dataclasses.field(default_factory=dict)
+    left_out: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     weights: str = ""
     scores: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)

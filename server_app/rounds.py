@@ -17,13 +17,13 @@ from flwr.supercore import log
 from torch import Tensor
 
 from fedveil import rng
-from fedveil.algebra.robust import sums_of
+from fedveil.algebra.krum import KrumSums
 from fedveil.contract.address import Address
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights, spec_of
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation import cohort as cohorts
-from fedveil.federation import shares
+from fedveil.federation import rules, shares
 from fedveil.federation.exchange import Exchange
 from fedveil.records.state import digest
 from fedveil.server_app import sites
@@ -68,6 +68,15 @@ class Rounds:
         self._exchange = Exchange(
             self.method, self.settings.method or type(self.method).__module__.rpartition(".")[2], spec
         )
+        self._check_rule(self._exchange)
+
+    def _check_rule(self, exchange: Exchange) -> None:
+        """Raises ConfigError for a rule that method or cohort do not allow."""
+        rule, cohort = self.settings.aggregate, self.settings.cohort
+        rules.check(exchange, rule)
+        rules.check_count(rule, "cohort.min-sites", cohort.min_sites)
+        drawn = cohorts.size(cohort.fraction, max(cohort.sites, cohort.min_sites))
+        rules.check_count(rule, "cohort.fraction of cohort.sites", drawn)
 
     def resume(self) -> int:
         """Loads the folder's checkpoint, or writes that before round 0. Returns the next round."""
@@ -124,9 +133,15 @@ class Rounds:
     def begin(
         self, grid: Grid, round_: int, number: int, deadline: float, config: ConfigRecord
     ) -> tuple[Attempt, list[Message], list[RoundContext]]:
-        """Draws a cohort of the connected sites. Returns the attempt, and a message and a context for each site."""
-        nodes = sites.connected(grid)
-        chosen = cohorts.draw(nodes, self.settings.cohort.fraction, self._secret, round_, number)
+        """Draws a cohort of the connected sites. Returns the attempt, and a message and a context for each site.
+
+        Raises:
+            QuorumError: a cohort has too few sites for the rule, and stays so for cohort.wait-seconds.
+        """
+        rule, cohort = self.settings.aggregate, self.settings.cohort
+        least = rules.fewest_sites(rule, cohort.fraction)
+        nodes = sites.wait_for(grid, least, cohort.wait_seconds, "aggregate.hostile and aggregate.best")
+        chosen = cohorts.draw(nodes, cohort.fraction, self._secret, round_, number)
         contexts = [
             RoundContext(
                 round_, site, site not in self._participated, self._secret, self.settings.deterministic,
@@ -136,23 +151,25 @@ class Rounds:
         ]  # fmt: skip
         record = RoundRecord(round_, number, chosen)
         attempt = Attempt(
-            self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap, self._last
-        )
+            self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap, self._last,
+            cohort.norm_factor,
+        )  # fmt: skip
         return attempt, attempt.messages(contexts, nodes, deadline, config), contexts
 
     def finish(self, attempt: Attempt, uploads: Iterator[Upload], started: float) -> bool:
         """Adds up the uploads; with a quorum the result becomes the new state. Returns whether there was a quorum."""
         record = attempt.record
-        rule, cohort = self.settings.aggregate, self.settings.cohort
+        cohort, sums = self.settings.cohort, rules.sums_of(self.settings.aggregate)
         if cohort.norm_factor:
-            uploads = attempt.within(uploads, cohort.norm_factor)
+            uploads = attempt.within(uploads)
         uploads = shares.bounded(uploads, cohort.max_share, record.cut.__setitem__)
-        new_state = self._begun.aggregate(self.server, uploads, lambda: sums_of(rule.rule, rule.trim))
+        new_state = self._begun.aggregate(self.server, uploads, lambda: sums, cohort.min_sites)
         if record.cut:
             log(WARNING, "round %s: cohort.max-share cut the examples that count: %s", record.round, record.cut)
         record.seconds = round(time.monotonic() - started, 3)
-        enough = len(record.accepted) >= self.settings.cohort.min_sites
+        enough = len(record.accepted) >= cohort.min_sites
         if enough:
+            record.left_out = sorted(set(record.accepted) - set(sums.chosen)) if isinstance(sums, KrumSums) else []
             self._server = new_state
             # A site that failed may have lost its state, so next time it gets everything, as a newcomer does.
             self._participated = (self._participated | set(record.accepted)) - set(record.failed)

@@ -43,14 +43,20 @@ def _simulated(nodes: Sequence[NodeInfo]) -> bool:
     return all(not node.name and node.heartbeat_interval >= HEARTBEAT_INTERVAL_INF for node in nodes)
 
 
-def wait_for(grid: Grid, count: int, seconds: float) -> dict[str, int]:
-    """Waits for at least `count` sites and returns those connected. Raises QuorumError after `seconds`."""
+def wait_for(
+    grid: Grid, count: int, seconds: float, because: str = "cohort.sites and cohort.min-sites"
+) -> dict[str, int]:
+    """Waits for at least `count` sites and returns those connected.
+
+    Raises:
+        QuorumError: after `seconds`; it names the settings `because` of which they are needed.
+    """
     end = time.monotonic() + seconds
     while len(sites := connected(grid)) < count:
         if time.monotonic() > end:
             raise QuorumError(
                 f"cohort: expected {count} connected sites within {seconds:g} s, found {len(sites)} "
-                f"({', '.join(sites)}); start the missing sites or lower cohort.sites and cohort.min-sites"
+                f"({', '.join(sites)}); start the missing sites or lower {because}"
             )
         time.sleep(_POLL_SECONDS)
     return sites

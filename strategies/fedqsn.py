@@ -107,6 +107,11 @@ class FedQSN(Method):
         """A change of the proxy."""
         return "changes"
 
+    @property
+    def masked(self) -> bool:
+        """Columns, of which each client sees its own."""
+        return True
+
     def __post_init__(self) -> None:
         for name, rate in (("server_rate", self.server_rate), ("client_rate", self.client_rate)):
             if not 0.0 <= rate < 1.0:

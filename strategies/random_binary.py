@@ -109,6 +109,11 @@ class RandomBinary(Method):
         """Gradients, or pseudo-gradients of an epoch, under a mask."""
         return "gradients"
 
+    @property
+    def masked(self) -> bool:
+        """Also at R = 0, where every entry is sent."""
+        return True
+
     def __post_init__(self) -> None:
         masks.check_rate("rate", self.rate)
         fedsgd.check_learning_rate(self.learning_rate)

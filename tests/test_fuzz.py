@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -153,22 +154,38 @@ def test_the_files_that_are_mutated_are_sound(tmp_path):
     assert run_config(CONFIG).run.rounds == 5
 
 
+def outcome(read: Callable[[], object], expected: type[Exception]) -> Any:
+    """What `read` returns, or the error that it is expected to raise."""
+    try:
+        return read()
+    except expected as error:
+        return error
+
+
 @settings(max_examples=400, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_mutated_policy_is_read_or_refused(seed, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "fuzzed-policy.toml"
     file.write_bytes(fuzz.text(POLICY, random.Random(seed)))
-    with contextlib.suppress(PolicyError):
-        policy.of_site(SimpleNamespace(policy=file))
+    read = outcome(lambda: policy.of_site(SimpleNamespace(policy=file)), PolicyError)
+    if isinstance(read, PolicyError):
+        assert str(read).startswith("policy: expected a readable policy file")
+    else:
+        assert read.max_repeats >= 1
+        assert read.max_rounds is None or read.max_rounds >= 1
+        assert 0 < read.delta < 1
 
 
 @settings(max_examples=400, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_mutated_run_config_is_read_or_refused(seed):
     data = fuzz.text(CONFIG, random.Random(seed)).decode(errors="replace")
-    with contextlib.suppress(ConfigError):
-        config = run_config(data)
-        strategies.create(config.method.name, config.method.fields)
+    config = outcome(lambda: run_config(data), ConfigError)
+    if isinstance(config, ConfigError):
+        assert len(str(config)) < 5000
+    else:
+        assert parse(config.flat()) == config
+        outcome(lambda: strategies.create(config.method.name, config.method.fields), ConfigError)
 
 
 @settings(max_examples=300, deadline=None)

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import places
+from tools.tiny_training import Losses, byte_level_bpe, save, trained
 from tools.tiny_vision_language import PATCH, PIXELS, augmented, pictures
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 WIDTH, LAYERS, HEADS, SPACE, VOCABULARY, CONTEXT = 96, 4, 4, 64, 1024, 77
-BATCH, PEAK_RATE, WARM_UP_PART, LEAST_TEMPERATURE = 48, 1.5e-3, 0.05, 0.01
+BATCH, RATES, LEAST_TEMPERATURE = 48, (1.5e-3, 0.05), 0.01
 SMOOTHING = 0.1
 TEMPLATES = (
     "a photo of a {}.", "{}.", "a picture of the {}.", "a small {}.", "an image of one {} in the middle.",
@@ -52,10 +53,8 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
         model = _model(processor.tokenizer, seed)
     mean = torch.tensor(processor.image_processor.image_mean).view(3, 1, 1)
     std = torch.tensor(processor.image_processor.image_std).view(3, 1, 1)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, PEAK_RATE, total_steps=steps, pct_start=WARM_UP_PART)
-    losses = []
-    for step in range(steps):
+
+    def losses() -> Losses:
         chosen = [rng.choice(own if rng.random() < 0.6 else other) for _ in range(BATCH)]
         there = sorted({picture.name for picture in chosen})
         text = processor.tokenizer([rng.choice(TEMPLATES).format(n) for n in there], padding=True, return_tensors="pt")
@@ -65,39 +64,23 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
         of_class = torch.nn.functional.one_hot(labels, len(there)).T.float()
         loss = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=SMOOTHING) / 2
         loss = loss + torch.nn.functional.cross_entropy(logits.T, of_class / of_class.sum(1, keepdim=True)) / 2
-        optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
+        return loss, loss
+
+    def after(step: int) -> None:
         with torch.no_grad():
             model.logit_scale.clamp_(max=-torch.tensor(LEAST_TEMPERATURE).log())
-        losses.append(float(loss.detach()))
-        if step % 100 == 99:
-            sys.stdout.write(f"step {step + 1} of {steps}: loss {sum(losses[-100:]) / 100:.3f}\n")
-            sys.stdout.flush()
-    with quiet():
-        model.half().save_pretrained(out)
-        processor.save_pretrained(out)
-    last = losses[-50:]
-    return sum(last) / len(last)
+
+    loss = trained(model.parameters(), RATES, steps, losses, after)
+    save(out, model, processor)
+    return loss
 
 
 def _processor(texts: Sequence[str]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import processors
     from transformers import CLIPProcessor, PreTrainedTokenizerFast
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[START, END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
+    bpe = byte_level_bpe(texts, VOCABULARY, [START, END], prefix_space=True)
     ends = [(token, bpe.token_to_id(token)) for token in (START, END)]
     bpe.post_processor = processors.TemplateProcessing(single=f"{START} $A {END}", special_tokens=ends)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=START, eos_token=END, pad_token=END)

@@ -21,11 +21,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.tiny_training import Losses, byte_level_bpe, save, trained
+
 PUBLIC_DIGITS = frozenset({8, 9})
 END = "<|endoftext|>"
 
 LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 4, 160, 5, 192, 1024
-BATCH, PEAK_RATE, WARM_UP_PART = 10, 3e-3, 0.05
+BATCH, RATES = 10, (3e-3, 0.01)
 
 
 def is_public(mr: str) -> bool:
@@ -66,50 +68,27 @@ def make(data: Path, out: Path, seed: int, steps: int) -> float:
     """
     import torch
 
-    from fedveil.models.library import quiet
-
     rows = [row for row in read_rows(data / "train.jsonl") if is_public(row["mr"])]
     rng = random.Random(seed)
     tokenizer = _tokenizer(paragraphs(rows, rng))
     model = _model(tokenizer, seed)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, PEAK_RATE, total_steps=steps, pct_start=WARM_UP_PART)
-    losses = []
     blocks = _blocks(rows, tokenizer, rng)
-    for step in range(steps):
+
+    def losses() -> Losses:
         batch = torch.tensor([next(blocks) for _ in range(BATCH)])
         logits = model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
-        losses.append(float(loss.detach()))
-        if step % 100 == 99:
-            sys.stdout.write(f"step {step + 1} of {steps}: loss {sum(losses[-100:]) / 100:.3f}\n")
-            sys.stdout.flush()
-    with quiet():
-        model.half().save_pretrained(out)
-        tokenizer.save_pretrained(out)
-    last = losses[-50:]
-    return sum(last) / len(last)
+        return loss, loss
+
+    loss = trained(model.parameters(), RATES, steps, losses)
+    save(out, model, tokenizer)
+    return loss
 
 
 def _tokenizer(texts: list[str]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
+    bpe = byte_level_bpe(texts, VOCABULARY, [END])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END)
 
 

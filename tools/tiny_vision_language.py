@@ -12,6 +12,7 @@ with four choices. Federated data has no public row.
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
 from collections.abc import Sequence
@@ -21,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.benchmarks.common.pictures import CHOICES, caption, is_public
+from tools.tiny_training import Losses, byte_level_bpe, save, trained
 
 END, IMAGE = "<|endoftext|>", "<image>"
 PIXELS, PATCH, MARGIN = 48, 12, 8
 WIDTH, VISION_LAYERS, LAYERS, HEADS, VOCABULARY, CONTEXT = 96, 4, 8, 4, 512, 256
-BATCH, PEAK_RATE, WARM_UP_PART = 32, 2e-3, 0.05
+BATCH, RATES = 32, (2e-3, 0.05)
 # One message after another, each closed by a line break; what comes next is the answer.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}<image>"
@@ -80,13 +82,10 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
     head = torch.nn.Linear(WIDTH, len(names))
     mean = torch.tensor(processor.image_processor.image_mean).view(3, 1, 1)
     std = torch.tensor(processor.image_processor.image_std).view(3, 1, 1)
-    parameters = [*model.parameters(), *head.parameters()]
-    optimiser = torch.optim.AdamW(parameters, lr=PEAK_RATE, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, PEAK_RATE, total_steps=steps, pct_start=WARM_UP_PART)
     pad, image_id = processor.tokenizer.eos_token_id, processor.tokenizer.convert_tokens_to_ids(IMAGE)
     patches = [image_id] * (PIXELS // PATCH) ** 2
-    losses = []
-    for step in range(steps):
+
+    def losses() -> Losses:
         chosen = [rng.choice(own if rng.random() < 0.5 else other) for _ in range(BATCH)]
         ids, mask, labels = _batch(chosen, names, patches, pad, processor, rng)
         pixels = (torch.stack([augmented(picture.pixels, rng) for picture in chosen]) / 255 - mean) / std
@@ -96,27 +95,15 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
         )
         pooled = out_.image_hidden_states.view(BATCH, -1, WIDTH).mean(1)
         sorted_out = torch.nn.functional.cross_entropy(head(pooled), torch.tensor([class_of[p.name] for p in chosen]))
-        optimiser.zero_grad()
-        (loss + 0.5 * sorted_out).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        schedule.step()
-        losses.append(float(loss.detach()))
-        if step % 100 == 99:
-            now = f"loss {sum(losses[-100:]) / 100:.3f}, classes {float(sorted_out.detach()):.2f}"
-            sys.stdout.write(f"step {step + 1} of {steps}: {now}\n")
-            sys.stdout.flush()
-        if step % 1000 == 999:
-            with quiet():
-                import copy
+        return loss + 0.5 * sorted_out, loss
 
-                copy.deepcopy(model).half().save_pretrained(out)
-                processor.save_pretrained(out)
-    with quiet():
-        model.half().save_pretrained(out)
-        processor.save_pretrained(out)
-    last = losses[-50:]
-    return sum(last) / len(last)
+    def after(step: int) -> None:
+        if step % 1000 == 999:
+            save(out, copy.deepcopy(model), processor)
+
+    loss = trained([*model.parameters(), *head.parameters()], RATES, steps, losses, after)
+    save(out, model, processor)
+    return loss
 
 
 def _batch(
@@ -155,20 +142,10 @@ def augmented(pixels: Any, rng: random.Random) -> Any:
 
 
 def _processor(texts: Sequence[str]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlavaProcessor, PreTrainedTokenizerFast
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END, IMAGE],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
+    bpe = byte_level_bpe(texts, VOCABULARY, [END, IMAGE])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END, extra_special_tokens={"image_token": IMAGE}
     )

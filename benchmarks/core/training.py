@@ -59,7 +59,8 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         _save_model(Path(folder), settings, device)
         for name, keys in variants.items():
             options.say(f"{name}: loading")
-            ours, bare = _Ours(folder, rows, settings, keys, device), _Bare(folder, rows, settings, keys, device)
+            setup = _Setup(folder, rows, settings, keys, device)
+            ours, bare = _Ours(setup), _Bare(setup)
             if ours.parameters != bare.parameters:
                 raise RuntimeError(
                     f"expected adapters of one size, found {ours.parameters} and {bare.parameters} weights"
@@ -156,28 +157,32 @@ def _save_model(folder: Path, settings: Mapping[str, Any], device: torch.device)
         tokenizer.save_pretrained(folder)
 
 
+@dataclass(frozen=True)
+class _Setup:
+    """What both sides train: a saved model, rows, the preset's settings and a variant's keys of the run config."""
+
+    folder: str
+    rows: list[TokenRow]
+    settings: Mapping[str, Any]
+    keys: Mapping[str, Any]
+    device: torch.device
+
+
 class _Ours:
     """FedVeil's own training, as a client runs it."""
 
-    def __init__(
-        self,
-        folder: str,
-        rows: list[TokenRow],
-        settings: Mapping[str, Any],
-        keys: Mapping[str, Any],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, of: _Setup) -> None:
         fixed = {
-            "task.model": folder,
-            "task.max-tokens": settings["tokens"],
-            "train.batch-size": settings["batch"],
-            "train.precision": _precision(device),
+            "task.model": of.folder,
+            "task.max-tokens": of.settings["tokens"],
+            "train.batch-size": of.settings["batch"],
+            "train.precision": _precision(of.device),
             "train.learning-rate": _LEARNING_RATE,
             "train.weight-decay": _WEIGHT_DECAY,
         }
-        lora = Lora(rank=settings["rank"])
-        task = task_of(TextGeneration, config.parse(fixed | dict(keys)), Options(device=str(device)), lora)
-        self._task, self._rows = task, rows
+        lora = Lora(rank=of.settings["rank"])
+        task = task_of(TextGeneration, config.parse(fixed | dict(of.keys)), Options(device=str(of.device)), lora)
+        self._task, self._rows = task, of.rows
         self._start = task.initial(rng.initial(_SEED, "benchmark"))
         self.parameters = sum(weight.numel() for weight in self._start.values())
 
@@ -192,33 +197,26 @@ class _Ours:
 class _Bare:
     """The loop that somebody would write who needs nothing else."""
 
-    def __init__(
-        self,
-        folder: str,
-        rows: list[TokenRow],
-        settings: Mapping[str, Any],
-        keys: Mapping[str, Any],
-        device: torch.device,
-    ) -> None:
-        self._rows, self._device, self._batch = rows, device, settings["batch"]
-        self._accumulate, self._by_length = keys.get("train.accumulate", 1), keys.get("train.bucketing", False)
+    def __init__(self, of: _Setup) -> None:
+        self._rows, self._device, self._batch = of.rows, of.device, of.settings["batch"]
+        self._accumulate, self._by_length = of.keys.get("train.accumulate", 1), of.keys.get("train.bucketing", False)
         with library.quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft asks the model under an older name
             from peft import LoraConfig, get_peft_model
             from transformers import AutoModelForCausalLM
 
-            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+            dtype = torch.bfloat16 if of.device.type == "cuda" else torch.float32
+            model = AutoModelForCausalLM.from_pretrained(of.folder, dtype=dtype, trust_remote_code=False)
             model.loss_type = "ForCausalLM"  # its default, which it otherwise announces
-            if keys.get("train.checkpointing", False):
+            if of.keys.get("train.checkpointing", False):
                 model.activation_checkpointing_enable({"use_reentrant": False})
-            lora = LoraConfig(r=settings["rank"], lora_alpha=16, target_modules="all-linear", fan_in_fan_out=True)
-            model = get_peft_model(model, lora).to(device)
+            lora = LoraConfig(r=of.settings["rank"], lora_alpha=16, target_modules="all-linear", fan_in_fan_out=True)
+            model = get_peft_model(model, lora).to(of.device)
         # Without dropout the two modes compute the same; only recomputation needs the other one.
-        model.train(keys.get("train.checkpointing", False))
+        model.train(of.keys.get("train.checkpointing", False))
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self.parameters = sum(p.numel() for p in self._trained)
-        self._model: Any = torch.compile(model, dynamic=True) if keys.get("train.compile", False) else model
+        self._model: Any = torch.compile(model, dynamic=True) if of.keys.get("train.compile", False) else model
 
     def train(self, repeat: int) -> _Measured:
         steps = self._steps(repeat)

@@ -1,4 +1,4 @@
-"""The epsilon that a run may cost, for policy.py. It runs as a separate process: it needs torch, the client process
+"""The epsilon that a run may cost, for cost.py. It runs as a separate process: it needs torch, the client process
 must not.
 
 python -m fedveil.client_app.site.epsilon < {"method": ..., "fields": JSON text, "config": flat, "delta": ...}

@@ -40,12 +40,8 @@ guard/clientapp.py calls before any code of the bundle runs.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
-import subprocess
-import sys
 import tomllib
 from dataclasses import dataclass
 from datetime import datetime
@@ -54,7 +50,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fedveil import places
+from fedveil.client_app.site import cost, hours
 from fedveil.client_app.site import permits as run_keys
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.node_config import Site
@@ -62,9 +58,6 @@ from fedveil.client_app.site.served import Served
 from fedveil.config import RunConfig
 from fedveil.contract.budget import Budget, Neighbours
 from fedveil.errors import PolicyError
-
-_EPSILON_SECONDS = 120.0
-_WINDOW = r"^([01]\d|2[0-3]):[0-5]\d-(([01]\d|2[0-3]):[0-5]\d|24:00)$"
 
 
 class Policy(BaseModel):
@@ -86,7 +79,7 @@ class Policy(BaseModel):
     min_batch: int | None = Field(None, ge=1)
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
-    hours: list[Annotated[str, Field(pattern=_WINDOW)]] | None = None
+    hours: list[Annotated[str, Field(pattern=hours.WINDOW)]] | None = None
 
     permits: dict[str, run_keys.Permit] = {}
 
@@ -242,38 +235,14 @@ def _require_bytes(policy: Policy, found: int, where: str) -> None:
 
 
 def _require_hour(policy: Policy, now: datetime) -> None:
-    if policy.hours is not None and not any(_within(window, now) for window in policy.hours):
+    if policy.hours is not None and not hours.within(policy.hours, now):
         raise PolicyError(f"hours: this site permits {policy.hours}, found {now:%H:%M} at the site; come back then")
 
 
-def _within(window: str, now: datetime) -> bool:
-    first, last = (60 * int(h) + int(m) for h, m in re.findall(r"(\d\d):(\d\d)", window))
-    minute = 60 * now.hour + now.minute
-    return first <= minute < last if first < last else minute >= first or minute < last
-
-
 def _require_epsilon(assignment: Assignment, limit: float, delta: float) -> None:
-    found = epsilon(assignment, delta)
+    found = cost.epsilon(assignment, delta)
     if not found <= limit:
         raise PolicyError(
             f"epsilon: this site permits at most {limit:g} at delta = {delta:g}, found {found:g}; "
             "choose a private method, and an epsilon in its fields"
         )
-
-
-def epsilon(assignment: Assignment, delta: float, root: Path | None = None) -> float:
-    """The run's epsilon, from a separate process, because this one must not import torch. Raises PolicyError."""
-    asked = {"method": assignment.order.method, "fields": assignment.order.fields, "config": assignment.config.flat()}
-    text = json.dumps({**asked, "delta": delta})
-    command = [sys.executable, "-P", "-m", "fedveil.client_app.site.epsilon"]
-    environment = {**os.environ, "PYTHONPATH": str(root or places.root())}
-    try:
-        done = subprocess.run(
-            command, input=text, env=environment, capture_output=True, text=True, timeout=_EPSILON_SECONDS, check=True
-        )
-        return float(json.loads(done.stdout)["epsilon"])
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
-        reason = (getattr(error, "stderr", "") or type(error).__name__).strip().splitlines()[-1][:200]
-        raise PolicyError(
-            f"epsilon: expected one from the method, found none ({reason}); see the site's log"
-        ) from error

@@ -14,7 +14,8 @@ from fedveil.privacy import accounting
 from fedveil.privacy.dp_sgd import DpSgd, claim_of
 
 _MOST_ROWS = 100_000_000  # as the server's gate has it
-_MOST_STEPS = 10_000  # of a participation: beyond it accounting takes minutes, and then all memory
+# Of all participations together: beyond these, accounting takes minutes and then all memory.
+_MOST_STEPS, _MOST_LOSS = 3_000_000, 1200.0
 
 
 def statements(run: Run) -> list[str]:
@@ -50,7 +51,7 @@ def _of_site(run: Run, site: str, claim: Claim) -> str:
     if any(rows is None or steps is None for rows, steps in counts):
         return (
             "not known. Its reports do not say how many rows and steps it took, or say more than "
-            f"{_MOST_STEPS:,} steps a participation; its own ledger tells. Until then take epsilon for infinite."
+            f"{_MOST_STEPS:,} steps; its own ledger tells. Until then take epsilon for infinite."
         )
     rows, steps = min(n for n, _ in counts if n is not None), max(n for _, n in counts if n is not None)
     budget, batch = claim.budget, int(run.config["config"]["train.batch-size"])
@@ -63,6 +64,12 @@ def _of_site(run: Run, site: str, claim: Claim) -> str:
     charges = Counter(dict(claim.privacy_spent(plan)))
     for _ in range(len(asked) - len(set(asked))):
         charges.update(dict(claim.privacy_spent(once)))
+    is_closed = all(kind != "poisson" for kind, *_ in charges)  # a formula, for any number of steps
+    if not is_closed and (sum(charges.values()) > _MOST_STEPS or accounting.mean_loss(charges) > _MOST_LOSS):
+        return (
+            f"{rows} rows, {len(asked)} participations of {steps} steps: more than can be accounted here (a mean "
+            f"privacy loss of at most {_MOST_LOSS:g} in {_MOST_STEPS:,} steps). Take epsilon for infinite."
+        )
     found = stated(accounting.epsilon(charges, budget.delta, budget.neighbours), budget.delta, budget.neighbours)
     return f"{rows} rows, {len(asked)} participations of {steps} steps: at most {found}, this run alone."
 

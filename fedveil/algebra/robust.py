@@ -18,22 +18,15 @@ stay in it still move the result, and a majority decides it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, final
+from typing import final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedveil.algebra.sums import RunningSums
 from fedveil.contract.sums import Terms
 
-Rule = Literal["mean", "median", "trimmed"]
 _BLOCK = 1 << 16  # entries
-
-
-def sums_of(rule: Rule, trim: float) -> RunningSums | HeldSums:
-    """Empty sums of a round under a rule; `trim` is read under "trimmed"."""
-    return RunningSums() if rule == "mean" else HeldSums(0.5 if rule == "median" else trim)
 
 
 @final

@@ -105,6 +105,11 @@ class Method(ABC):
         """What the terms hold, under the spec's names: trained weights, gradients, or changes of received weights."""
         return "weights"
 
+    @property
+    def masked(self) -> bool:
+        """Whether terms may have masks: two uploads then hold different entries, and perhaps none in common."""
+        return False
+
     @abstractmethod
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
         """The server's state before round 0, from the adapter's initial weights."""

@@ -81,6 +81,14 @@ class Sums(Protocol):
         ...
 
 
+class AddedSums(Sums, Protocol):
+    """Sums that terms can be added to."""
+
+    def add(self, client: str, num_examples: int, terms: Terms) -> None:
+        """Adds all terms of one client, before anything is read."""
+        ...
+
+
 def weighted(tensors: Mapping[str, Tensor], weight: float) -> Terms:
     """Terms of a weighted mean: every tensor with the same weight and no mask."""
     return Terms([Term(name, value, weight) for name, value in tensors.items()])

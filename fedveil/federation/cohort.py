@@ -8,12 +8,16 @@ from collections.abc import Iterable
 from fedveil.rng import Stream
 
 
+def size(fraction: float, sites: int) -> int:
+    """Sites in a cohort: ceil(fraction x sites)."""
+    return math.ceil(round(fraction * sites, 9))  # 0.3 * 10 is 3.0000000000000004
+
+
 def draw(sites: Iterable[str], fraction: float, secret: bytes, round_: int, attempt: int = 0) -> list[str]:
     """ceil(fraction x sites) names, uniform without replacement, sorted.
 
     A repeated round draws a new cohort, so that one site that is down does not end the run.
     """
     ordered = sorted(sites)
-    size = math.ceil(round(fraction * len(ordered), 9))  # 0.3 * 10 is 3.0000000000000004
     rng = Stream.derive(secret, round_, "", f"cohort {attempt}")
-    return sorted(ordered[i] for i in rng.choice(len(ordered), size))
+    return sorted(ordered[i] for i in rng.choice(len(ordered), size(fraction, len(ordered))))

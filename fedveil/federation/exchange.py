@@ -8,7 +8,6 @@ from functools import cached_property
 
 from typing_extensions import override
 
-from fedveil.algebra.robust import HeldSums
 from fedveil.algebra.sums import RunningSums
 from fedveil.contract.address import Address
 from fedveil.contract.budget import Sampling
@@ -16,7 +15,7 @@ from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Layout
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Terms
+from fedveil.contract.sums import AddedSums, Terms
 from fedveil.contract.trainer import Batch, Penalty, RowGradients, Trained, Trainer
 from fedveil.privacy.wrapped import WrappedRows, WrappedTrainer
 from fedveil.rng import Stream
@@ -91,19 +90,26 @@ class Exchange:
         return self.method.terms(upload.payload, upload.num_examples, self.spec, upload.ctx)
 
     def aggregate(
-        self, server: State, uploads: Iterable[Upload], new_sums: Callable[[], RunningSums | HeldSums] = RunningSums
+        self,
+        server: State,
+        uploads: Iterable[Upload],
+        new_sums: Callable[[], AddedSums] = RunningSums,
+        least: int = 1,
     ) -> State:
         """The next state: adds up the terms of all uploads, one in memory at a time, and settles the sums.
 
-        Without an upload the state is the same object.
+        With fewer than `least` uploads the state is the same object.
         """
-        sums, ctx = new_sums(), None
+        sums, ctx, count = new_sums(), None, 0
         for upload in uploads:
+            count += 1
             ctx = upload.ctx
             terms = self.terms(upload)
             sums.add(ctx.client, upload.num_examples, terms)
             del upload, terms
-        return server if ctx is None else self.method.settle(server, sums, replace(ctx, client="", is_new=False))
+        if ctx is None or count < least:
+            return server
+        return self.method.settle(server, sums, replace(ctx, client="", is_new=False))
 
 
 class _Reporting(WrappedTrainer):

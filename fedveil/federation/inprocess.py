@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fedveil.algebra.robust import sums_of
 from fedveil.config import RunConfig
 from fedveil.contract.budget import check_seeded
 from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.contract.spec import Weights
 from fedveil.contract.trainer import Trainer
-from fedveil.federation import cohort
+from fedveil.federation import cohort, rules
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.shares import bounded
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, claim_of
@@ -63,6 +62,9 @@ class Federation:
         self._dp = DpSgd.of(self.config.dp)
         claim = claim_of(self.exchange.method, self._dp)
         check_seeded(claim.budget if claim else None, self.config.run.deterministic)
+        rules.check(self.exchange, self.config.aggregate)
+        drawn = cohort.size(self.config.cohort.fraction, len(self.sites))
+        rules.check_count(self.config.aggregate, "sites in a cohort", drawn)
         self._server_secret = self._secret("server")
         self._client_secrets = {site: self._secret(f"client:{site}") for site in self.sites}
 
@@ -81,9 +83,8 @@ class Federation:
         """One round: draws a cohort, exchanges messages with each of its sites, and settles the sums."""
         chosen = cohort.draw(self.sites, self.config.cohort.fraction, self._server_secret, round_)
         uploads = bounded(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
-        rule = self.config.aggregate
         self._next = {}
-        self.server = self.exchange.aggregate(self.server, uploads, lambda: sums_of(rule.rule, rule.trim))
+        self.server = self.exchange.aggregate(self.server, uploads, lambda: rules.sums_of(self.config.aggregate))
         self.private |= self._next  # with the server's state, or not at all
         self.participated |= set(chosen)
 

@@ -89,6 +89,24 @@ def epsilon(charges: Spent, delta: float, neighbours: Neighbours) -> float:
     return _epsilon(tuple(sorted((step, count) for step, count in charges.items() if count)), delta, neighbours)
 
 
+def mean_loss(charges: Spent) -> float:
+    """A bound on the mean privacy loss (Kullback-Leibler) of the Gaussian and Poisson-subsampled steps.
+
+    What a privacy loss distribution costs in time and memory grows with it. For one step at rate q, under either
+    relation, it is at most 2 q / z^2 (convexity) and 2 q^2 / (1 - q) (e^(1/z^2) - e^(-1/z^2)) (chi-square distance).
+    """
+    total = 0.0
+    for (kind, examples, batch, multiplier), count in charges.items():
+        if multiplier == 0:
+            return math.inf
+        inverse, rate = multiplier**-2, batch / examples if kind == "poisson" else 1.0
+        one = 2 * rate * inverse
+        if rate < 1 and inverse < 1:  # above it, the other bound is the smaller one or the step is hardly private
+            one = min(one, 4 * rate**2 / (1 - rate) * math.sinh(inverse))
+        total += count * one
+    return total
+
+
 @lru_cache(maxsize=4096)
 def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neighbours) -> float:
     kinds = {step[0] for step, _ in charges}

@@ -48,9 +48,10 @@ from fedveil.contract.budget import (
 )
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
+from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained
 from fedveil.errors import ConfigError
 from fedveil.privacy import accounting, clipping, noise
+from fedveil.privacy.wrapped import TrainerOfRows
 from fedveil.rng import Stream
 
 
@@ -145,7 +146,7 @@ def checked_claim(method: Method, config: RunConfig, has_row_gradients: bool) ->
 
 
 @final
-class NoisyTrainer(Trainer):
+class NoisyTrainer(TrainerOfRows):
     """Trains by noisy steps on single rows. A method gets no other access to the rows.
 
     Args:
@@ -156,18 +157,9 @@ class NoisyTrainer(Trainer):
     """
 
     def __init__(self, spec: Spec, rows: RowGradients, how: DpSgd, ctx: RoundContext) -> None:
-        self._spec, self._rows, self._how, self._ctx = spec, rows, how, ctx
+        super().__init__(spec, rows)
+        self._how, self._ctx = how, ctx
         self._steps = 0
-
-    @property
-    @override
-    def num_examples(self) -> int:
-        return self._rows.num_examples
-
-    @property
-    @override
-    def spec(self) -> Spec:
-        return self._spec
 
     @property
     @override
@@ -229,12 +221,16 @@ class _NoRows(RowGradients):
 
     @override
     def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        raise ConfigError("batches: expected a method that trains under noisy steps, found one with steps of its own")
+        raise _own_steps()
 
     @override
     def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
-        raise ConfigError("batches: expected a method that trains under noisy steps, found one with steps of its own")
+        raise _own_steps()
 
     @override
     def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
-        raise ConfigError("batches: expected a method that trains under noisy steps, found one with steps of its own")
+        raise _own_steps()
+
+
+def _own_steps() -> ConfigError:
+    return ConfigError("batches: expected a method that trains under noisy steps, found one with steps of its own")

@@ -9,11 +9,11 @@ from typing import final
 from typing_extensions import override
 
 from fedveil.contract.budget import Budget, Claim, Neighbours, Plan, Sampling
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
+from fedveil.contract.spec import Weights
+from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained
 from fedveil.errors import BudgetError
 from fedveil.privacy.ledger import Ledger
-from fedveil.privacy.wrapped import WrappedRows
+from fedveil.privacy.wrapped import TrainerOfRows, WrappedRows
 from fedveil.rng import Stream
 
 
@@ -73,26 +73,8 @@ class MeteredRows(WrappedRows):
 
 
 @final
-class RowsOnly(Trainer):
+class RowsOnly(TrainerOfRows):
     """A trainer that offers row gradients only, because no accountant covers plain training."""
-
-    def __init__(self, spec: Spec, rows: RowGradients) -> None:
-        self._spec, self._rows = spec, rows
-
-    @property
-    @override
-    def num_examples(self) -> int:
-        return self._rows.num_examples
-
-    @property
-    @override
-    def spec(self) -> Spec:
-        return self._spec
-
-    @property
-    @override
-    def rows(self) -> RowGradients:
-        return self._rows
 
     @override
     def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:

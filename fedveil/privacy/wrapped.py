@@ -1,4 +1,4 @@
-"""A trainer and row gradients that pass every call on, for those that watch some of the calls."""
+"""A trainer and row gradients that pass every call on, for those that watch some calls; a trainer of rows alone."""
 
 from __future__ import annotations
 
@@ -38,6 +38,28 @@ class WrappedTrainer(Trainer):
     @override
     def gradient(self, weights: Weights) -> Trained:
         return self._trainer.gradient(weights)
+
+
+class TrainerOfRows(Trainer):
+    """Has row gradients and no other trainer, so that whoever holds it cannot train on the rows without them."""
+
+    def __init__(self, spec: Spec, rows: RowGradients) -> None:
+        self._spec, self._rows = spec, rows
+
+    @property
+    @override
+    def num_examples(self) -> int:
+        return self._rows.num_examples
+
+    @property
+    @override
+    def spec(self) -> Spec:
+        return self._spec
+
+    @property
+    @override
+    def rows(self) -> RowGradients:
+        return self._rows
 
 
 class WrappedRows(RowGradients):

@@ -8,12 +8,11 @@ import zlib
 import pytest
 import torch
 
-from fedveil import rng, strategies
+from fedveil import rng
 from fedveil.contract.address import Address
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import TensorSpec
 from fedveil.errors import WireError
-from fedveil.federation.exchange import Exchange
 from fedveil.wire.header import PREFIX
 from tests.attacks_on_us.test_one_site_ends_the_run import attacked, bytes_of, sent  # noqa: F401  # a fixture
 from tests.conftest import ToyTrainer
@@ -23,18 +22,6 @@ STREAM = rng.initial(1, "method init")
 SPEC = {"w": TensorSpec((3, 5)), "b": TensorSpec((7,))}
 HOME = Address("study-1a2b3c4d", 1, "east")
 CTX = RoundContext(4, "east", True, bytes(32), address=HOME)
-
-
-@pytest.fixture
-def exchange() -> Exchange:
-    return Exchange(strategies.create("fedavg"), "fedavg", SPEC)
-
-
-@pytest.fixture
-def upload(exchange, random_weights) -> bytes:
-    server = exchange.method.init(SPEC, random_weights(SPEC, 1), STREAM)
-    _, parts = exchange.participate(exchange.broadcast(server, CTX), None, ToyTrainer(SPEC), CTX)
-    return b"".join(parts)
 
 
 @pytest.mark.parametrize(

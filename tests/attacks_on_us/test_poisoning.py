@@ -5,14 +5,15 @@ Five sites hold about 1 in every entry; the poisoner wants 1000 there. What it g
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord
 
 from fedveil import rng, strategies
-from fedveil.algebra.robust import HeldSums, sums_of
+from fedveil.algebra.robust import HeldSums
 from fedveil.client_app.app import app
 from fedveil.config import AggregateConfig, CohortConfig, parse
 from fedveil.contract.address import Address
@@ -20,15 +21,19 @@ from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.contract.spec import TensorSpec
 from fedveil.contract.sums import Term, Terms
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.federation.rules import check, sums_of
 from fedveil.federation.shares import bounded
 from fedveil.privacy.dp_sgd import checked_claim
+from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.wire.envelope import Stamp, pack
 from tests.attacks_on_us.test_one_site_ends_the_run import bytes_of, sent
+from tests.conftest import ToyTrainer
 from tests.server_app.grid import SHAPES, LocalGrid, use_toy_task
 
 SPEC = {"w": TensorSpec((2, 3))}
@@ -40,17 +45,20 @@ def upload(value: float, examples: int = 10, site: str = "x") -> Upload:
     return Upload(Payload({"w": torch.full((2, 3), value)}), examples, ctx)
 
 
-def gained(hostile: list[float], **how) -> float:
+def gained(hostile: list[float], /, **how) -> float:
     """How far from 1 the hostile uploads move a round of the four honest ones."""
     return abs(result(hostile, **how) - 1)
 
 
-def result(hostile: list[float], share: float = 1.0, rule: str = "mean", trim: float = 0.2, examples: int = 10):
+def result(hostile: list[float], /, share: float = 1.0, examples: int = 10, **aggregate):
     """Every entry of the new state."""
-    uploads = [*(upload(v, site=f"h{v}") for v in HONEST), *(upload(v, examples, f"p{v}") for v in hostile)]
+    uploads = [
+        *(upload(v, site=f"h{v}") for v in HONEST),
+        *(upload(v, examples, f"p{i}") for i, v in enumerate(hostile)),
+    ]
     kept = bounded(uploads, share, lambda site, counted: None)
     exchange = Exchange(FedAvg(), "fedavg", SPEC)
-    after = exchange.aggregate(State({"w": torch.zeros(2, 3)}), kept, lambda: sums_of(rule, trim))
+    after = exchange.aggregate(State({"w": torch.zeros(2, 3)}), kept, lambda: sums_of(AggregateConfig(**aggregate)))
     assert len(after.tensors["w"].unique()) == 1
     return float(after.tensors["w"][0, 0])
 
@@ -100,7 +108,7 @@ def test_a_site_alone_is_not_cut():
     assert [u.num_examples for u in bounded([upload(1.0, 7)], 0.5, lambda *_: pytest.fail("cut"))] == [7]
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed"])
+@pytest.mark.parametrize("rule", ["median", "trimmed", "multi-krum"])
 def test_one_poisoner_moves_a_robust_mean_no_further_than_an_honest_site_could(rule):
     assert gained([1000.0]) > 190
     assert gained([1000.0], rule=rule) <= 0.05
@@ -121,6 +129,33 @@ def test_two_poisoners_are_more_than_a_trim_of_one_in_five_takes_away():
     assert gained([1000.0, 1000.0], rule="trimmed", trim=0.34) <= 0.1
 
 
+def test_multi_krum_leaves_out_colluders_that_agree_and_fails_with_one_more_than_it_is_told():
+    """A majority of the nearest is honest as long as hostile uploads are at most f."""
+    pair = [1000.0, 1000.0]
+    assert gained([*pair, 1.0], rule="multi-krum", hostile=2) <= 0.05
+    assert gained([*pair, 1.0], rule="trimmed") > 100
+    assert gained([*pair, 1000.0], rule="multi-krum", hostile=2) <= 0.05  # one more than told, and still too few
+    assert gained([1000.0] * 5, rule="multi-krum", hostile=2) > 300  # a majority
+
+
+def test_multi_krum_does_not_stop_a_poisoner_that_puts_its_whole_distance_into_one_entry():
+    """The honest uploads differ a little in each of 10,000 entries, and so are far from one another over all."""
+    generator = torch.Generator().manual_seed(161803)
+    honest = [1 + 0.05 * torch.randn(10_000, generator=generator) for _ in range(4)]
+    hostile = torch.stack(honest).mean(0)
+    hostile[0] += 5.0
+
+    def of(rule: str) -> float:
+        sums = sums_of(AggregateConfig(rule=rule))
+        for i, value in enumerate([*honest, hostile]):
+            sums.add("abcde"[i], 10, Terms([Term("w", value, 10.0)]))
+        return float(sums.mean("w")[0])
+
+    assert of("multi-krum") > 3.0  # 2 of 5 are averaged, and it is one of them
+    assert abs(of("median") - 1) < 0.1
+    assert abs(of("trimmed") - 1) < 0.1
+
+
 def test_robust_means_count_entry_by_entry_who_sent_it():
     sums = HeldSums(0.5)
     rows = [([1.0, 9.0, 0.0], [1, 1, 0]), ([2.0, 0.0, 0.0], [1, 0, 0]), ([1000.0, 0.0, 0.0], [1, 0, 0])]
@@ -133,17 +168,26 @@ def test_robust_means_count_entry_by_entry_who_sent_it():
     assert sums.means(other)["v"] is other["v"]
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed"])
+WITHOUT_COMMON_ENTRIES = {"fedper", "fedqsn", "fedrand", "random_binary"}
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed", "multi-krum"])
 @pytest.mark.parametrize("name", strategies.names())
 def test_every_method_settles_robust_sums_and_equal_uploads_are_their_mean(name, rule, random_weights):
     from tests.contract.test_contract import as_upload, equal, one_turn, start
 
     method = strategies.create(name)
     exchange = Exchange(method, name, dict(method.adapter.example_spec()))
+    aggregate = AggregateConfig(rule=rule, trim=0.4)
+    if rule == "multi-krum" and name in WITHOUT_COMMON_ENTRIES:
+        with pytest.raises(ConfigError, match=f"aggregate.rule: expected .* found {name}, which has .*; choose"):
+            check(exchange, aggregate)
+        return
+    check(exchange, aggregate)
     server = start(exchange)
     _, _, up = one_turn(exchange, server)
-    uploads = [as_upload(exchange, up, RoundContext(0, "abcd"[i], True, bytes(32))) for i in range(4)]
-    robust = exchange.aggregate(server, uploads, lambda: sums_of(rule, 0.3))
+    uploads = [as_upload(exchange, up, RoundContext(0, "abcdef"[i], True, bytes(32))) for i in range(6)]
+    robust = exchange.aggregate(server, uploads, lambda: sums_of(aggregate))
     assert equal(robust.tensors, exchange.aggregate(server, uploads).tensors)
 
 
@@ -157,9 +201,10 @@ def test_a_robust_rule_is_refused_where_the_server_s_noise_is_made_for_a_mean():
 @pytest.fixture
 def rounds(tmp_path, monkeypatch):
     """Six rounds over the grid, in which east multiplies its upload by `factor` of the round."""
+    names = ["north", "east", "south", "west", "centre"]
     task = use_toy_task(monkeypatch)
 
-    def run(factor, **cohort) -> MethodStrategy:
+    def run(factor, sites: int = 3, aggregate: AggregateConfig = AggregateConfig(), folder=None, **cohort):
         def poisoned(message, reply):
             order = message.content.config_records["order"]
             exchange = Exchange(FedAvg(), "fedavg", {n: TensorSpec(s) for n, s in SHAPES.items()})
@@ -170,10 +215,10 @@ def rounds(tmp_path, monkeypatch):
             return sent(message, pack(exchange.layout, stamp, worse, 4))
 
         config = {"run.deterministic": True, "run.seed": 9, "run.rounds": 6}
-        grid = LocalGrid(app, ["north", "east", "south"], tmp_path / "state", config, tamper={"east": poisoned})
-        quick = {"min_sites": 2, "deadline_seconds": 1.0, "wait_seconds": 1.0}
-        settings = RunSettings(CohortConfig(**quick, **cohort), AggregateConfig(), 9, True)
-        strategy = MethodStrategy(FedAvg(), settings)
+        grid = LocalGrid(app, names[:sites], tmp_path / "state", config, tamper={"east": poisoned})
+        quick = {"min_sites": 2, "deadline_seconds": 1.0, "wait_seconds": 1.0} | cohort
+        settings = RunSettings(CohortConfig(**quick), aggregate, 9, True, tap=folder is not None)
+        strategy = MethodStrategy(FedAvg(), settings, folder=folder)
         strategy.start(grid, ArrayRecord(dict(task.initial(rng.initial(9, "weights")))), num_rounds=6)
         return strategy
 
@@ -197,7 +242,73 @@ def test_an_upload_far_above_the_norms_of_its_round_is_refused(when, rounds):
     assert sorted(found.history[when].reports) == ["north", "south"]
 
 
+def test_no_record_says_accepted_of_an_upload_that_the_factor_refused(rounds, tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "r")
+    rounds(lambda round_: 1000.0 if round_ == 2 else 1.0, folder=folder, norm_factor=4.0)
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "audit-log.jsonl").read_text().splitlines()]
+    events = {(line["site"], line["event"]): line for line in lines if line.get("round") == 2}
+    assert sorted(events) == sorted(
+        [*((site, "sent") for site in ("east", "north", "south")), ("east", "failed"),
+         ("north", "accepted"), ("south", "accepted")]
+    )  # fmt: skip
+    refused = events["east", "failed"]
+    assert "upload: expected a norm of at most" in refused["reason"]
+    assert refused["up_bytes"] > 0
+    seen = [m for m in folder.tap().messages() if m.direction == "up"]
+    assert {(m.round, m.site) for m in seen if not m.accepted} == {(2, "east")}
+    assert len(seen) == 18
+    told = [json.loads(line) for line in (folder.folder / "disclosure.jsonl").read_text().splitlines()]
+    assert {(m["round"], m["site"]) for m in told if m["direction"] == "up"} == {
+        (m.round, m.site) for m in seen if m.accepted
+    }
+
+
 def test_what_the_factor_does_not_stop(rounds):
     """Weights of the right norm that point the other way."""
     flipped = rounds(lambda round_: -1.0, norm_factor=4.0)
     assert not any(record.failed for record in flipped.history)
+
+
+KRUM = AggregateConfig(rule="multi-krum")
+
+
+def test_multi_krum_over_the_grid_leaves_the_poisoner_out_and_the_record_says_so(rounds):
+    found = rounds(lambda round_: -1.0 if round_ else 1.0, sites=5, aggregate=KRUM, min_sites=5)
+    assert all("east" in record.left_out and "east" in record.accepted for record in found.history[1:])
+    assert all(len(record.left_out) == 3 for record in found.history)
+    assert rounds(lambda round_: -1.0, sites=5).history[0].left_out == []
+
+
+def test_a_cohort_too_small_for_multi_krum_is_refused_before_anybody_trains(rounds, tmp_path):
+    """At the start of the run by its settings, and in a round by the sites that are there."""
+    with pytest.raises(ConfigError, match=r"cohort.min-sites: expected at least 5 .*hostile = 1, found 2; raise it"):
+        rounds(lambda round_: 1.0, sites=5, aggregate=KRUM)
+    with pytest.raises(ConfigError, match=r"cohort.fraction of cohort.sites: expected at least 5 .* found 4; raise it"):
+        rounds(lambda round_: 1.0, sites=5, aggregate=KRUM, min_sites=5, fraction=0.8)
+    with pytest.raises(ConfigError, match=r"at least 6 .*hostile = 1 and aggregate.best = 3, found 5"):
+        rounds(lambda round_: 1.0, sites=5, aggregate=KRUM.model_copy(update={"best": 3}), min_sites=5)
+    assert not (tmp_path / "state").exists()  # no site was asked
+
+
+def test_a_round_whose_cohort_has_become_too_small_for_multi_krum_is_refused_before_anybody_trains(
+    monkeypatch, tmp_path
+):
+    task = use_toy_task(monkeypatch)
+    cohort = CohortConfig(min_sites=5, fraction=0.7, sites=8, wait_seconds=0.1)
+    strategy = MethodStrategy(FedAvg(), RunSettings(cohort, KRUM))
+    strategy.rounds.initialise(task.initial(rng.initial(9, "weights")))
+    begin = lambda names: strategy.rounds.begin(LocalGrid(app, names, tmp_path), 1, 0, 1.0, ConfigRecord())  # noqa: E731
+    assert len(begin([f"site{i}" for i in range(6)])[1]) == 5
+    with pytest.raises(QuorumError, match=r"expected 6 connected sites .* found 5 .*lower aggregate.hostile"):
+        begin([f"site{i}" for i in range(5)])
+
+
+def test_in_one_process_too_few_sites_for_multi_krum_are_refused():
+    exchange = Exchange(FedAvg(), "fedavg", SPEC)
+    start = State({"w": torch.zeros(2, 3)})
+    make = lambda *sites: Federation(  # noqa: E731
+        exchange, parse({"aggregate.rule": "multi-krum"}), lambda site, ctx: ToyTrainer(SPEC), list(sites), start
+    )
+    with pytest.raises(ConfigError, match="sites in a cohort: expected at least 5 .*found 4"):
+        make(*"abcd")
+    assert len(make(*"abcde").run().tensors["w"].unique()) > 0

@@ -23,6 +23,9 @@ REPORTS = {
     "one row": ({"num_examples": 1, "steps": 1}, "not known, for its reports do not fit the run (train.batch-size"),
     "10,000 steps": ({"num_examples": 40, "steps": 10_000.0}, "at most epsilon"),
     "10,000,000 steps": ({"num_examples": 40, "steps": 10_000_000}, "not known. Its reports do not say"),
+    "100,000 steps of few rows": ({"num_examples": 10, "steps": 100_000}, "more than can be accounted here"),
+    "100,000 steps of many rows": ({"num_examples": 100_000, "steps": 100_000}, "at most epsilon"),
+    "1,000,000 steps of many rows": ({"num_examples": 1_000_000, "steps": 1_000_000}, "at most epsilon"),
     "no figure at all": ({}, "not known. Its reports do not say"),
 }
 

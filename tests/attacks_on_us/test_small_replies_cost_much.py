@@ -30,18 +30,6 @@ SPEC = {"h.0.lora_A": TensorSpec((2, 5)), "h.0.lora_B": TensorSpec((7, 2))}
 CTX = RoundContext(0, "east", True, bytes(32))
 
 
-@pytest.fixture
-def exchange() -> Exchange:
-    return Exchange(strategies.create("fedavg"), "fedavg", SPEC)
-
-
-@pytest.fixture
-def upload(exchange, random_weights) -> bytes:
-    server = exchange.method.init(SPEC, random_weights(SPEC, 1), STREAM)
-    _, parts = exchange.participate(exchange.broadcast(server, CTX), None, ToyTrainer(SPEC), CTX)
-    return b"".join(parts)
-
-
 def judged(exchange: Exchange, records: dict[str, object]) -> tuple[str, int, float]:
     """The reason of the refusal, the bytes that judging took at its peak, and its seconds."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1

@@ -186,6 +186,14 @@ def test_terms_are_the_same_on_either_side_and_belong_to_the_servers_tensors(exc
         assert one.weight > 0
 
 
+def test_terms_have_masks_in_exactly_the_methods_that_say_so(exchange):
+    """A rule that compares whole uploads goes by what the method says, before anybody trains."""
+    server = start(exchange)
+    _, _, up = one_turn(exchange, server)
+    upload = as_upload(exchange, up, RoundContext(0, "a", True, SECRET))
+    assert any(term.mask is not None for term in exchange.terms(upload).tensors) == exchange.method.masked
+
+
 def test_messages_decode_to_what_was_encoded_and_sizes_are_the_bytes(exchange):
     server = start(exchange)
     payload = exchange.method.broadcast(server, RoundContext(0, "a", True, SECRET))

@@ -27,6 +27,8 @@ def test_parsing_the_flat_form_gives_the_config_back():
     [
         ({"train.batchsize": 4}, r"train.batchsize: unknown key; expected one of \['epochs', 'batch-size'"),
         ({"trian.epochs": 4}, r"trian: unknown key; expected a section of \['method', 'task'"),
+        ({"train." + "x" * 5000: 1}, r"train\.x{94}\.\.\. \(5006 characters\): unknown key"),
+        ({"\x1b[2J": 1}, r"^\\x1b\[2J: unknown key"),
         ({"rho": 0.5}, 'rho: unknown key; expected "section.name"'),
         ({"train.epochs": -1}, "train.epochs: input should be greater than or equal to 0, found -1"),
         ({"train.epochs": 1.5}, "train.epochs: .*found 1.5"),

@@ -114,7 +114,7 @@ class Site:
     def install(self) -> Path:
         return self.runtime.install_from_fab(self.fab, skip_prompt=True)
 
-    def refused(self, reason: str) -> None:
+    def assert_refused(self, reason: str) -> None:
         """The run is refused, nothing is on the disk but the log's line, and the server learns the reason."""
         with pytest.raises(Refused, match=reason):
             self.install()
@@ -180,7 +180,7 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
 )
 def test_a_refusal_comes_before_anything_of_the_bundle_is_on_the_disk(tmp_path, monkeypatch, fab, policy, reason):
     site = Site(tmp_path, monkeypatch, fab, policy)
-    site.refused(reason)
+    site.assert_refused(reason)
     assert not (tmp_path / "flower").exists()
 
 
@@ -191,7 +191,7 @@ def test_a_changed_app_has_another_digest_and_is_refused(tmp_path, monkeypatch, 
     file.write_text(file.read_text() + "#\n")
     other = bundled(changed)
     site = Site(tmp_path, monkeypatch, other, f'app-digests = ["{hashlib.sha256(fab).hexdigest()}"]')
-    site.refused(f'found "{hashlib.sha256(other).hexdigest()}"')
+    site.assert_refused(f'found "{hashlib.sha256(other).hexdigest()}"')
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_changed_app_has_another_digest_and_is_refused(tmp_path, monkeypatch, 
 )
 def test_a_superlink_that_names_another_app_than_it_sends_is_refused(tmp_path, monkeypatch, fab, changes, reason):
     """Flower would install the one and load the other, which may lie there from an earlier run."""
-    Site(tmp_path, monkeypatch, fab, "", **changes).refused(reason)
+    Site(tmp_path, monkeypatch, fab, "", **changes).assert_refused(reason)
 
 
 @pytest.mark.parametrize("what", ["changed", "added", "removed", "compiled", "link"])
@@ -228,7 +228,7 @@ def test_what_lies_in_the_apps_folder_already_is_not_trusted(tmp_path, monkeypat
         assert site.install() == folder
         assert not cache.exists()
         return
-    site.refused("app: expected the bundle's own files")
+    site.assert_refused("app: expected the bundle's own files")
 
 
 def test_an_upload_beyond_the_bounds_is_withheld(tmp_path, monkeypatch, fab, lora_spec, lora_weights):

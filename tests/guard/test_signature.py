@@ -82,13 +82,15 @@ def test_every_refusal_for_its_sake_has_a_line_in_the_audit_log(tmp_path, monkey
         "another name": signature.sign(KEY, "s", TODAY, digest),
     }
     config = {"run.name": "r", "run.signature": made.get(text, text)}
-    Site(tmp_path, monkeypatch, fab, policy, run_config=config).refused(reason)
+    Site(tmp_path, monkeypatch, fab, policy, run_config=config).assert_refused(reason)
 
 
 def test_a_signed_name_is_the_name_by_which_the_site_keeps_the_runs_state(tmp_path, monkeypatch, fab):
     text = signature.sign(KEY, "r", TODAY, hashlib.sha256(fab).hexdigest())
     config = {"run.name": "r", "run.signature": text}
-    Site(tmp_path, monkeypatch, fab, "", run_config=config, order={"run": "other-0a1b2c3d"}).refused("a run called 'r'")
+    Site(tmp_path, monkeypatch, fab, "", run_config=config, order={"run": "other-0a1b2c3d"}).assert_refused(
+        "a run called 'r'"
+    )
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,15 @@ def test_the_text_of_a_client_s_exception_stays_at_the_site(grid, task, monkeypa
     assert "4711" not in str(error.value) + str(ours.history)
 
 
+def test_a_reason_from_another_node_is_shown_as_text_and_says_what_was_cut(grid, task):
+    forged = "gone\x1b[2J\n\u202e" + "x" * 5000
+    ours = strategy(FedAvg())
+    ours.start(grid(tamper={"east": lambda m, r: Message(Error(2, forged), reply_to=m)}), initial(task), num_rounds=1)
+    found = ours.history[0].failed["east"]
+    assert found.startswith("gone\\x1b[2J\\n\\u202exxx")
+    assert found.endswith("x... (5019 characters)")
+
+
 def test_a_site_that_fails_is_a_newcomer_again(grid, task):
     ours = strategy(FedAvg())
     g = grid(tamper={"east": lambda m, r: Message(Error(2, "boom"), reply_to=m) if m.metadata.group_id == "1" else r})

@@ -8,7 +8,8 @@ import pytest
 
 from fedveil.client_app import app as client
 from fedveil.client_app.site.assignment import Assignment
-from fedveil.client_app.site.policy import Bundle, check, check_upload, epsilon
+from fedveil.client_app.site.cost import epsilon
+from fedveil.client_app.site.policy import Bundle, check, check_upload
 from fedveil.contract.task import Example
 from fedveil.errors import PolicyError
 from tests.server_app.grid import LocalGrid, use_toy_task
@@ -28,12 +29,18 @@ def assignment(tmp_path, text: str | None, config=None, order=None) -> Assignmen
     "text",
     ["", 'methods = ["fedrand"]', 'tasks = ["text-generation"]\nmodels = ["tiny", "gpt2"]\nmax-rounds = 5'],
 )
-def test_what_the_policy_permits_passes(text, tmp_path):
-    check(assignment(tmp_path, text))
+def test_what_the_policy_permits_passes_and_another_method_does_not_where_it_names_one(text, tmp_path):
+    assert check(assignment(tmp_path, text)) is None
+    other = assignment(tmp_path, text, order={"method": "fedper"})
+    if "methods" not in text:
+        assert check(other) is None
+        return
+    with pytest.raises(PolicyError, match="method.name: this site permits"):
+        check(other)
 
 
 def test_without_a_policy_everything_passes():
-    check(Assignment.of(ORDER, {}, {}))
+    assert check(Assignment.of(ORDER | {"method": "fedper"}, {"train.batch-size": 999}, {})) is None
 
 
 @pytest.mark.parametrize(

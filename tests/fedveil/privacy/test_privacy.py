@@ -125,6 +125,19 @@ def test_joint_is_the_composition():
     assert joint(3.0, 0.0) == 0.0
 
 
+@pytest.mark.parametrize("rate,z", [(0.01, 1.0), (0.2, 2.83), (0.5, 30.0), (0.9, 0.7), (1.0, 3.0)])
+def test_the_bound_on_the_mean_loss_is_above_the_loss_itself(rate, z):
+    """Against numerical integration over both pairs of neighbours, for a step moved by 1."""
+    x = torch.linspace(-12 * z - 2, 12 * z + 2, 400_001, dtype=torch.float64)
+    normal = lambda at: torch.exp(-((x - at) ** 2) / (2 * z * z)) / (z * math.sqrt(2 * math.pi))  # noqa: E731
+    mixed = lambda at: (1 - rate) * normal(0.0) + rate * normal(at)  # noqa: E731
+    kl = lambda p, q: float(torch.trapezoid(torch.where(p > 0, p * (p / q).log(), 0.0), x))  # noqa: E731
+    found = accounting.mean_loss({("poisson" if rate < 1 else "gaussian", 1000, round(1000 * rate), z): 7})
+    for p, q in ((mixed(1.0), mixed(-1.0)), (mixed(1.0), normal(0.0)), (normal(0.0), mixed(1.0))):
+        assert found >= 7 * kl(p, q) * (1 - 1e-9)
+    assert accounting.mean_loss({("poisson", 10, 1, 0.0): 1}) == math.inf
+
+
 def test_without_noise_epsilon_is_infinite_and_without_charges_zero():
     charges = accounting.spent(0.0, "poisson", Plan(2, 1, 5, 10, REPLACE), True)
     assert accounting.epsilon(charges, DELTA, REPLACE) == math.inf

@@ -1,0 +1,19 @@
+"""The windows of a policy's `hours`: "20:00-06:00", by the site's clock, from the first minute to before the last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from datetime import datetime
+
+WINDOW = r"^([01]\d|2[0-3]):[0-5]\d-(([01]\d|2[0-3]):[0-5]\d|24:00)$"
+
+
+def within(windows: Iterable[str], now: datetime) -> bool:
+    """Whether `now` lies in one of the windows; one that ends before it begins runs over midnight."""
+    return any(_in_one(window, 60 * now.hour + now.minute) for window in windows)
+
+
+def _in_one(window: str, minute: int) -> bool:
+    first, last = (60 * int(h) + int(m) for h, m in re.findall(r"(\d\d):(\d\d)", window))
+    return first <= minute < last if first < last else minute >= first or minute < last

@@ -1,0 +1,57 @@
+"""What is made of a round's uploads, as `aggregate.*` says, and whether method and cohort allow it."""
+
+from __future__ import annotations
+
+import math
+
+from fedveil.algebra.krum import KrumSums, fewest
+from fedveil.algebra.robust import HeldSums
+from fedveil.algebra.sums import RunningSums
+from fedveil.config import AggregateConfig
+from fedveil.errors import ConfigError
+from fedveil.federation.cohort import size
+from fedveil.federation.exchange import Exchange
+
+
+def sums_of(aggregate: AggregateConfig) -> RunningSums | HeldSums | KrumSums:
+    """Empty sums of a round under a rule."""
+    if aggregate.rule == "multi-krum":
+        return KrumSums(aggregate.hostile, aggregate.best)
+    if aggregate.rule == "mean":
+        return RunningSums()
+    return HeldSums(0.5 if aggregate.rule == "median" else aggregate.trim)
+
+
+def fewest_uploads(aggregate: AggregateConfig) -> int:
+    """The fewest uploads that the rule can choose among; 0 for a rule that takes any number."""
+    return fewest(aggregate.hostile, aggregate.best) if aggregate.rule == "multi-krum" else 0
+
+
+def fewest_sites(aggregate: AggregateConfig, fraction: float) -> int:
+    """The fewest connected sites of which a cohort of `fraction` has uploads enough for the rule."""
+    least = fewest_uploads(aggregate)
+    count = max(0, math.floor((least - 1) / fraction))
+    while size(fraction, count) < least:
+        count += 1
+    return count
+
+
+def check(exchange: Exchange, aggregate: AggregateConfig) -> None:
+    """Raises ConfigError for a rule that compares whole uploads, with a method whose uploads cannot be compared."""
+    variants = exchange.layout.variants("up")
+    if aggregate.rule == "multi-krum" and (exchange.method.masked or len(variants) > 1):
+        found = "masks" if exchange.method.masked else f"uploads of the kinds {', '.join(variants)}"
+        raise ConfigError(
+            f'aggregate.rule: expected a method whose uploads all hold the same entries for "multi-krum", found '
+            f'{exchange.name}, which has {found}; choose "median" or "trimmed"'
+        )
+
+
+def check_count(aggregate: AggregateConfig, field: str, found: int) -> None:
+    """Raises ConfigError if a round of so many uploads, which `field` allows, is too small for the rule."""
+    if found < (least := fewest_uploads(aggregate)):
+        means = f" and aggregate.best = {aggregate.best}" if aggregate.best else ""
+        raise ConfigError(
+            f"{field}: expected at least {least} for multi-krum with aggregate.hostile = {aggregate.hostile}{means}, "
+            f"found {found}; raise it, or choose another rule"
+        )

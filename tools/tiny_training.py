@@ -1,0 +1,79 @@
+"""What the scripts of the tiny bases share: the loop that trains one, its byte-level BPE, and how it is saved."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+WARM_UP_PART = 0.05
+Losses = tuple[Any, Any]  # scalars: what is minimised, and what is told
+
+
+def trained(
+    parameters: Iterable[Any],
+    rates: tuple[float, float],
+    steps: int,
+    losses_of_a_batch: Callable[[], Losses],
+    after: Callable[[int], None] = lambda step: None,
+) -> float:
+    """Trains with AdamW over one cycle of the learning rate, and prints a line every 100 steps.
+
+    Args:
+        parameters: of the model, and of whatever is trained beside it.
+        rates: the highest learning rate, and the weight decay.
+        steps: number of batches.
+        losses_of_a_batch: draws the next batch.
+        after: called with the number of each step (0-based) when it is done.
+
+    Returns:
+        The mean of the last 50 losses told.
+    """
+    import torch
+
+    trained_ = list(parameters)
+    peak, decay = rates
+    optimiser = torch.optim.AdamW(trained_, lr=peak, weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, peak, total_steps=steps, pct_start=WARM_UP_PART)
+    told = []
+    for step in range(steps):
+        minimised, loss = losses_of_a_batch()
+        optimiser.zero_grad()
+        minimised.backward()
+        torch.nn.utils.clip_grad_norm_(trained_, 1.0)
+        optimiser.step()
+        schedule.step()
+        told.append(float(loss.detach()))
+        if step % 100 == 99:
+            sys.stdout.write(f"step {step + 1} of {steps}: loss {sum(told[-100:]) / 100:.3f}\n")
+            sys.stdout.flush()
+        after(step)
+    last = told[-50:]
+    return sum(last) / len(last)
+
+
+def byte_level_bpe(texts: Sequence[str], size: int, special: Sequence[str], prefix_space: bool = False) -> Any:
+    """A byte-level BPE of `size` tokens, the special ones among them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return bpe
+
+
+def save(out: Path, model: Any, processor: Any) -> None:
+    """Writes the model as fp16, in place, and its tokenizer or processor."""
+    from fedveil.models.library import quiet
+
+    with quiet():
+        model.half().save_pretrained(out)
+        processor.save_pretrained(out)
