@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedveil import strategies, tasks
+from fedveil import rng, strategies, tasks
 from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.data_sets import ID_FILE, DataSet
 from fedveil.client_app.site.private import PrivateStore, ledger_of
+from fedveil.client_app.site.received import Judged, Received
 from fedveil.client_app.site.witness import Witness
 from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext
@@ -56,7 +57,8 @@ class Turns:
 
         Before it returns the upload, it prepares the next private state on disk. The caller commits that state.
 
-        Raises PolicyError, and keeps the last private state, if the upload was made from fewer rows than the site asks.
+        Raises PolicyError, and keeps the last private state, if what came is not what the site trains from, or the
+        upload was made from fewer rows than the site asks.
         """
         started = time.perf_counter()
         order, config = assignment.order, assignment.config
@@ -67,10 +69,14 @@ class Turns:
         secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
         seeded = config.run.deterministic
         ctx = RoundContext(order.round, assignment.name, order.is_new, secret, seeded, order.address)
-        witness = Witness(task.trainer(rows, ctx.rng("batches"), watch))
+        received = Received.of(assignment.site.state_dir, order.run, assignment.name)
+        initial = lambda: task.initial(rng.initial(config.run.seed, "weights"))  # noqa: E731
+        judged = Judged(task.trainer(rows, ctx.rng("batches"), watch), assignment.site, received, initial)
+        witness = Witness(judged)
         trainer = self._bounded(witness, exchange.method, assignment, ctx)
         private, parts = exchange.participate(receive(), store.load(), trainer, ctx)
         policy.check_rows(assignment.site, witness.distinct, witness.least)
+        judged.keep()
         store.prepare(private)
         return Turn(parts, load_seconds)
 

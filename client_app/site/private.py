@@ -4,6 +4,7 @@
     <state-dir>/<run>/<site>/next.safetensors       the next such state, until this turn's upload is complete
     <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow
     <state-dir>/<run>/<site>/served.json            the last round that was served (served.py)
+    <state-dir>/<run>/<site>/received.json          what it trained from last, as a sketch (received.py)
     <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
 
 It is never in Flower's `Context.state`, which is lost at a restart, and silently above about 50 MB. The process that
