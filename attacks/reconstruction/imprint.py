@@ -110,7 +110,8 @@ def _quiet(task: AdaptedTask, layer: str, count: int) -> Tensor:
     module = task.base.model.get_submodule(layer)
     matrix = module.get_parameter("base_layer.weight").detach().float()
     out = len(task.trained[f"{layer}.lora_B"])
-    return matrix.norm(dim=0 if matrix.shape[1] == out else 1).argsort()[:count].cpu()
+    sizes: Tensor = torch.linalg.vector_norm(matrix, dim=0 if matrix.shape[1] == out else 1)
+    return sizes.argsort()[:count].cpu()
 
 
 def learned(

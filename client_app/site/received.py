@@ -1,10 +1,13 @@
 """What a turn is about to train from, judged before a row is looked at: whatever method, the first weights of a turn.
 
-    <state-dir>/<run>/<site>/received.json    of the last turn that was completed: a secret key, a sketch of what it
-                                              trained from under that key, and the largest norm so far
+    <state-dir>/<run>/<site>/received.json    of the last turn that was completed: a secret key, and for every tensor a
+                                              sketch of what was trained from under that key, and the largest norm
 
-    norm   = |w|                              all trained tensors together
-    change = |w - last| / largest norm so far of what this site trained from in this run
+    norm   = |w|                                       all trained tensors together
+    change = max over tensors of  rms(w - last) / max(rms so far of this tensor, rms so far of all together)
+
+"So far" is the largest of what this site trained from in this run. It is taken tensor by tensor so that one hostile
+layer among many does not drown; a B that is zero is measured by all tensors together.
 
 | case | what happens |
 |---|---|
@@ -13,12 +16,14 @@
 | the first turn in a run | `last` is what `run.seed` says that a run begins with; every site can draw it |
 | the first turn of a site that came late | the same: what the others have learned until then counts as change |
 | `last` is zero everywhere, and so was all before | only the norm is judged |
+| other tensors than the last time | as in the first turn |
 | a turn fails, or is refused | `last` stays |
 | a factor or prompt that the site keeps for itself | it is a part of what is trained, and judged with the rest |
 | the file is damaged | StateError |
 
 The server learns that a bound was passed, and not the numbers: what a site keeps for itself is in them. The site's log
-has them. The sketch is of SIZE numbers (fedveil/algebra/sketch.py), so that a large model is not kept twice.
+has them. A sketch is of 64 numbers (fedveil/algebra/sketch.py), so that a large model is not kept twice; a change is
+known to about 9 %.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -57,34 +62,50 @@ class Reference:
     """What a site trained from, as far as it is kept.
 
     Attributes:
-        key: of the sketch; never leaves the site.
-        sketch: (SIZE,).
-        norm: the largest so far.
+        key: of the sketches; never leaves the site.
+        sketches: (SIZE,) for every tensor.
+        norms: the largest so far of every tensor.
     """
 
     key: bytes
-    sketch: Tensor
-    norm: float
+    sketches: Weights
+    norms: Mapping[str, float]
 
     @classmethod
-    def of(cls, weights: Weights) -> Reference:
-        """Of weights, with a new key."""
-        key = os.urandom(_KEY_BYTES)
-        return cls(key, sketch(weights, key), norm_of(weights))
+    def of(cls, weights: Weights, key: bytes = b"") -> Reference:
+        """Of weights; without a key, with a new one."""
+        key = key or os.urandom(_KEY_BYTES)
+        return cls(key, {n: sketch(w, key, n) for n, w in weights.items()}, {n: _norm(w) for n, w in weights.items()})
 
     def then(self, weights: Weights) -> Reference:
         """The next reference, with the same key."""
-        return Reference(self.key, sketch(weights, self.key), max(self.norm, norm_of(weights)))
+        new = Reference.of(weights, self.key)
+        return Reference(self.key, new.sketches, {n: max(norm, self.norms[n]) for n, norm in new.norms.items()})
+
+    def fits(self, weights: Weights) -> bool:
+        """Whether it is of tensors of these names."""
+        return set(self.sketches) == set(weights)
 
     def change(self, weights: Weights) -> float:
-        """How far the weights are from the last ones, in largest norms; 0 where that norm is 0."""
-        moved = float(torch.linalg.vector_norm(sketch(weights, self.key) - self.sketch))
-        return moved / self.norm if self.norm else 0.0
+        """The largest change of a tensor, as the module's formula has it; 0 where all is zero so far."""
+        entries = sum(w.numel() for w in weights.values())
+        of_all = math.hypot(*self.norms.values()) / math.sqrt(entries)
+        changes = [0.0]
+        for name, w in weights.items():
+            root = math.sqrt(max(1, w.numel()))
+            moved = float(torch.linalg.vector_norm(sketch(w, self.key, name) - self.sketches[name])) / root
+            if scale := max(of_all, self.norms[name] / root):
+                changes.append(moved / scale)
+        return max(changes)
 
 
 def norm_of(weights: Weights) -> float:
     """Euclidean norm of all tensors together; not finite where an entry is not."""
-    return math.hypot(*(float(torch.linalg.vector_norm(w, dtype=torch.float64)) for w in weights.values()))
+    return math.hypot(*map(_norm, weights.values()))
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
@@ -112,16 +133,16 @@ class Received:
             return None
         try:
             content = json.loads(self._file.read_text())
-            values = base64.b64decode(content["sketch"], validate=True)
+            tensors = content["tensors"]
             found = Reference(
                 bytes.fromhex(content["key"]),
-                torch.frombuffer(bytearray(values), dtype=torch.float64),
-                float(content["norm"]),
+                {name: _unpacked(text) for name, (_, text) in tensors.items()},
+                {name: float(norm) for name, (norm, _) in tensors.items()},
             )
-            if len(found.key) == _KEY_BYTES and len(found.sketch) == SIZE and math.isfinite(found.norm):
+            if len(found.key) == _KEY_BYTES and all(map(math.isfinite, found.norms.values())):
                 return found
             reason = "another length"
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = type(error).__name__
         raise StateError(
             f"{self._file}: expected what this site trained from last, found none that can be read ({reason}); restore "
@@ -130,12 +151,20 @@ class Received:
 
     def save(self, reference: Reference) -> None:
         """Keeps the reference, whole or not at all. Raises StateError, e.g. on a full disk."""
-        values = base64.b64encode(reference.sketch.numpy().tobytes()).decode()
-        content = {"key": reference.key.hex(), "norm": reference.norm, "sketch": values}
+        packed = {n: base64.b64encode(values.numpy().tobytes()).decode() for n, values in reference.sketches.items()}
+        tensors = {name: [reference.norms[name], text] for name, text in packed.items()}
+        content = {"key": reference.key.hex(), "tensors": tensors}
         try:
             write_atomic(self._file, json.dumps(content).encode())
         except OSError as error:
             raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
+
+
+def _unpacked(text: str) -> Tensor:
+    values = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.float64)
+    if len(values) != SIZE:
+        raise ValueError
+    return values
 
 
 @final
@@ -159,7 +188,9 @@ class Judged(WrappedTrainer):
             return
         norm = norm_of(weights)
         policy.check_received(self._site, norm, 0.0)  # before a difference is taken with what is not finite
-        last = self._received.load() or Reference.of(self._initial())
+        last = self._received.load()
+        if last is None or not last.fits(weights):
+            last = Reference.of(self._initial())
         change = last.change(weights)
         log.info("to be trained from: norm %.6g, change %.6g", norm, change)
         policy.check_received(self._site, norm, change)

@@ -91,13 +91,25 @@ def test_whatever_asks_for_the_rows_the_weights_are_judged_before(config, tmp_pa
 
 def test_a_later_broadcast_is_judged_against_the_last_that_was_trained_from(tmp_path):
     server = _Server(tmp_path, "max-broadcast-change = 0.3")
-    for round_, factor in enumerate((1.0, 1.25, 1.5)):
+    for round_, factor in enumerate((1.0, 1.2, 1.45)):
         assert server.send(times(server.initial, factor), round_)
     with pytest.raises(PolicyError, match="change"):
         server.send(times(server.initial, 2.5), 3)
     assert server.send(times(server.initial, 1.75), 3)  # what was refused does not count
     norm = sum(float(w.square().sum()) for w in server.initial.values()) ** 0.5
-    assert server.kept.norm == pytest.approx(1.75 * norm)
+    assert sum(n * n for n in server.kept.norms.values()) ** 0.5 == pytest.approx(1.75 * norm)
+
+
+def test_one_layer_among_many_does_not_drown(tmp_path):
+    """The change of one B among 32 tensors: a sixth of the norm of all together."""
+    server = _Server(tmp_path, "max-broadcast-change = 1.0")
+    name = next(n for n in server.initial if n.endswith("lora_B"))
+    hostile = {**server.initial, name: torch.zeros_like(server.initial[name])}
+    hostile[name][0, 0] = 1.0
+    assert sum(float(w.square().sum()) for w in server.initial.values()) > 36.0
+    with pytest.raises(PolicyError, match="change"):
+        server.send({**hostile, name: hostile[name].index_fill(0, torch.arange(3), 0.8)})
+    assert server.send(server.initial)
 
 
 def test_zeros_in_between_do_not_open_the_bound(tmp_path):
@@ -139,7 +151,9 @@ def test_a_turn_that_fails_afterwards_leaves_the_reference(tmp_path):
     assert server.kept is None
 
 
-@pytest.mark.parametrize("damage", ["{", '{"key": "00", "norm": 1.0, "sketch": "AAAA"}', "[]"])
+@pytest.mark.parametrize(
+    "damage", ["{", '{"key": "00", "tensors": {"a": [1.0, "AAAA"]}}', '{"key": "", "tensors": []}', "[]"]
+)
 def test_a_damaged_file_refuses(damage, tmp_path):
     server = _Server(tmp_path)
     file = tmp_path / "r" / "s" / "received.json"
@@ -155,7 +169,7 @@ def test_the_reference_is_kept_as_it_was(tmp_path):
     store = Received(tmp_path / "r" / "s")
     store.save(made)
     found = store.load()
-    assert (found.key, found.norm) == (made.key, made.norm)
-    assert torch.equal(found.sketch, made.sketch)
+    assert (found.key, found.norms) == (made.key, made.norms)
+    assert torch.equal(found.sketches["a"], made.sketches["a"])
     assert (tmp_path / "r" / "s" / "received.json").stat().st_mode & 0o077 == 0
     assert (tmp_path / "r" / "s" / "received.json").stat().st_size < 12_000
