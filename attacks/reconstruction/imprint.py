@@ -131,7 +131,7 @@ def learned(
         return (answered[name].double() - sent[name].double())[1:]
     step = (answered[name].double() - sent[name].double() * (1 - rate * decay))[1:] / rate
     step = step.clamp(-1 + 1e-9, 1 - 1e-9)
-    return _ADAM * step / (1 - step.abs())
+    return _ADAM * step / (step.abs() - 1)  # a step goes down the gradient
 
 
 def beginnings(

@@ -33,7 +33,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows
 from fedveil.federation.exchange import Exchange
-from fedveil.training.adapted import AdaptedTask
+from fedveil.tasks.text_generation import TextGeneration
 from fedveil.wire.payloads import tensors_of
 from fedveil.wire.tap import Tap
 
@@ -81,7 +81,7 @@ class _Case:
         self, config: RunConfig, settings: dict[str, Any], row: dict[str, Any], options: Options, gate: Tensor | None
     ) -> None:
         self._config, self._settings, self._row = config, settings, row
-        self._task = task_of(AdaptedTask, config, options)
+        self._task = task_of(TextGeneration, config, options)
         method = strategies.create(config.method.name, config.method.fields)
         self._exchange = Exchange(method, config.method.name, self._task.spec)
         self._initial = self._task.initial(rng.initial(config.run.seed, "weights"))
@@ -146,7 +146,7 @@ class _Case:
             rate, decay = config.train.learning_rate, config.train.weight_decay
             learned = imprint.learned(sent, answered, layer, rate, decay, adamw=config.dp.clip == 0)
             found = imprint.beginnings(self._task, self._initial, layer, learned, prefix, length)
-        truth = [tuple(row.ids[:length]) for row in rows]  # type: ignore[attr-defined]
+        truth = [tuple(row.ids[:length]) for row in rows]
         return {"rows": sum(t in found for t in truth) / len(truth), "false": float(len(found - set(truth)))}
 
 

@@ -2,67 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from fedveil import rng, strategies, tasks
-from fedveil.client_app import turn
 from fedveil.client_app.app import public_reason
-from fedveil.client_app.site import permits
-from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.site.received import Received, Reference
-from fedveil.config import parse
-from fedveil.contract.address import Address
-from fedveil.contract.method import RoundContext, State, fields_of
+from fedveil.contract.method import State
 from fedveil.errors import PolicyError, StateError, WireError
-from fedveil.federation.exchange import Exchange
+from tests.client_app.site.one_site import Server
 
 GRADIENT = {"method.name": "random_binary", "method.fields": 'rate = 0.0\nadapter = {kind = "lora"}'}
 ROWS = {"method.name": "fedavg", "dp.clip": 1.0, "dp.noise": 0.0, "train.max-steps": 1}
-
-
-class _Server:
-    """A server of one site that may send anything."""
-
-    def __init__(self, at, text: str = "", **config):
-        flat = {"method.name": "fedavg", "task.max-tokens": 32, "train.batch-size": 4, "train.max-steps": 1, **config}
-        parsed = parse(flat)
-        self.at, self.flat, self.name = at, flat, parsed.method.name
-        (at / "policy.toml").write_text(f"{text}\n{permits.needed(parsed)}")
-        rows = [{"mr": f"name[Aromi {i}]", "ref": f"Aromi {i} is a pub."} for i in range(8)]
-        (at / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        method = strategies.create(self.name, parsed.method.fields)
-        self.task = tasks.load(parsed, method.adapter, "cpu")
-        self.exchange = Exchange(method, self.name, self.task.spec)
-        self.initial = self.task.initial(rng.initial(parsed.run.seed, "weights"))
-        self.turns = turn.Turns()
-        self.looked = 0
-
-    def send(self, weights, round_: int = 0) -> bytes:
-        ctx = RoundContext(round_, "s", round_ == 0, bytes(32), address=Address("r"))
-        method = self.exchange.method
-        state = method.init(self.task.spec, weights, rng.initial(0, "m"))
-        order = {"round": round_, "is-new": ctx.is_new, "site": "s", "run": "r", "method": self.name}
-        order |= {"fields": json.dumps(fields_of(method))}
-        node = {
-            "state-dir": str(self.at),
-            "data": str(self.at),
-            "policy": str(self.at / "policy.toml"),
-            "device": "cpu",
-        }
-        asked = Assignment.of(order, self.flat, node)
-        taken = self.turns.take(lambda: self.exchange.broadcast(state, ctx), asked, self._count)
-        return b"".join(taken.parts)
-
-    def _count(self, step) -> None:
-        self.looked += 1
-
-    @property
-    def kept(self) -> Reference | None:
-        return Received.of(self.at, "r", "s").load()
 
 
 def times(weights, factor: float) -> dict:
@@ -70,10 +21,10 @@ def times(weights, factor: float) -> dict:
 
 
 def test_the_first_broadcast_is_judged_against_what_the_seed_says(tmp_path):
-    server = _Server(tmp_path, "max-broadcast-change = 0.01")
+    server = Server(tmp_path, "max-broadcast-change = 0.01")
     assert server.send(server.initial)
     (tmp_path / "other").mkdir()
-    other = _Server(tmp_path / "other", "max-broadcast-change = 0.01")
+    other = Server(tmp_path / "other", "max-broadcast-change = 0.01")
     with pytest.raises(PolicyError, match="broadcast: this site permits a change of at most 0.01 .* found more"):
         other.send(times(other.initial, 1.1))
     assert (other.looked, other.kept) == (0, None)
@@ -82,7 +33,7 @@ def test_the_first_broadcast_is_judged_against_what_the_seed_says(tmp_path):
 
 @pytest.mark.parametrize("config", [{}, GRADIENT, ROWS, {"method.name": "fedrand"}])
 def test_whatever_asks_for_the_rows_the_weights_are_judged_before(config, tmp_path):
-    server = _Server(tmp_path, **config)
+    server = Server(tmp_path, **config)
     with pytest.raises(PolicyError, match="max-broadcast-change"):
         server.send(times(server.initial, 1e3))
     assert server.looked == 0
@@ -90,7 +41,7 @@ def test_whatever_asks_for_the_rows_the_weights_are_judged_before(config, tmp_pa
 
 
 def test_a_later_broadcast_is_judged_against_the_last_that_was_trained_from(tmp_path):
-    server = _Server(tmp_path, "max-broadcast-change = 0.3")
+    server = Server(tmp_path, "max-broadcast-change = 0.3")
     for round_, factor in enumerate((1.0, 1.2, 1.45)):
         assert server.send(times(server.initial, factor), round_)
     with pytest.raises(PolicyError, match="change"):
@@ -102,7 +53,7 @@ def test_a_later_broadcast_is_judged_against_the_last_that_was_trained_from(tmp_
 
 def test_one_layer_among_many_does_not_drown(tmp_path):
     """The change of one B among 32 tensors: a sixth of the norm of all together."""
-    server = _Server(tmp_path, "max-broadcast-change = 1.0")
+    server = Server(tmp_path, "max-broadcast-change = 1.0")
     name = next(n for n in server.initial if n.endswith("lora_B"))
     hostile = {**server.initial, name: torch.zeros_like(server.initial[name])}
     hostile[name][0, 0] = 1.0
@@ -113,7 +64,7 @@ def test_one_layer_among_many_does_not_drown(tmp_path):
 
 
 def test_zeros_in_between_do_not_open_the_bound(tmp_path):
-    server = _Server(tmp_path, "max-broadcast-change = 2.0")
+    server = Server(tmp_path, "max-broadcast-change = 2.0")
     assert server.send(server.initial)
     assert server.send(times(server.initial, 0.0), 1)
     with pytest.raises(PolicyError, match="change"):
@@ -121,14 +72,14 @@ def test_zeros_in_between_do_not_open_the_bound(tmp_path):
 
 
 def test_a_norm_is_bounded_where_the_site_says_so(tmp_path):
-    server = _Server(tmp_path, "max-broadcast-norm = 3.0")
+    server = Server(tmp_path, "max-broadcast-norm = 3.0")
     with pytest.raises(PolicyError, match="a norm of at most 3 .max-broadcast-norm., found more"):
         server.send(server.initial)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 def test_a_value_that_is_not_finite_is_refused(value, tmp_path):
-    server = _Server(tmp_path)
+    server = Server(tmp_path)
     name = next(iter(server.initial))
     bad = {**server.initial, name: torch.full_like(server.initial[name], value)}
     with pytest.raises((WireError, PolicyError), match="finite|change") as caught:
@@ -138,14 +89,14 @@ def test_a_value_that_is_not_finite_is_refused(value, tmp_path):
 
 
 def test_the_server_learns_neither_norm_nor_change(tmp_path):
-    server = _Server(tmp_path)
+    server = Server(tmp_path)
     with pytest.raises(PolicyError) as caught:
         server.send(times(server.initial, 1234.5))
     assert "123" not in str(caught.value)
 
 
 def test_a_turn_that_fails_afterwards_leaves_the_reference(tmp_path):
-    server = _Server(tmp_path, "min-examples = 100")
+    server = Server(tmp_path, "min-examples = 100")
     with pytest.raises(PolicyError, match="examples"):
         server.send(server.initial)
     assert server.kept is None
@@ -155,7 +106,7 @@ def test_a_turn_that_fails_afterwards_leaves_the_reference(tmp_path):
     "damage", ["{", '{"key": "00", "tensors": {"a": [1.0, "AAAA"]}}', '{"key": "", "tensors": []}', "[]"]
 )
 def test_a_damaged_file_refuses(damage, tmp_path):
-    server = _Server(tmp_path)
+    server = Server(tmp_path)
     file = tmp_path / "r" / "s" / "received.json"
     file.parent.mkdir(parents=True)
     file.write_text(damage)
