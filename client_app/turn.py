@@ -76,8 +76,8 @@ class Turns:
         trainer = self._bounded(witness, exchange.method, assignment, ctx)
         private, parts = exchange.participate(receive(), store.load(), trainer, ctx)
         policy.check_rows(assignment.site, witness.distinct, witness.least)
-        judged.keep()
         store.prepare(private)
+        judged.keep()
         return Turn(parts, load_seconds)
 
     def _bounded(self, trainer: Trainer, method: Method, assignment: Assignment, ctx: RoundContext) -> Trainer:

@@ -119,7 +119,8 @@ class _Case:
         drawn = rng.Stream.derive(bytes(32), seed, "", "batches").choice(
             len(self._rows), size * self._settings["batches"]
         )
-        return [self._measured([self._rows[i] for i in drawn[n : n + size]]) | more for n in range(0, len(drawn), size)]
+        starts = range(0, len(drawn), size)
+        return [self._measured([self._rows[i] for i in drawn[n : n + size]], f"site-{n}") | more for n in starts]
 
     def _ramp(self, most: float) -> int:
         """The round, from 1, in which a site that lets in changes of `most` trains from the crafted pair."""
@@ -132,14 +133,15 @@ class _Case:
             rounds += 1
         return rounds
 
-    def _measured(self, rows: Rows) -> dict[str, float]:
+    def _measured(self, rows: Rows, site: str) -> dict[str, float]:
+        """Of one upload. Each batch is of a site of its own: what a site withholds follows from its name too."""
         layer, length, config = self._settings["layer"], self._positions.stop, self._config
         prefix = tuple(self._public[0].ids[: self._positions.start])
         with tempfile.TemporaryDirectory() as folder:
             tap = Tap(Path(folder))
-            federation(self._exchange, config, self._task, {"site": rows}, self._sent, tap).round(0)
+            federation(self._exchange, config, self._task, {site: rows}, self._sent, tap).round(0)
             view = View.server(tap, self._exchange)
-            upload = next(view.uploads("site"))
+            upload = next(view.uploads(site))
             asked = view.answered(upload)
             assert asked is not None
             sent, answered = tensors_of(asked.payload), view.added(upload)

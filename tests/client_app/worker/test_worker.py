@@ -350,13 +350,16 @@ def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(ben
     bench.orders(entries=200_000)
     bench.turn(0)
     before, (worker,) = bench.private(), bench.workers()
+    received = bench.state / "first" / "north" / "received.json"
+    judged_by = received.read_bytes()
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     message = r"next.safetensors: expected to write the private state, found .*; free space"
     with pytest.raises(link.TurnError, match=message) as error:
         bench.turn(1)
     assert error.value.kind == "StateError"
     assert bench.private() == before
-    assert [p.name for p in (bench.state / "first" / "north").iterdir()] == ["private.safetensors"]
+    assert received.read_bytes() == judged_by
+    assert {p.name for p in received.parent.iterdir()} == {"private.safetensors", "received.json"}
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     bench.turn(1)
     assert bench.private() != before
