@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedveil import strategies, tasks
+from fedveil import rng, strategies, tasks
 from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.data_sets import ID_FILE, DataSet
 from fedveil.client_app.site.private import PrivateStore, ledger_of
+from fedveil.client_app.site.received import Judged, Received
 from fedveil.client_app.site.witness import Witness
 from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext
@@ -59,8 +60,8 @@ class Turns:
         The private state goes on from the turn that the order names, and is on disk before the upload is returned.
 
         Raises:
-            PolicyError: the upload was made from fewer rows than the site asks, or the round was served with another
-                message before. The last private state stays.
+            PolicyError: what came is not what the site trains from, the upload was made from fewer rows than the site
+                asks, or the round was served with another message before. The last private state stays.
             StateError: the private state cannot be read or written.
         """
         started = time.perf_counter()
@@ -73,12 +74,16 @@ class Turns:
         secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
         seeded = config.run.deterministic
         ctx = RoundContext(order.round, assignment.name, order.is_new, secret, seeded, order.address)
-        witness = Witness(task.trainer(rows, ctx.rng("batches"), watch))
+        received = Received.of(assignment.site.state_dir, order.run, assignment.name)
+        initial = lambda: task.initial(rng.initial(config.run.seed, "weights"))  # noqa: E731
+        judged = Judged(task.trainer(rows, ctx.rng("batches"), watch), assignment.site, received, initial)
+        witness = Witness(judged)
         trainer = self._bounded(witness, exchange.method, assignment, ctx)
         private, turn = store.load(order.last, order.is_new), ctx.new_turn()
         private, parts = exchange.participate(_same(receive(), assignment), private, trainer, ctx, turn)
         policy.check_rows(assignment.site, witness.distinct, witness.least)
         store.save(turn, order.last, private)
+        judged.keep()
         return Turn(parts, load_seconds)
 
     def _bounded(self, trainer: Trainer, method: Method, assignment: Assignment, ctx: RoundContext) -> Trainer:

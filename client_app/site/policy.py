@@ -13,6 +13,8 @@ refuses.
     min-noise = 1.0                          # the run must train by noisy steps (dp.*) with at least this noise
     min-examples = 100                       # different rows that an upload was made from, in this turn
     min-batch = 8                            # rows of each step that it was made from
+    max-broadcast-norm = 50.0                # of what a turn is about to train from (received.py)
+    max-broadcast-change = 10.0              # of it against what this site trained from last; 10 unless said
     app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
     signers = ["ssh-ed25519 AAAA..."]        # who may have signed the bundle: `fedveil app sign`
     hours = ["20:00-06:00"]                  # by this machine's clock; a turn must begin in one of these windows
@@ -32,6 +34,7 @@ refuses.
 | min-noise, and the run has no `dp.clip` | PolicyError: its noise is 0 |
 | max-epsilon, and the run has no budget that the site's ledger enforces, or its draws are seeded | PolicyError |
 | too many bytes or too few rows, which only the turn shows | the site withholds the upload and sends the reason |
+| more norm or change than the two bounds of a broadcast | the turn ends before a row is looked at |
 | hours "22:00-06:00" | the window runs over midnight, from 22:00 to before 06:00; "00:00-24:00" is always |
 
 This file comes with the server's bundle too. The policy is enforced by the site's own copy of it, which
@@ -77,6 +80,8 @@ class Policy(BaseModel):
     min_noise: float | None = Field(None, gt=0, allow_inf_nan=False)
     min_examples: int | None = Field(None, ge=1)
     min_batch: int | None = Field(None, ge=1)
+    max_broadcast_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
+    max_broadcast_change: float = Field(10.0, gt=0, allow_inf_nan=False)
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
     hours: list[Annotated[str, Field(pattern=hours.WINDOW)]] | None = None
@@ -176,6 +181,21 @@ def check_upload(site: Site, down_bytes: int, up_bytes: int, num_examples: objec
         raise PolicyError(
             f"examples: this site takes part with at least {policy.min_examples}, found fewer; leave it out"
         )
+
+
+def check_received(site: Site, norm: float, change: float) -> None:
+    """Checks what the turn is about to train from (received.py). Raises PolicyError, which does not name the numbers:
+    they hold what the site keeps for itself."""
+    policy = of(site)
+    if not math.isfinite(norm):
+        raise PolicyError("broadcast: expected finite values, found others among what is to be trained; mend the run")
+    asked = (("norm", norm, policy.max_broadcast_norm), ("change", change, policy.max_broadcast_change))
+    for key, found, limit in asked:
+        if limit is not None and not found <= limit:
+            raise PolicyError(
+                f"broadcast: this site permits a {key} of at most {limit:g} (max-broadcast-{key}), found more; start "
+                "from the weights of run.seed and train in smaller steps, or agree on another bound with the site"
+            )
 
 
 def check_rows(site: Site, distinct: int, least: int) -> None:

@@ -4,6 +4,7 @@
     <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow
     <state-dir>/<run>/<site>/served.json            the last rounds that were served (served.py)
     <state-dir>/<run>/<site>/turn.lock              held while a turn of the run is under way
+    <state-dir>/<run>/<site>/received.json          what it trained from last, as a sketch (received.py)
     <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
 
 Where the node config names a key file, states, secret and ledger are sealed (fedveil.sealed); the rounds that were

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,11 +13,12 @@ from fedveil.algebra.sums import RunningSums
 from fedveil.contract.address import Address
 from fedveil.contract.budget import Sampling
 from fedveil.contract.codec import Buffer
-from fedveil.contract.layout import Layout
+from fedveil.contract.layout import Layout, Payload
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.sums import AddedSums, Terms
 from fedveil.contract.trainer import Batch, Penalty, RowGradients, Trained, Trainer
+from fedveil.errors import WireError
 from fedveil.privacy.wrapped import WrappedRows, WrappedTrainer
 from fedveil.rng import Stream
 from fedveil.wire.conformity import bounds
@@ -66,13 +68,13 @@ class Exchange:
         Returns the new private state and the reply, in parts. If the caller keeps no reference to `data`, its memory
         can be freed while the client trains. `turn` is the site's name for the state, which the reply carries if there
         is one to keep.
+
+        Raises:
+            WireError: a message that is not what the layout declares, or holds a value that is not finite.
         """
         reporting = _Reporting(trainer)
-        received = [
-            unpack(
-                data, self.layout, Stamp.of(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast)
-            ).payload
-        ]
+        stamp = Stamp.of(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast)
+        received = [_finite(unpack(data, self.layout, stamp))]
         del data
         private, payload = self.method.client(private, received.pop(), reporting, ctx)
         stamp = Stamp.of(self.method, self.name, ctx.round, "up", ctx.address)
@@ -110,6 +112,14 @@ class Exchange:
         if ctx is None or count < least:
             return server
         return self.method.settle(server, sums, replace(ctx, client="", is_new=False))
+
+
+def _finite(message: Message) -> Payload:
+    """The payload of a broadcast. Also what no trainer ever sees is finite, such as the centre of a penalty."""
+    for name, norm in message.norms.items():
+        if not math.isfinite(norm):
+            raise WireError(f"{name}: expected finite values in the broadcast, found others; mend the run")
+    return message.payload
 
 
 class _Reporting(WrappedTrainer):

@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from fedveil import rng, strategies
 from fedveil.algebra.robust import HeldSums
 from fedveil.client_app.app import app
+from fedveil.client_app.site import permits
 from fedveil.config import AggregateConfig, CohortConfig, parse
 from fedveil.contract.address import Address
 from fedveil.contract.layout import Payload
@@ -200,7 +201,10 @@ def test_a_robust_rule_is_refused_where_the_server_s_noise_is_made_for_a_mean():
 
 @pytest.fixture
 def rounds(tmp_path, monkeypatch):
-    """Six rounds over the grid, in which east multiplies its upload by `factor` of the round."""
+    """Six rounds over the grid, in which east multiplies its upload by `factor` of the round.
+
+    The sites let in any change of a broadcast: else they refuse to train from a model that was poisoned so.
+    """
     names = ["north", "east", "south", "west", "centre"]
     task = use_toy_task(monkeypatch)
 
@@ -214,8 +218,11 @@ def rounds(tmp_path, monkeypatch):
             stamp = Stamp("fedavg", 1, order["round"], "up", address)
             return sent(message, pack(exchange.layout, stamp, worse, 4))
 
-        config = {"run.deterministic": True, "run.seed": 9, "run.rounds": 6}
+        config = {"run.deterministic": True, "run.seed": 9, "run.rounds": 6, "method.name": "fedavg"}
         grid = LocalGrid(app, names[:sites], tmp_path / "state", config, tamper={"east": poisoned})
+        policy = tmp_path / "policy.toml"
+        policy.write_text(f"max-broadcast-change = 1e9\n{permits.needed(parse(grid.run_config))}")
+        grid.node_config = {site: {"policy": str(policy)} for site in names[:sites]}
         quick = {"min_sites": 2, "deadline_seconds": 1.0, "wait_seconds": 1.0} | cohort
         settings = RunSettings(CohortConfig(**quick), aggregate, 9, True, tap=folder is not None)
         strategy = MethodStrategy(FedAvg(), settings, folder=folder)

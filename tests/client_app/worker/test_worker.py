@@ -362,6 +362,8 @@ def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(ben
     bench.orders(entries=200_000)
     bench.turn(0)
     before, (worker,) = bench.private(), bench.workers()
+    received = bench.state / "first" / "north" / "received.json"
+    judged_by = received.read_bytes()
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     message = r"turn-[0-9a-f]{16}.safetensors: expected to write the private state, found .*; free space"
     with pytest.raises(link.TurnError, match=message) as error:
@@ -369,6 +371,7 @@ def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(ben
     assert error.value.kind == "StateError"
     assert bench.private() == before
     assert list((bench.state / "first" / "north").glob("*.safetensors")) == [bench.file()]
+    assert received.read_bytes() == judged_by
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     bench.turn(1)
     assert bench.private() != before

@@ -1,0 +1,37 @@
+"""The preset's runner, on one batch."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from fedveil import places
+from fedveil.benchmarks.broadcast import imprint
+from fedveil.benchmarks.run import Options
+
+PRESET = tomllib.loads((places.folder("benchmarks/presets") / "broadcast/imprint.toml").read_text())["settings"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    rows = {
+        name: PRESET["rows"][name] for name in ("honest broadcast", "crafted, after a ramp of 1", "crafted, within 1")
+    }
+    settings = {**PRESET, "rows": rows, "batches": 1}
+    return imprint.of_seed(settings, 0, Options())
+
+
+def test_the_controls_stand(found):
+    assert found["crafted, after a ramp of 1"][0]["rows"] == 1.0  # what comes in the end is the crafted pair
+    assert found["honest broadcast"][0] == {"rows": 0.0, "false": 0.0, "change": 0.0, "norm": 1.0}
+
+
+def test_a_change_is_as_large_as_asked_and_a_ramp_takes_rounds(found):
+    assert found["crafted, within 1"][0]["change"] == pytest.approx(1.0, rel=1e-3)
+    assert found["crafted, after a ramp of 1"][0]["ramp rounds"] > 1
+
+
+def test_controls_that_fail_are_said():
+    metrics = {name: {"rows": {"mean": 0.5}, "change": {"mean": 1.0}} for name in ("crafted", "honest broadcast")}
+    assert "DO NOT STAND" in imprint._verdicts(metrics, PRESET)[0]
