@@ -1,7 +1,7 @@
 """This site's private state, on this site's disk.
 
     <state-dir>/<run>/<site>/turn-<id>.safetensors  what the method keeps after one turn, and the turn before that one
-    <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow
+    <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow, and their checksum
     <state-dir>/<run>/<site>/served.json            the last rounds that were served (served.py)
     <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
 
@@ -15,7 +15,8 @@ the first one did.
 |---|---|
 | a turn whose state is here | that state; what came after it is dropped |
 | no turn | nothing, as in the first participation; served.py sees to it that no round begins in two ways |
-| a turn whose state is not here | nothing if the server sends all that a newcomer needs; else StateError |
+| a turn whose state is not here, or is damaged | nothing if the server sends all that a newcomer needs; else
+  StateError, after which the server takes the site for a newcomer |
 
 Kept are the state of the turn that was named last, that of the turn before it, for a server that goes back to its last
 but one checkpoint, and the newest.
@@ -23,6 +24,7 @@ but one checkpoint, and the newest.
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,8 @@ from fedveil.errors import ConfigError, StateError
 if TYPE_CHECKING:
     from fedveil.contract.method import State
     from fedveil.privacy.ledger import Ledger
+
+log = logging.getLogger("fedveil.private")
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -71,7 +75,7 @@ class PrivateStore:
         Raises:
             StateError: the state is not here, or is damaged.
         """
-        if not last or (is_new and not self._file(last).exists()):
+        if not last or (is_new and self._before(last) is None):
             return None
         if not self._file(last).exists():
             raise StateError(
@@ -88,7 +92,7 @@ class PrivateStore:
         from fedveil.contract.method import State as State_
         from fedveil.records.state import save_state
 
-        before = self._read(last)[1] if last and self._file(last).exists() else ""
+        before = self._before(last) or ""
         for file in self.folder.glob("turn-*.safetensors"):
             if file not in (self._file(last), self._file(before)):
                 file.unlink()
@@ -104,6 +108,16 @@ class PrivateStore:
     def _file(self, turn: str) -> Path:
         return self.folder / f"turn-{turn}.safetensors"
 
+    def _before(self, turn: str) -> str | None:
+        """The turn from which `turn` went on; None where there is no state of `turn` that can be read."""
+        if not turn or not self._file(turn).exists():
+            return None
+        try:
+            return self._read(turn)[1]
+        except StateError as error:
+            log.warning("%s", error)
+            return None
+
     def _read(self, turn: str) -> tuple[State, str]:
         from fedveil.contract.method import State as State_
         from fedveil.records.state import load_state
@@ -117,16 +131,18 @@ class PrivateStore:
     def secret(self, seed: int, site: str, deterministic: bool) -> bytes:
         """This client's secret: drawn from the operating system at the first call, later read from the file."""
         from fedveil import rng
-        from fedveil.records.files import write_atomic
+        from fedveil.records.files import sealed_bytes, unsealed_bytes, write_atomic
 
         if deterministic:
             return rng.secret(f"client:{site}", seed, deterministic)
         path = self.folder / "secret"
         if not path.exists():
-            write_atomic(path, rng.fresh_secret())
-        secret = path.read_bytes()
-        if len(secret) != rng.SECRET_BYTES:
+            write_atomic(path, sealed_bytes(rng.fresh_secret()))
+        data = path.read_bytes()
+        try:
+            return unsealed_bytes(data)
+        except ValueError as error:
             raise StateError(
-                f"{path}: expected {rng.SECRET_BYTES} bytes, found {len(secret)}; restore it from a backup"
-            )
-        return secret
+                f"{path}: expected this site's secret for the run, found {len(data)} bytes: {error}; restore "
+                "it from a backup, or take no further part in this run"
+            ) from None

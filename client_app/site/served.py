@@ -1,6 +1,7 @@
 """Which rounds of a run this site has served last, how often, and with what, whatever a server says.
 
-    <state-dir>/<run>/<site>/served.json    {"rounds": [[round, times, SHA-256 of the message], ...]}, the last two
+    <state-dir>/<run>/<site>/served.json    {"checksum": of all that follows,
+                                             "rounds": [[round, times, SHA-256 of the message], ...]}, the last two
 
 | asked for | what happens |
 |---|---|
@@ -21,14 +22,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedveil.client_app.site.private import safe
 from fedveil.errors import PolicyError, StateError
-from fedveil.records.files import write_atomic
+from fedveil.records.files import sealed, unsealed, write_atomic
 
 _KEPT = 2  # rounds: one to repeat, and one for a server that lost its last checkpoint
 
@@ -122,7 +122,7 @@ class Served:
     def _write(self, served: list[_Round]) -> None:
         rounds = [[found.number, found.times, found.message] for found in served]
         try:
-            write_atomic(self._file, json.dumps({"rounds": rounds}).encode())
+            write_atomic(self._file, sealed({"rounds": rounds}))
         except OSError as error:
             raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
 
@@ -131,10 +131,10 @@ class Served:
         if not self._file.exists():
             return []
         try:
-            content = json.loads(self._file.read_text())
+            content = unsealed(self._file.read_bytes())
             return [_Round(int(number), int(times), str(message)) for number, times, message in content["rounds"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
                 f"{self._file}: expected the last rounds that were served, found none that can be read "
-                f"({type(error).__name__}); restore it from a backup"
+                f"({type(error).__name__}); restore it from a backup, or take no further part in this run"
             ) from None

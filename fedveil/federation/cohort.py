@@ -14,6 +14,10 @@ def draw(sites: Iterable[str], fraction: float, secret: bytes, round_: int, atte
     A repeated round draws a new cohort, so that one site that is down does not end the run.
     """
     ordered = sorted(sites)
-    size = math.ceil(round(fraction * len(ordered), 9))  # 0.3 * 10 is 3.0000000000000004
     rng = Stream.derive(secret, round_, "", f"cohort {attempt}")
-    return sorted(ordered[i] for i in rng.choice(len(ordered), size))
+    return sorted(ordered[i] for i in rng.choice(len(ordered), size(len(ordered), fraction)))
+
+
+def size(sites: int, fraction: float) -> int:
+    """How many of so many sites a round draws."""
+    return math.ceil(round(fraction * sites, 9))  # 0.3 * 10 is 3.0000000000000004

@@ -1,4 +1,8 @@
-"""States on disk: one safetensors file with the scalars as JSON in its metadata, written whole or not at all."""
+"""States on disk: one safetensors file with the scalars as JSON in its metadata, written whole or not at all.
+
+The metadata also hold a checksum over names, dtypes, shapes and bytes of the tensors and over the scalars. Any program
+that reads safetensors can read the file.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -16,20 +21,28 @@ from fedveil.errors import StateError
 from fedveil.records.files import write_atomic
 
 
-def save_state(state: State, path: Path) -> None:
-    """Writes the state as one file."""
+def save_state(state: State, path: Path, keep: Path | None = None) -> None:
+    """Writes the state as one file; the old one goes to `keep`, if that is given. Raises OSError."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in state.tensors.items()}
-    write_atomic(path, save(tensors, {"scalars": json.dumps(dict(state.scalars))}))
+    scalars = json.dumps(dict(state.scalars))
+    write_atomic(path, save(tensors, {"scalars": scalars, "checksum": _checksum(tensors, scalars)}), keep)
 
 
 def load_state(path: Path) -> State:
     """The state that `save_state` wrote. Raises StateError for a missing or damaged file."""
     try:
         with safe_open(path, framework="pt") as file:
-            scalars = json.loads((file.metadata() or {})["scalars"])
-            return State({name: file.get_tensor(name) for name in file.keys()}, scalars)  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise StateError(f"{path}: expected a state file, found none that can be read ({error})") from None
+            metadata = file.metadata() or {}
+            scalars, checksum = metadata["scalars"], metadata["checksum"]
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if _checksum(tensors, scalars) != checksum:
+                raise ValueError("its checksum is not that of its content")
+            return State(tensors, json.loads(scalars))
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise StateError(
+            f"{path}: expected a state file as this version writes it, found none that can be read ({error}); it was "
+            "damaged, or is of an older version"
+        ) from None
 
 
 def digest(weights: Weights) -> str:
@@ -37,6 +50,15 @@ def digest(weights: Weights) -> str:
     h = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name]
+        h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        h.update(raw(tensor))
+    return h.hexdigest()
+
+
+def _checksum(tensors: Weights, scalars: str) -> str:
+    h = xxhash.xxh3_128(scalars.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
         h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         h.update(raw(tensor))
     return h.hexdigest()
