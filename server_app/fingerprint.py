@@ -37,7 +37,7 @@ _MAY_CHANGE = {
     "task.evaluation", "run.dir", "run.tap", "run.signature", "client.worker",
 }  # fmt: skip
 _NOT_THE_RUNS = {"run.resume", "method.fields"}  # the fields stand there one by one, however they were written
-_PIECES, _PIECE_BYTES = 16, 1 << 16
+_PIECES, _PIECE_BYTES = 64, 1 << 20  # a file of up to 64 MiB is read whole
 
 
 def of(exchange: Exchange, settings: RunSettings) -> Terms:
@@ -94,8 +94,7 @@ def base_digest(settings: RunSettings) -> str:
         size = file.stat().st_size
         h.update(f"{file.name} {size}\n".encode())
         with file.open("rb") as data:
-            step = max(1, size // _PIECES)
-            for start in range(0, size, max(step, _PIECE_BYTES)):
+            for start in range(0, size, max(_PIECE_BYTES, size // _PIECES)):
                 data.seek(start)
                 h.update(data.read(_PIECE_BYTES))
     return h.hexdigest()

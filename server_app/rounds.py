@@ -155,18 +155,15 @@ class Rounds:
         refusing = {} if before is None else {s: why for s, why in before.failed.items() if _REFUSES.match(why)}
         while True:
             there = sites.connected(grid)
-            willing = [site for site in there if site not in refusing]
-            if cohorts.size(len(there), cohort.fraction) >= cohort.min_sites <= len(willing):
+            drawn = cohorts.size(len(there), cohort.fraction)
+            willing = min(drawn, len([site for site in there if site not in refusing]))
+            if willing >= cohort.min_sites:
                 return
             if time.monotonic() > end:
-                why = (
-                    f"in the last attempt: {_reasons(before)}"
-                    if before
-                    else f"a round draws {cohort.fraction:g} of them"
-                )
+                why = f"in the last attempt: {_reasons(before)}" if before else f"{drawn} of them would be drawn"
                 raise QuorumError(
-                    f"round {round_}: expected at least {cohort.min_sites} sites that take part, found "
-                    f"{len(willing)} within {cohort.wait_seconds:g} s (connected: {', '.join(there) or 'none'}; {why}); "
+                    f"round {round_}: expected at least {cohort.min_sites} sites that take part within "
+                    f"{cohort.wait_seconds:g} s, found {willing} (connected: {', '.join(there) or 'none'}; {why}); "
                     "start the missing sites, see the sites' logs, or lower cohort.min-sites"
                 )
             time.sleep(_POLL_SECONDS)
