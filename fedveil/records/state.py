@@ -1,7 +1,7 @@
 """States on disk: one safetensors file with the scalars as JSON in its metadata, written whole or not at all.
 
-The metadata also hold a checksum over names, dtypes, shapes and bytes of the tensors and over the scalars. Any program
-that reads safetensors can read the file.
+A checksum over names, dtypes, shapes and bytes of the tensors and over the scalars stands before the scalars. Any
+program that reads safetensors can read the file.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def save_state(state: State, path: Path, keep: Path | None = None) -> None:
     """Writes the state as one file; the old one goes to `keep`, if that is given. Raises OSError."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in state.tensors.items()}
     scalars = json.dumps(dict(state.scalars))
-    write_atomic(path, save(tensors, {"scalars": scalars, "checksum": _checksum(tensors, scalars)}), keep)
+    # One entry, for safetensors writes several in any order, and equal states shall be equal files.
+    write_atomic(path, save(tensors, {"scalars": f"{_checksum(tensors, scalars)} {scalars}"}), keep)
 
 
 def load_state(path: Path) -> State:
     """The state that `save_state` wrote. Raises StateError for a missing or damaged file."""
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            scalars, checksum = metadata["scalars"], metadata["checksum"]
+            checksum, _, scalars = (file.metadata() or {})["scalars"].partition(" ")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if _checksum(tensors, scalars) != checksum:
                 raise ValueError("its checksum is not that of its content")
