@@ -48,5 +48,6 @@ def until_ended(
         if died:
             return 1, f"died: {shown(status.get('reason') or '')}"
         if timeout and clock() - started >= timeout:
-            return 4, f"still going after {timeout:g} s: {shown(status or 'no status yet')}"
+            about = {key: value for key, value in status.items() if key != "process"}
+            return 4, f"still going after {timeout:g} s: {shown(about or 'no status yet')}"
         sleep(_POLL_SECONDS)

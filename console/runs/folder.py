@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ class Run:
             not in the model, for the run was resumed from before them; what they sent was sent all the same.
         before: scores of the initial model, by view; {} where there are none.
         messages: the lines of disclosure.jsonl.
+        resumes: the lines of resumes.jsonl.
     """
 
     folder: Path
@@ -36,6 +37,7 @@ class Run:
     attempts: list[Row]
     before: dict[str, dict[str, float]]
     messages: list[Row]
+    resumes: list[Row] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -133,6 +135,7 @@ def load(folder: Path) -> Run:
         attempts=_attempts(rows),
         before=next((row.get("scores") or {} for row in rows if row["round"] < 0), {}),
         messages=[_checked(row, ledger, needed) for row in json_lines(ledger)],
+        resumes=json_lines(folder / "resumes.jsonl"),
     )
 
 

@@ -83,7 +83,7 @@ def noted() -> dict[str, Any]:
         about[name] = _kilobytes(status, key) // 1000
     group = _group()
     limits = [_kilobytes(_read(Path("/proc/meminfo")), "MemTotal") // 1000]
-    groups = [_read(at / "memory.max").strip() for at in (group, _CGROUPS)]
+    groups = [_read(group / name).strip() for name in ("memory.max", "memory.limit_in_bytes")]
     limits += [int(text) // 1_000_000 for text in groups if text.isdigit()]  # else "max", or there is none
     return about | {"limit_mb": min(limits), "group": str(group), "oom_kills": _oom_kills(group)}
 
@@ -112,16 +112,18 @@ def _number(value: object) -> int:
 
 
 def _group() -> Path:
-    """The folder of this process's memory cgroup (version 2)."""
+    """The folder of this process's memory cgroup, of version 2 or 1; in a container the top one that it can see."""
+    found = [_CGROUPS / "memory", _CGROUPS]
     for line in _read(Path("/proc/self/cgroup")).splitlines():
-        if line.startswith("0::") and (_CGROUPS / line[3:].strip().lstrip("/")).is_dir():
-            return _CGROUPS / line[3:].strip().lstrip("/")
-    return _CGROUPS
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            found.insert(0, (_CGROUPS / "memory" if controllers else _CGROUPS) / path.lstrip("/"))
+    return next((folder for folder in found if _oom_kills(folder) >= 0), _CGROUPS)
 
 
 def _oom_kills(group: Path) -> int:
     """The kernel's count; -1 where it cannot be read."""
-    for line in _read(group / "memory.events").splitlines():
+    for line in (_read(group / "memory.events") + _read(group / "memory.oom_control")).splitlines():
         if line.startswith("oom_kill "):
             return int(line.split()[1])
     return -1

@@ -14,6 +14,7 @@ from rich.console import Console
 from fedveil import rng, strategies
 from fedveil.client_app.app import app
 from fedveil.config import parse
+from fedveil.console.report import run_page
 from fedveil.console.runs import by_site
 from fedveil.console.runs import folder as runs_folder
 from fedveil.console.runs.progress import RunProgress
@@ -141,6 +142,9 @@ def test_what_may_change_at_a_resume_is_recorded_beside_the_config_of_the_start(
     (line,) = runs.lines("resumes.jsonl")
     assert line["round"] == 2
     assert line["changes"] == {"cohort.wait-seconds": [1.0, 2.0], "evaluate.every": [1, 2], "run.rounds": [4, 5]}
+    page = run_page.html([runs_folder.load(runs.at)])
+    assert "run was resumed with round 2 at" in page
+    assert "run.rounds: [4, 5]" in page
     (logged,) = [x for x in audit_log.read(runs.at.parent / audit_log.NAME) if x["event"] == "resumed"]
     assert logged["changes"] == line["changes"]
 
