@@ -8,11 +8,13 @@ Imports inside functions are heavy: Flower imports this module also where no run
 
 from __future__ import annotations
 
+from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore import log
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
@@ -32,24 +34,27 @@ def main(grid: Grid, context: Context) -> None:
     """One run."""
     from fedveil.config import parse
     from fedveil.errors import FedVeilError
+    from fedveil.server_app import ending
     from fedveil.server_app.record import RunFolder
 
     config = parse(context.run_config)
     name = config.run.name or f"run-{context.run_id}"
-    folder = RunFolder(Path(config.run.dir).expanduser() / name, config.run.resume)
-    folder.flower_run(context.run_id)
-    run = {"flower_run": str(context.run_id), "app": grid.run.fab_hash, "method": config.method.name}
-    folder.audit("started", run | {"task": config.task.name, "rounds": config.run.rounds})
-    try:
-        strategy, weights = prepare(config, folder, name)
-        strategy.start(grid, weights, config.run.rounds)
-    except BaseException as error:
-        reason = str(error) if isinstance(error, FedVeilError) else f"{type(error).__name__}: {error}"
-        folder.audit("ended", {"state": "failed", "reason": reason})
-        folder.status("failed", folder.last_round, config.run.rounds, reason)
-        raise
-    folder.audit("ended", {"state": "completed"})
-    folder.status("completed", config.run.rounds - 1, config.run.rounds)
+    with RunFolder(Path(config.run.dir).expanduser() / name, config.run.resume) as folder:
+        try:
+            folder.status("running", -1, config.run.rounds)
+            folder.flower_run(context.run_id)
+            run = {"flower_run": str(context.run_id), "app": grid.run.fab_hash, "method": config.method.name}
+            folder.audit("started", run | {"task": config.task.name, "rounds": config.run.rounds})
+            strategy, weights = prepare(config, folder, name)
+            strategy.start(grid, weights, config.run.rounds)
+        except BaseException as error:
+            try:
+                folder.failed(config.run.rounds, ending.reason(error, folder.folder))
+            except (FedVeilError, OSError) as second:  # the disk is full: the lock that falls tells readers
+                log(ERROR, "the run's end could not be recorded: %s", second)
+            raise
+        folder.audit("ended", {"state": "completed"})
+        folder.status("completed", config.run.rounds - 1, config.run.rounds)
 
 
 def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStrategy, ArrayRecord]:

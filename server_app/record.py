@@ -1,15 +1,22 @@
-"""The run folder: what happened, what was disclosed, and a checkpoint to resume from.
+"""The run folder: what happened, what was disclosed, and checkpoints to resume from.
 
-config.json               run config, method with its fields, versions
-status.json               state, round, reason; replaced whole
+config.json               run config, method with its fields, versions; of the start, whatever a resume changes
+resume.toml               the same run config with run.resume = true, for `fedveil submit --config`
+resumes.jsonl             one line a resume: what changed, from where it went on, what had become of the one before
+status.json               state, round, reason, and memory of the process; replaced whole
+lock                      held as long as the ServerApp lives (fedveil/records/process.py)
 ../audit-log.jsonl        hash-chained log of all runs beside this one: every message, its site and the decision
                           (fedveil/records/audit_log.py)
-id                        8 hex digits that tell this run from others of its name
+id                        8 hex digits that tell this run from others of its name, and their checksum
 flower-run                Flower's number of the run
 metrics.jsonl             one line for each attempt at a round: cohort, accepted, failed with reasons, bytes, reports,
-scores disclosure.jsonl          one line for each message: every field with its bytes
+                          scores; and one for each resume: lines above it of that round or a later one are void
+disclosure.jsonl          one line for each message: every field with its bytes
 checkpoint.safetensors    the server's state after the last whole round; replaced whole
+checkpoint-before.safetensors   the one before
 final/<view>.safetensors  the deployed weights at the end
+
+Lines are appended and never removed: what left a site has left it, whatever became of the round.
 """
 
 from __future__ import annotations
@@ -17,12 +24,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import secrets
+import weakref
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fedveil import __version__
 from fedveil.config import RunConfig
@@ -30,11 +39,13 @@ from fedveil.contract.layout import Direction
 from fedveil.contract.method import Method, State, fields_of
 from fedveil.contract.spec import Weights
 from fedveil.errors import StateError
-from fedveil.records import audit_log
-from fedveil.records.files import write_atomic
-from fedveil.records.state import load_state, save_state
+from fedveil.records import audit_log, files, process
+from fedveil.records.state import save_state
 from fedveil.sealed import Seal
+from fedveil.server_app import going_back
 from fedveil.wire.tap import Tap
+
+_RESERVE, _RESERVED_BYTES = ".reserve", 1 << 18  # so that a full disk leaves room to say so
 
 
 @dataclasses.dataclass
@@ -66,52 +77,72 @@ class RoundRecord:
 
 
 class RunFolder:
-    """Writes one run's folder. Refuses a folder that holds another run, unless it resumes that run."""
+    """Writes one run's folder, of which it holds the lock until `close` or the end of the process.
+
+    Refuses a folder that holds another run, unless it resumes that run, and one that another process writes.
+    """
 
     def __init__(self, folder: Path, resume: bool = False) -> None:
         self.folder, self.last_round = folder, -1
-        if (folder / "status.json").exists() and not resume:
-            raise StateError(
-                f"run folder {folder}: expected a new one, found a run; choose another run.name, or set run.resume "
-                "= true"
-            )
-        if not resume and folder.is_dir() and any(folder.iterdir()):
-            raise StateError(f"run folder {folder}: expected an empty one, found other files; choose another run.name")
-        if resume and not (folder / "id").exists():
-            raise StateError(f"run.resume: expected a run in {folder}, found none; start the run without it")
-        self.resumed = (
-            resume and self._checkpoint.exists()
-        )  # before the first checkpoint no site was asked for anything
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not resume:
-            write_atomic(folder / "id", secrets.token_hex(4).encode())
+            _require_new(folder)
+        elif not (folder / "id").exists():
+            raise StateError(f"run.resume: expected a run in {folder}, found none; start the run without it")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.close = weakref.finalize(self, os.close, process.lock(folder))
+        if not resume:
+            _require_new(folder)  # another process may have been quicker
+        # Before the first checkpoint no site was asked for anything.
+        self.resumed = resume and going_back.has_checkpoint(folder)
+        self.notes = going_back.prepared(folder) if resume else {}
+        if not resume:
+            files.write_atomic(folder / "id", going_back.sealed_id(secrets.token_hex(4)))
+        files.write_atomic(folder / _RESERVE, bytes(_RESERVED_BYTES))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        (self.folder / _RESERVE).unlink(missing_ok=True)
+        self.close()
 
     @property
     def id(self) -> str:
         """8 hex digits that tell this run from others of its name; a resumed run keeps them."""
-        return (self.folder / "id").read_text()
+        return going_back.read_id(self.folder)
 
     @property
     def _checkpoint(self) -> Path:
-        return self.folder / "checkpoint.safetensors"
+        return self.folder / going_back.CHECKPOINT
 
     def config(self, config: RunConfig, method: Method) -> None:
-        """Writes what is about to run, and in which environment."""
-        packages = ("flwr", "torch", "transformers", "peft")
+        """Writes what is about to run, and in which environment. A resumed run keeps what it wrote at its start."""
+        if self.resumed:
+            return
         content = {
             "config": config.flat(),
             "method": {"name": config.method.name, "version": method.version, "fields": fields_of(method)},
-            "fedveil": __version__,
-            **{name: importlib.metadata.version(name) for name in packages},
-            "python": platform.python_version(),
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            **_versions(),
+            "started": _now(),
         }
         self._write_json("config.json", content)
+        flat = config.flat() | {"run.name": self.folder.name, "run.resume": True}
+        lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in flat.items()]
+        files.write_atomic(self.folder / "resume.toml", "".join(lines).encode())
 
     def status(self, state: str, round_: int, rounds: int, reason: str = "", **counts: int) -> None:
         """Writes the run's state: "running", "completed" or "failed"."""
         self.last_round = round_
-        self._write_json("status.json", {"state": state, "round": round_, "rounds": rounds, "reason": reason, **counts})
+        about = {"state": state, "round": round_, "rounds": rounds, "reason": reason, **counts}
+        self._write_json("status.json", about | {"process": process.noted()})
+
+    def failed(self, rounds: int, reason: str) -> None:
+        """Says in the audit log and the status that the run has failed, on a full disk too. Raises the first error."""
+        (self.folder / _RESERVE).unlink(missing_ok=True)
+        try:
+            self.status("failed", self.last_round, rounds, reason)
+        finally:
+            self.audit("ended", {"state": "failed", "reason": reason})
 
     def round(self, record: RoundRecord) -> None:
         """Appends one finished attempt at a round."""
@@ -121,6 +152,10 @@ class RunFolder:
         """Appends scores from before round 0, as round -1."""
         self._append("metrics.jsonl", {"round": round_, "scores": scores})
 
+    def is_scored(self, round_: int) -> bool:
+        """Whether there are scores from before round 0, round -1."""
+        return any(row["round"] == round_ for row in going_back.lines(self.folder / "metrics.jsonl"))
+
     def disclosed(self, disclosed: Mapping[str, Any], record: RoundRecord, site: str, direction: Direction) -> None:
         """Appends what one message disclosed, in the form of `fedveil.wire.envelope.describe`."""
         where = {"round": record.round, "attempt": record.attempt, "site": site, "direction": direction}
@@ -128,7 +163,7 @@ class RunFolder:
 
     def flower_run(self, run_id: int) -> None:
         """Writes Flower's number of the run, for `fedveil watch`."""
-        write_atomic(self.folder / "flower-run", str(run_id).encode())
+        files.write_atomic(self.folder / "flower-run", str(run_id).encode())
 
     def audit(self, event: str, about: Mapping[str, Any]) -> str:
         """Appends one line to the server's audit log. Returns the log's anchor after it."""
@@ -140,32 +175,59 @@ class RunFolder:
         return Tap(self.folder / "tap", Seal.of_environment())
 
     def checkpoint(self, server: State, loop: Mapping[str, Any]) -> None:
-        """Writes the state after a whole round, and what the loop needs to continue."""
-        save_state(State(server.tensors, {"server": dict(server.scalars), "loop": dict(loop)}), self._checkpoint)
+        """Writes the state after a whole round, and what the loop needs to continue. Keeps the one before."""
+        scalars = {"server": dict(server.scalars), "loop": dict(loop), "id": self.id}
+        save_state(State(server.tensors, scalars), self._checkpoint, keep=self.folder / going_back.BEFORE)
 
     def load_checkpoint(self) -> tuple[State, dict[str, Any]]:
-        """Reads what `checkpoint` wrote. Removes the lines of later rounds from metrics.jsonl and disclosure.jsonl."""
-        saved = load_state(self._checkpoint)
+        """Reads what `checkpoint` wrote last; where that is damaged, the one before.
+
+        Raises:
+            StateError: neither can be read.
+        """
+        saved, note = going_back.newest(self.folder)
+        if note:
+            self.notes["checkpoint"] = note
+            self.audit("checkpoint", {"reason": note})
         loop: Any = saved.scalars["loop"]
         scalars: Any = saved.scalars["server"]
-        for name in ("metrics.jsonl", "disclosure.jsonl"):
-            self._drop_after(name, loop["round"])
         return State(saved.tensors, scalars), loop
+
+    def resume(self, round_: int, changes: Mapping[str, Any]) -> None:
+        """Notes that the run goes on with `round_`, and what had become of the attempts under way."""
+        for row in going_back.interrupted(self.folder):
+            self.round(RoundRecord(**row))
+        self._append("metrics.jsonl", going_back.mark(self.folder, round_))
+        about = {"round": round_, "changes": dict(changes), **self.notes}
+        self.audit("resumed", about)
+        self._append("resumes.jsonl", {"time": _now(), **about, **_versions()})
 
     def final(self, deployed: Mapping[str, Weights]) -> None:
         """Writes the deployed weights."""
         for view, weights in deployed.items():
             save_state(State(weights), self.folder / "final" / f"{view}.safetensors")
 
-    def _drop_after(self, name: str, last_round: int) -> None:
-        path = self.folder / name
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["round"] <= last_round]
-        write_atomic(path, "".join(kept).encode())
-
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
-        with (self.folder / name).open("a") as file:
-            file.write(json.dumps(content) + "\n")
+        files.append_line(self.folder / name, content)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        write_atomic(self.folder / name, json.dumps(content, indent=1).encode())
+        files.write_atomic(self.folder / name, json.dumps(content, indent=1).encode())
+
+
+def _require_new(folder: Path) -> None:
+    if (folder / "status.json").exists() or (folder / "id").exists():
+        raise StateError(
+            f"run folder {folder}: expected a new one, found a run; choose another run.name, or set run.resume = true"
+        )
+    if folder.is_dir() and any(file.name != process.LOCK for file in folder.iterdir()):
+        raise StateError(f"run folder {folder}: expected an empty one, found other files; choose another run.name")
+
+
+def _versions() -> dict[str, str]:
+    packages = ("flwr", "torch", "transformers", "peft")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"fedveil": __version__, **found, "python": platform.python_version()}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -6,9 +6,11 @@ cohort. The state changes whole or not at all, and every change is followed by a
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from logging import INFO, WARNING
 
 from flwr.app import ConfigRecord, Message
@@ -26,12 +28,16 @@ from fedveil.federation import cohort as cohorts
 from fedveil.federation import rules, shares
 from fedveil.federation.exchange import Exchange
 from fedveil.records.state import digest
-from fedveil.server_app import sites
+from fedveil.server_app import fingerprint, sites
 from fedveil.server_app.attempt import Attempt
 from fedveil.server_app.record import RoundRecord, RunFolder
 from fedveil.server_app.settings import RunSettings
 
 Scores = dict[str, dict[str, float]]
+
+_POLL_SECONDS = 0.25
+_BACK_OFF_SECONDS = 2.0
+_REFUSES = re.compile("(PolicyError|BudgetError): ")
 
 
 class Rounds:
@@ -79,14 +85,26 @@ class Rounds:
         rules.check_count(rule, "cohort.fraction of cohort.sites", drawn)
 
     def resume(self) -> int:
-        """Loads the folder's checkpoint, or writes that before round 0. Returns the next round."""
+        """Loads the folder's checkpoint, or writes that before round 0. Returns the next round.
+
+        Raises:
+            ConfigError: the checkpoint is of a run with other terms (fingerprint.py).
+            StateError: no checkpoint can be read.
+        """
         if self.folder is None or not self.folder.resumed:
             self._checkpoint(-1)
             return 0
-        self._server, loop = self.folder.load_checkpoint()
+        server, loop = self.folder.load_checkpoint()
+        changes = fingerprint.changes(loop["terms"], self._terms)
+        self._server, round_ = server, int(loop["round"]) + 1
+        self.folder.resume(round_, changes)
         self._participated, self._last = set(loop["participated"]), dict(loop["turns"])
         self._secret = bytes.fromhex(loop["secret"])
-        return int(loop["round"]) + 1
+        return round_
+
+    @cached_property
+    def _terms(self) -> fingerprint.Terms:
+        return fingerprint.of(self._begun, self.settings)
 
     @property
     def _begun(self) -> Exchange:
@@ -108,27 +126,56 @@ class Rounds:
 
     def score_initial(self) -> None:
         """Scores the model before round 0 and records the scores in the folder."""
-        if self.scores and self.folder:
+        if self.scores and self.folder and not self.folder.is_scored(-1):
             self.folder.scores(-1, self.scores(self.server, -1))
 
     def run_round(self, grid: Grid, round_: int, rounds: int, deadline: float, config: ConfigRecord) -> RoundRecord:
         """One round of our own loop. Raises QuorumError if every attempt stays below the quorum."""
         if self.folder:
             self.folder.status("running", round_, rounds)
-        for number in range(self.settings.cohort.repeats + 1):
+        cohort = self.settings.cohort
+        before: RoundRecord | None = None
+        for number in range(cohort.repeats + 1):
+            if number:
+                time.sleep(min(_BACK_OFF_SECONDS * 2 ** (number - 1), cohort.wait_seconds))
+            self._await_quorum(grid, round_, before)
             started = time.monotonic()
             attempt, messages, contexts = self.begin(grid, round_, number, deadline, config)
             pending = dict(zip(grid.push_messages(messages), contexts, strict=True))
             del messages
             if self.finish(attempt, attempt.streamed(grid, pending, deadline, self.settings.deterministic), started):
                 return attempt.record
-        failed = attempt.record.failed
-        reasons = "; ".join(f"{site}: {reason}" for site, reason in failed.items()) or "no site connected"
+            before = attempt.record
         raise QuorumError(
-            f"round {round_}: expected at least {self.settings.cohort.min_sites} accepted uploads, found "
-            f"{len(attempt.record.accepted)} in the last of {self.settings.cohort.repeats + 1} attempts ({reasons}); "
-            "see the sites' logs or lower cohort.min-sites"
+            f"round {round_}: expected at least {cohort.min_sites} accepted uploads, found "
+            f"{len(before.accepted) if before else 0} in the last of {cohort.repeats + 1} attempts "
+            f"({_reasons(before) if before else 'none'}); see the sites' logs or lower cohort.min-sites"
         )
+
+    def _await_quorum(self, grid: Grid, round_: int, before: RoundRecord | None) -> None:
+        """Waits until a round can succeed: no site shall train for one that cannot.
+
+        Sites that refused the last attempt, as their policy or their ledger has it, will refuse the next one too.
+
+        Raises:
+            QuorumError: it could not within cohort.wait-seconds.
+        """
+        cohort, end = self.settings.cohort, time.monotonic() + self.settings.cohort.wait_seconds
+        refusing = {} if before is None else {s: why for s, why in before.failed.items() if _REFUSES.match(why)}
+        while True:
+            there = sites.connected(grid)
+            drawn = cohorts.size(cohort.fraction, len(there))
+            willing = min(drawn, len([site for site in there if site not in refusing]))
+            if willing >= cohort.min_sites:
+                return
+            if time.monotonic() > end:
+                why = f"in the last attempt: {_reasons(before)}" if before else f"{drawn} of them would be drawn"
+                raise QuorumError(
+                    f"round {round_}: expected at least {cohort.min_sites} sites that take part within "
+                    f"{cohort.wait_seconds:g} s, found {willing} (connected: {', '.join(there) or 'none'}; {why}); "
+                    "start the missing sites, see the sites' logs, or lower cohort.min-sites"
+                )
+            time.sleep(_POLL_SECONDS)
 
     def begin(
         self, grid: Grid, round_: int, number: int, deadline: float, config: ConfigRecord
@@ -191,4 +238,9 @@ class Rounds:
         """Keeps on disk what the next round starts from, if there is a folder."""
         if self.folder:
             loop = {"participated": sorted(self._participated), "turns": self._last, "secret": self._secret.hex()}
-            self.folder.checkpoint(self.server, {"round": round_, **loop})
+            self.folder.checkpoint(self.server, {"round": round_, "terms": self._terms, **loop})
+
+
+def _reasons(record: RoundRecord) -> str:
+    reasons = [f"{site}: {reason}" for site, reason in record.failed.items()]
+    return "; ".join(reasons) or f"accepted: {', '.join(record.accepted) or 'none'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedveil.config import AggregateConfig, CohortConfig, RunConfig
@@ -21,6 +22,7 @@ class RunSettings:
         method: the name by which sites find the method; "" stands for the name of the file that defines it.
         tap: store every message in the run folder.
         limits: of the intake gate.
+        config: the run config by key, which a resumed run must have again; {} for a caller that has none.
     """
 
     cohort: CohortConfig = field(default_factory=CohortConfig)
@@ -31,9 +33,13 @@ class RunSettings:
     method: str = ""
     tap: bool = False
     limits: Limits = field(default_factory=Limits)
+    config: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: RunConfig, name: str) -> RunSettings:
         """The settings that a run config asks for."""
         run = config.run
-        return cls(config.cohort, config.aggregate, run.seed, run.deterministic, name, config.method.name, run.tap)
+        return cls(
+            config.cohort, config.aggregate, run.seed, run.deterministic, name, config.method.name, run.tap,
+            config=config.flat(),
+        )  # fmt: skip

@@ -1,7 +1,7 @@
 """This site's private state, on this site's disk.
 
     <state-dir>/<run>/<site>/turn-<id>.safetensors  what the method keeps after one turn, and the turn before that one
-    <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow
+    <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow, and their checksum
     <state-dir>/<run>/<site>/served.json            the last rounds that were served (served.py)
     <state-dir>/<run>/<site>/turn.lock              held while a turn of the run is under way
     <state-dir>/<run>/<site>/received.json          what it trained from last, as a sketch (received.py)
@@ -20,7 +20,8 @@ the first one did.
 |---|---|
 | a turn whose state is here | that state; what came after it is dropped |
 | no turn | nothing, as in the first participation; served.py sees to it that no round begins in two ways |
-| a turn whose state is not here | nothing if the server sends all that a newcomer needs; else StateError |
+| a turn whose state is not here, or is damaged | nothing if the server sends all that a newcomer needs; else
+  StateError, after which the server takes the site for a newcomer |
 
 Kept are the state of the turn that was named last, that of the turn before it, for a server that goes back to its last
 but one checkpoint, and the newest.
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
     from fedveil.privacy.ledger import Ledger
 
 NOT_RUNS = frozenset({"flower", "guard", "logs", "workers"})  # folders of the state folder that are something else
+
+log = logging.getLogger("fedveil.private")
+
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -132,7 +137,7 @@ class PrivateStore:
         Raises:
             StateError: the state is not here, or is damaged.
         """
-        if not last or (is_new and not self._file(last).exists()):
+        if not last or (is_new and self._before(last) is None):
             return None
         if not self._file(last).exists():
             raise StateError(
@@ -149,7 +154,7 @@ class PrivateStore:
         from fedveil.contract.method import State as State_
         from fedveil.records.state import save_state
 
-        before = self._read(last)[1] if last and self._file(last).exists() else ""
+        before = self._before(last) or ""
         for file in self.folder.glob("turn-*.safetensors"):
             if file not in (self._file(last), self._file(before)):
                 file.unlink()
@@ -166,6 +171,16 @@ class PrivateStore:
     def _file(self, turn: str) -> Path:
         return self.folder / f"turn-{turn}.safetensors"
 
+    def _before(self, turn: str) -> str | None:
+        """The turn from which `turn` went on; None where there is no state of `turn` that can be read."""
+        if not turn or not self._file(turn).exists():
+            return None
+        try:
+            return self._read(turn)[1]
+        except StateError as error:
+            log.warning("%s", error)
+            return None
+
     def _read(self, turn: str) -> tuple[State, str]:
         from fedveil.contract.method import State as State_
         from fedveil.records.state import load_state
@@ -179,16 +194,18 @@ class PrivateStore:
     def secret(self, seed: int, site: str, deterministic: bool) -> bytes:
         """This client's secret: drawn from the operating system at the first call, later read from the file."""
         from fedveil import rng
-        from fedveil.records.files import write_atomic
+        from fedveil.records.files import stamped_bytes, unstamped_bytes, write_atomic
 
         if deterministic:
             return rng.secret(f"client:{site}", seed, deterministic)
         path, role = self._secret, self.roles[self._secret]
         if not path.exists():
-            write_atomic(path, self.seal.closed([rng.fresh_secret()], role))
-        secret = self.seal.read(path, role)
-        if len(secret) != rng.SECRET_BYTES:
+            write_atomic(path, self.seal.closed([stamped_bytes(rng.fresh_secret())], role))
+        data = self.seal.read(path, role)
+        try:
+            return unstamped_bytes(data)
+        except ValueError as error:
             raise StateError(
-                f"{path}: expected {rng.SECRET_BYTES} bytes, found {len(secret)}; restore it from a backup"
-            )
-        return secret
+                f"{path}: expected this site's secret for the run, found {len(data)} bytes: {error}; restore "
+                "it from a backup, or take no further part in this run"
+            ) from None

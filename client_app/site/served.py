@@ -1,7 +1,7 @@
 """Which rounds of a run this site has served last, how often, and with what, whatever a server says.
 
-    <state-dir>/<run>/<site>/served.json    {"rounds": [[round, times, SHA-256 of the message], ...], "of": 5,
-                                             "purged": false}: the last two rounds, written before the turn
+    <state-dir>/<run>/<site>/served.json    {"checksum": of all that follows, "rounds": [[round, times, SHA-256 of the
+                                             message], ...], "of": 5, "purged": false}: the last two rounds
 
 | asked for | what happens |
 |---|---|
@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedveil.client_app.site.private import folder_of
 from fedveil.errors import PolicyError, StateError
-from fedveil.records.files import write_atomic
+from fedveil.records.files import stamped, unstamped, write_atomic
 
 _ROUNDS = 2  # rounds: one to repeat, and one for a server that lost its last checkpoint
 
@@ -151,7 +150,7 @@ class Served:
 
     def _write(self, kept: _Kept) -> None:
         rounds = [[found.number, found.times, found.message] for found in kept.rounds]
-        write_atomic(self._file, json.dumps({"rounds": rounds, "of": kept.of, "purged": kept.purged}).encode())
+        write_atomic(self._file, stamped({"rounds": rounds, "of": kept.of, "purged": kept.purged}))
 
     @property
     def _file(self) -> Path:
@@ -168,11 +167,11 @@ class Served:
         if not self._file.exists():
             return _Kept()
         try:
-            content = json.loads(self._file.read_text())
+            content = unstamped(self._file.read_bytes())
             rounds = (_Round(int(number), int(times), str(message)) for number, times, message in content["rounds"])
             return _Kept(tuple(rounds), int(content["of"]), bool(content["purged"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
                 f"{self._file}: expected the last rounds that were served, found none that can be read "
-                f"({type(error).__name__}); restore it from a backup"
+                f"({type(error).__name__}); restore it from a backup, or take no further part in this run"
             ) from None

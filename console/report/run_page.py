@@ -40,6 +40,7 @@ def html(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> str:
     names = " / ".join(run.name for run in runs)
     parts: list[object] = [tag("h1", f"FedVeil: {names}"), tag("p", _lead(runs), "lead")]
     parts += [_alert(run) for run in runs if run.status.get("state") != "completed"]
+    parts += [tag("p", _resumed(run, row), "note") for run in runs for row in run.resumes]
     parts += [tag("h2", "Summary"), _summary(runs), _figures(runs)]
     parts += [tag("h2", "What each side learned"), *(_learned(run) for run in runs)]
     parts += [tag("h2", "Differential privacy"), tag("p", PRIVACY_NOTE, "note"), *(_privacy(run) for run in runs)]
@@ -67,6 +68,14 @@ def _alert(run: Run) -> Html:
         f"{run.name} {words}, {done}. {reason}{'. ' if reason else ''}The figures below are what it has so far.",
         "alert",
     )
+
+
+def _resumed(run: Run, row: Row) -> str:
+    """What one line of resumes.jsonl says."""
+    notes = [f"before that: {row['before']}"] if row.get("before") else []
+    notes += [str(row["checkpoint"])] if row.get("checkpoint") else []
+    notes += [f"{key}: {values}" for key, values in dict(row.get("changes") or {}).items()]
+    return f"{run.name} was resumed with round {row.get('round')} at {row.get('time')}. {'; '.join(notes)}"
 
 
 def _summary(runs: Sequence[Run]) -> Html:

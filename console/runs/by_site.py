@@ -29,7 +29,7 @@ def of(run: Run) -> list[SiteRecord]:
     for attempt in run.attempts:
         for name in attempt.get("cohort", []):
             found[name].asked += 1
-        for name in attempt.get("accepted", []):
+        for name in [] if attempt.get("void") else attempt.get("accepted", []):
             found[name].accepted += 1
             _report(found[name], attempt.get("reports", {}).get(name, {}))
         for name, reason in attempt.get("failed", {}).items():

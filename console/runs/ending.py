@@ -33,16 +33,21 @@ def until_ended(
         status = read()
         if (state := status.get("state")) in ("completed", "failed"):
             return int(state == "failed"), f"{state} {shown(status.get('reason') or '')}".strip()
-        if clock() - asked >= _ASK_SECONDS:
+        died = status.get("state") == "died"
+        if died or clock() - asked >= _ASK_SECONDS:
             said, asked = ask(), clock()
             if said.startswith("finished"):
                 status = read()  # its last word may have come in between
                 if status.get("state") in ("completed", "failed"):
                     continue
-                if status and said == "finished:completed":
+                if status and not died and said == "finished:completed":
                     return 1, "failed: Flower has finished it, and its own status.json does not say that it completed"
                 words = f"{shown(said.partition(':')[2], 40)}: so says Flower; flwr log has what it printed"
-                return _BY_FLOWER.get(said, 1), words
+                if not died or said == "finished:stopped":
+                    return _BY_FLOWER.get(said, 1), words
+        if died:
+            return 1, f"died: {shown(status.get('reason') or '')}"
         if timeout and clock() - started >= timeout:
-            return 4, f"still going after {timeout:g} s: {shown(status or 'no status yet')}"
+            about = {key: value for key, value in status.items() if key != "process"}
+            return 4, f"still going after {timeout:g} s: {shown(about or 'no status yet')}"
         sleep(_POLL_SECONDS)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fedveil.errors import StateError
+from fedveil.records import process
 
 Row = dict[str, Any]
 
@@ -22,10 +23,12 @@ class Run:
     Attributes:
         folder: where it lies; its last part is the run's name.
         config: config.json; {} where the run failed before it had a valid config.
-        status: status.json.
-        attempts: the lines of metrics.jsonl that are attempts at a round, in order.
+        status: status.json; its state is "died" where that says "running" and the process is no more.
+        attempts: the lines of metrics.jsonl that are attempts at a round, in order. What came of those with "void" is
+            not in the model, for the run was resumed from before them; what they sent was sent all the same.
         before: scores of the initial model, by view; {} where there are none.
         messages: the lines of disclosure.jsonl.
+        resumes: the lines of resumes.jsonl.
     """
 
     folder: Path
@@ -34,6 +37,7 @@ class Run:
     attempts: list[Row]
     before: dict[str, dict[str, float]]
     messages: list[Row]
+    resumes: list[Row] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -75,7 +79,7 @@ class Run:
     def final(self) -> dict[str, float]:
         """Each metric's last value."""
         found: dict[str, float] = {}
-        for attempt in self.attempts:
+        for attempt in self._valid:
             found |= (attempt.get("scores") or {}).get(self.view, {})
         return found
 
@@ -91,7 +95,8 @@ class Run:
         total, points = 0, {0: 0}
         for attempt in self.attempts:
             total += int(attempt.get("upload_bytes", 0))
-            points[int(attempt["round"]) + 1] = total
+            if not attempt.get("void"):
+                points[int(attempt["round"]) + 1] = total
         return sorted(points.items())
 
     @cached_property
@@ -102,7 +107,11 @@ class Run:
 
     @property
     def _by_round(self) -> dict[int, Row]:
-        return {int(attempt["round"]): attempt for attempt in self.attempts if attempt.get("weights")}
+        return {int(attempt["round"]): attempt for attempt in self._valid if attempt.get("weights")}
+
+    @property
+    def _valid(self) -> list[Row]:
+        return [attempt for attempt in self.attempts if not attempt.get("void")]
 
     def _bytes(self, direction: str, total: str) -> int:
         if self.messages:
@@ -122,11 +131,35 @@ def load(folder: Path) -> Run:
     return Run(
         folder=folder.resolve(),
         config=_json(folder / "config.json"),
-        status=_json(folder / "status.json"),
-        attempts=[row for row in rows if row["round"] >= 0],
+        status=_status(folder),
+        attempts=_attempts(rows),
         before=next((row.get("scores") or {} for row in rows if row["round"] < 0), {}),
         messages=[_checked(row, ledger, needed) for row in json_lines(ledger)],
+        resumes=json_lines(folder / "resumes.jsonl"),
     )
+
+
+def _attempts(rows: list[Row]) -> list[Row]:
+    found: list[Row] = []
+    for row in rows:
+        if row.get("resumed"):
+            found = [each | {"void": True} if each["round"] >= row["round"] else each for each in found]
+        elif row["round"] >= 0:
+            found.append(row)
+    return found
+
+
+def _status(folder: Path) -> Row:
+    status = _json(folder / "status.json")
+    if status.get("state") != "running" or not process.is_dead(folder):
+        return status
+    status = _json(folder / "status.json")  # its last word may have come in between
+    if status.get("state") != "running":
+        return status
+    about = status.get("process")
+    why = process.ending(about if isinstance(about, dict) else {})
+    reason = f"its ServerApp ended without a word: {why}; {process.resume_command(folder)}"
+    return status | {"state": "died", "reason": reason}
 
 
 def json_lines(file: Path) -> list[Row]:

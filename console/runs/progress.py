@@ -52,6 +52,9 @@ class RunProgress(AbstractContextManager["RunProgress"]):
 
     def _show(self, row: Row) -> None:
         loss = loss_of(row)
+        if row.get("resumed"):
+            self._tell(int(row["round"]), "resumed")
+            return
         note = "" if loss is None else f"loss {loss:.4f}"
         if row["round"] < 0:
             note = f"before any round: {note}"
@@ -60,6 +63,9 @@ class RunProgress(AbstractContextManager["RunProgress"]):
             failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
             note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B  {note}{failures}"
         done = row["round"] + 1 if row["round"] < 0 or row.get("weights") else row["round"]
+        self._tell(done, note)
+
+    def _tell(self, done: int, note: str) -> None:
         self._bar.update(self._task, completed=done, note=note)
         if not self._console.is_terminal:
             self._console.print(f"{self._name}: round {done}/{self._rounds}  {note}", markup=False, soft_wrap=True)

@@ -1,8 +1,9 @@
 """The privacy ledger: what each record of a site has been charged, over all runs, on the site's own disk.
 
-    <state-dir>/.ledger/<site>.json     {"fedveil-ledger": 2, "carried": [[step, count], ...],
+    <state-dir>/.ledger/<site>.json     {"checksum": of all that follows, "fedveil-ledger": 3,
+                                         "carried": [[step, count], ...],
                                          "spent": [[[[step, count], ...], [record, ...]], ...]}
-    <state-dir>/.ledger/<site>.key      the key of the records' names
+    <state-dir>/.ledger/<site>.key      the key of the records' names, and its checksum
 
 It keeps mechanisms and counts, not epsilons, so that charges of different runs compose. A charge is on disk before the
 data is looked at: a turn that dies afterwards stays charged, and its repetition is charged again.
@@ -14,7 +15,8 @@ data is looked at: a turn that dies afterwards stays charged, and its repetition
 | two rows with equal content | two records |
 | a ledger of 0.1, whose records were named by their content | every record begins with the most that any of them was
   charged of each mechanism ("carried"), for nobody knows which row was which |
-| the file is damaged or of a later version | StateError: nothing is charged until the site has restored it |
+| ledger or key is damaged, or of a later version | StateError: nothing is charged until the site has restored it |
+| a ledger or key without a checksum, as 0.1 wrote it | read, and written with one at the next charge |
 | two processes of one site | one waits for the other: the file is locked while it changes |
 | the site has a key file | ledger and key are sealed (fedveil.sealed) |
 
@@ -42,12 +44,13 @@ from fedveil import places
 from fedveil.contract.budget import Budget, Spent, Step, stated
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
-from fedveil.records.files import write_atomic
+from fedveil.records.files import stamped, stamped_bytes, unstamped, unstamped_bytes, write_atomic
 from fedveil.sealed import Seal
 
 Record = tuple[str, str, int]  # data set, file in it, row of the file
 
-_VERSION = 2
+_VERSION = 3
+_WITHOUT_CHECKSUM = (1, 2)
 _BY_CONTENT = 1  # the version whose records were named by their content
 _KEY_BYTES = 32
 
@@ -119,11 +122,17 @@ class Ledger:
                     raise StateError(
                         f"{path}: expected the key of {self._path.name}, found none; restore it from a backup"
                     )
-                write_atomic(path, self._seal.closed([os.urandom(_KEY_BYTES)], self.roles[path]))
-            key = self._seal.read(path, self.roles[path])
-        if len(key) != _KEY_BYTES:
-            raise StateError(f"{path}: expected {_KEY_BYTES} bytes, found {len(key)}; restore it from a backup")
-        return key
+                write_atomic(path, self._seal.closed([stamped_bytes(os.urandom(_KEY_BYTES))], self.roles[path]))
+            data = self._seal.read(path, self.roles[path])
+            if len(data) == _KEY_BYTES:
+                write_atomic(path, self._seal.closed([data := stamped_bytes(data)], self.roles[path]))
+        try:
+            return unstamped_bytes(data)
+        except ValueError as error:
+            raise StateError(
+                f"{path}: expected the key of the ledger's records, found {len(data)} bytes: {error}; restore "
+                "it from a backup: with another key every record would begin to spend anew"
+            ) from None
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -137,10 +146,12 @@ class Ledger:
         if not self._path.exists():
             return {}, Counter()
         try:
-            content = json.loads(self._seal.read(self._path, self.roles[self._path]))
-            version = content["fedveil-ledger"]
-            if version not in (_BY_CONTENT, _VERSION):
+            data = self._seal.read(self._path, self.roles[self._path])
+            version = json.loads(data)["fedveil-ledger"]
+            if version not in (*_WITHOUT_CHECKSUM, _VERSION):
                 raise ValueError(f"version {version}")
+            has_none = version in _WITHOUT_CHECKSUM and b"checksum" not in data
+            content = json.loads(data) if has_none else unstamped(data)
             groups = [(_history(spent), names) for spent, names in content["spent"]]
             if version == _BY_CONTENT:
                 return {}, reduce(or_, (spent for spent, _ in groups), Counter())
@@ -159,7 +170,7 @@ class Ledger:
         by_history = [[list(history), names] for history, names in groups.items()]
         content = {"fedveil-ledger": _VERSION, "carried": sorted(carried.items()), "spent": by_history}
         try:
-            write_atomic(self._path, self._seal.closed([json.dumps(content).encode()], self.roles[self._path]))
+            write_atomic(self._path, self._seal.closed([stamped(content)], self.roles[self._path]))
         except OSError as error:
             raise StateError(
                 f"{self._path}: expected to write the privacy ledger, found {error}; free space"

@@ -1,27 +1,128 @@
-"""Files that are written whole or not at all. It imports no torch."""
+"""Files that are written whole or not at all, small files with a checksum, and files of lines. It imports no torch.
+
+A checksum finds what a disk or a hand has changed by accident. Against somebody who means it, it is none: whoever can
+write the file can write the checksum.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from fedveil import places
 from fedveil.sealed import Bytes
 
+_HEAD = b'{"checksum": "'
+_HEX = 32
 
-def write_atomic(path: Path, data: bytes | Iterable[Bytes]) -> None:
-    """Replaces a file so that a reader, or a crash, finds the old or the new one whole. Only its owner can read it.
 
-    `data` may come in parts, such as `Seal.closed` gives.
+def write_atomic(path: Path, data: bytes | Iterable[Bytes], keep: Path | None = None) -> None:
+    """Replaces a file so that a reader, a crash or a power cut finds the old or the new one whole.
+
+    Only its owner can read it. When this returns, file and name are on the disk. What killed writers of the same file
+    have left is removed.
+
+    Args:
+        data: may come in parts, such as `Seal.closed` gives.
+        keep: where the old file goes, in the same folder; a crash in between leaves the old one there alone.
+
+    Raises:
+        OSError: it cannot be written, for example on a full disk.
     """
+    new = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     places.private_folder(path.parent)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+            _remove_left(path, partial)
+            if keep is not None and path.exists():
+                path.replace(keep)
+            partial.replace(path)
+        for folder in {path.parent, *(folder.parent for folder in new)}:
+            sync_folder(folder)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _remove_left(path: Path, own: Path) -> None:
+    """Removes partial files that no process is writing: a living writer holds the lock of its own."""
+    for left in path.parent.glob(f".{path.name}.*.part"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            if left != own:
+                with left.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    left.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts the names in a folder on the disk: a file that was synced can be lost with its name."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that has no such call
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def stamped(content: Mapping[str, Any]) -> bytes:
+    """JSON of `content`, which is not empty, behind the checksum of its bytes."""
+    text = json.dumps(dict(content)).encode()[1:]
+    return _HEAD + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text
+
+
+def unstamped(data: bytes) -> dict[str, Any]:
+    """The content of what `stamped` made. Raises ValueError where a byte differs."""
+    text = data[len(_HEAD) + _HEX + 3 :]
+    if data != _HEAD + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text:
+        raise ValueError("its checksum is not that of its bytes")
+    return dict(json.loads(b"{" + text))
+
+
+def stamped_bytes(data: bytes) -> bytes:
+    """Bytes before their checksum of 16 bytes."""
+    return data + xxhash.xxh3_128_digest(data)
+
+
+def unstamped_bytes(data: bytes) -> bytes:
+    """The bytes of what `stamped_bytes` made. Raises ValueError where a byte differs."""
+    if stamped_bytes(data[:-16]) != data:
+        raise ValueError("its checksum is not that of its bytes")
+    return data[:-16]
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Appends one JSON line, whole or not at all. Raises OSError, for example on a full disk."""
+    line = json.dumps(record).encode() + b"\n"
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        written = file.write(line)
+        if written != len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def cut_torn_line(path: Path) -> str:
+    """Cuts off a last line that a killed writer has left unfinished. Returns what it held; "" where all are whole."""
+    if not path.exists():
+        return ""
+    with path.open("r+b") as file:
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            file.truncate(whole)
+            os.fsync(file.fileno())
+    return data[whole:].decode(errors="replace")

@@ -1,7 +1,8 @@
 """States on disk: one safetensors file with the scalars as JSON in its metadata, written whole or not at all.
 
-A state is written from the tensors' own memory, part by part; reading holds it twice for a moment. Where a seal has a
-key, the file is the same one, sealed.
+A checksum over names, dtypes, shapes and bytes of the tensors and over the scalars stands before the scalars. Any
+program that reads safetensors can read the file. It is written from the tensors' own memory, part by part; reading
+holds it twice for a moment. Where a seal has a key, the file is the same one, sealed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load
 
@@ -29,9 +31,14 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def save_state(state: State, path: Path, seal: Seal = Seal(), role: str = "") -> None:
-    """Writes the state as one file, under the role where it is sealed. Raises KeyError for a dtype of no method."""
-    write_atomic(path, seal.closed(_parts(state), role))
+def save_state(state: State, path: Path, seal: Seal = Seal(), role: str = "", keep: Path | None = None) -> None:
+    """Writes the state as one file, under the role where it is sealed; the old one goes to `keep`, if that is given.
+
+    Raises:
+        KeyError: a dtype of no method.
+        OSError: it cannot be written.
+    """
+    write_atomic(path, seal.closed(_parts(state), role), keep)
 
 
 def load_state(path: Path, seal: Seal = Seal(), role: str = "") -> State:
@@ -40,14 +47,22 @@ def load_state(path: Path, seal: Seal = Seal(), role: str = "") -> State:
         data = seal.read(path, role)
         tensors = load(data)  # checks the header
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return State(tensors, json.loads(header["__metadata__"]["scalars"]))
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise StateError(f"{path}: expected a state file, found none that can be read ({error})") from None
+        checksum, _, scalars = header["__metadata__"]["scalars"].partition(" ")
+        if _checksum(tensors, scalars) != checksum:
+            raise ValueError("its checksum is not that of its content")
+        return State(tensors, json.loads(scalars))
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise StateError(
+            f"{path}: expected a state file as this version writes it, found none that can be read ({error}); it was "
+            "damaged, or is of an older version"
+        ) from None
 
 
 def _parts(state: State) -> Iterator[Buffer]:
     """The bytes of a safetensors file. Its library makes them as a whole, and holds a state three times for that."""
-    header: dict[str, Any] = {"__metadata__": {"scalars": json.dumps(dict(state.scalars))}}
+    scalars = json.dumps(dict(state.scalars))
+    # One entry, as the checksum's: equal states shall be equal files.
+    header: dict[str, Any] = {"__metadata__": {"scalars": f"{_checksum(state.tensors, scalars)} {scalars}"}}
     # The widest entries first, as the library has it, so that every tensor begins at a multiple of its entries' width.
     tensors = dict(sorted(state.tensors.items(), key=lambda named: (-named[1].element_size(), named[0])))
     end = 0
@@ -66,6 +81,15 @@ def digest(weights: Weights) -> str:
     h = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name]
+        h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        h.update(raw(tensor))
+    return h.hexdigest()
+
+
+def _checksum(tensors: Weights, scalars: str) -> str:
+    h = xxhash.xxh3_128(scalars.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
         h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         h.update(raw(tensor))
     return h.hexdigest()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fedveil import places
@@ -43,22 +43,38 @@ class Tap:
     def write(
         self, data: Buffer, round_: int, attempt: int, site: str, direction: Direction, accepted: bool | None = None
     ) -> None:
-        """Appends one message. The first one creates the folder, which only its owner can read."""
+        """Appends one message. The first one creates the folder, which only its owner can read.
+
+        A run that was resumed repeats messages. One that is the same again is kept once, and another one beside it.
+        """
         places.private_folder(self.folder)
         safe_site = re.sub(r"[^A-Za-z0-9_.-]", "_", site)
         seen = Seen(round_, attempt, site, direction, f"{round_:05d}.{attempt}.{safe_site}.{direction}", accepted)
+        name, again = seen.file, 1
+        while (self.folder / seen.file).exists():
+            if self.read(seen) == data and (self.folder / "index.jsonl").exists() and seen in self.messages():
+                return
+            again += 1
+            seen = replace(seen, file=f"{name}.{again}")
         with (self.folder / seen.file).open("wb") as file:
             file.writelines(self._seal.closed([data], self._role(seen)))
         with (self.folder / "index.jsonl").open("a") as index:
             index.write(json.dumps(asdict(seen)) + "\n")
 
     def messages(self) -> Iterator[Seen]:
-        """Every message, in the order recorded. Raises StateError if there is no tap."""
+        """Every message, in the order recorded. Raises StateError if there is no tap, or its index is damaged."""
         index = self.folder / "index.jsonl"
         if not index.is_file():
             raise StateError(f"{self.folder}: expected a tap (index.jsonl), found none; run with run.tap = true")
-        for line in index.read_text().splitlines():
-            yield Seen(**json.loads(line))
+        for number, line in enumerate(index.read_text().splitlines(keepends=True), 1):
+            if not line.endswith("\n"):
+                return  # it is still being written, or its writer was killed
+            try:
+                yield Seen(**json.loads(line))
+            except (ValueError, TypeError):
+                raise StateError(
+                    f"{index}, line {number}: expected a message's entry, found {line[:40]!r}; it was damaged"
+                ) from None
 
     def read(self, seen: Seen) -> bytes:
         """One message's bytes. Raises StateError for a file that is not sealed as it should be."""

@@ -47,13 +47,15 @@ class Runs:
 
     def start(self, name: str, resume: bool = False, grid: LocalGrid | None = None, **cohort) -> tuple[str, list[int]]:
         """Digest of the end of a run, and the rounds that it went through."""
-        folder = RunFolder(self.at / name, resume)
-        folder.status("running", 0, 4)
+        with RunFolder(self.at / name, resume) as folder:
+            folder.status("running", 0, 4)
+            return self._started(folder, grid or LocalGrid(app, SITES, self.at / f"sites-{name}", self.config), cohort)
+
+    def _started(self, folder: RunFolder, grid: LocalGrid, cohort: dict[str, object]) -> tuple[str, list[int]]:
         quick = {"min_sites": 3, "deadline_seconds": 1.0, "wait_seconds": 1.0} | cohort
         settings = RunSettings(CohortConfig(**quick), seed=9, deterministic=True, method=self.name)
         strategy = MethodStrategy(self.method, settings, folder=folder, spec=self.task.spec)
         weights = ArrayRecord(dict(self.task.initial(rng.initial(9, "weights"))))
-        grid = grid or LocalGrid(app, SITES, self.at / f"sites-{name}", self.config)
         end = strategy.start(grid, weights, num_rounds=4)
         return digest(end.arrays.to_torch_state_dict()), [record.round for record in strategy.history]
 

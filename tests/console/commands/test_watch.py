@@ -12,7 +12,10 @@ import pytest
 from fedveil.console.commands.running import status
 from fedveil.console.main import main
 from fedveil.console.provisioning.presence import why_absent
+from fedveil.console.report import run_page
 from fedveil.console.runs.ending import until_ended
+from fedveil.console.runs.folder import load
+from fedveil.records import process
 
 
 def ended(states, said=(), timeout=0.0):
@@ -36,6 +39,7 @@ def ended(states, said=(), timeout=0.0):
 
 
 RUNNING, DONE, FAILED = {"state": "running"}, {"state": "completed"}, {"state": "failed", "reason": "round 1: too few"}
+DIED = {"state": "died", "reason": "killed by the kernel"}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,11 @@ RUNNING, DONE, FAILED = {"state": "running"}, {"state": "completed"}, {"state": 
         ([{}], ["finished:failed"], 1, "failed: so says Flower"),
         ([RUNNING], ["finished:what-is-this"], 1, "what-is-this"),
         ([RUNNING, DONE], ["finished:completed"], 0, "completed"),
+        ([RUNNING, DIED], ["running"], 1, "died: killed by the kernel"),
+        ([DIED], [], 1, "died: killed by the kernel"),
+        ([DIED], ["finished:failed"], 1, "died: killed by the kernel"),
+        ([DIED], ["finished:completed"], 1, "died: killed by the kernel"),
+        ([DIED], ["finished:stopped"], 3, "stopped: so says Flower"),
     ],
 )
 def test_the_exit_code_is_what_became_of_the_run(states, said, code, words):
@@ -96,6 +105,32 @@ def test_status_names_each_run_and_why_it_failed(make_run, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "fedavg                   completed  3/5 rounds" in shown
     assert "round 3: expected at least 2 accepted uploads" in shown
+
+
+def killed(folder):
+    """The folder of a run whose ServerApp was killed when it had most of its memory."""
+    os.close(process.lock(folder))
+    said = json.loads((folder / "status.json").read_text())
+    noted = process.noted() | {"peak_mb": 980, "limit_mb": 1000, "oom_kills": -1}
+    (folder / "status.json").write_text(json.dumps(said | {"process": noted}))
+    return folder
+
+
+def test_everybody_is_told_that_a_run_died_of_what_and_how_it_goes_on(make_run, tmp_path, capsys):
+    folder = killed(make_run(method="fedavg", state="running"))
+    words = "its ServerApp ended without a word: killed, probably for want of memory: 980 of 1000 MB when it last wrote"
+    lower, resume = (
+        "or lower evaluate.max-examples",
+        f"fedveil submit --federation FOLDER --config {folder}/resume.toml",
+    )
+    assert main(["watch", str(folder)]) == 1
+    assert main(["status", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "fedavg                   died       3/5 rounds" in shown
+    page = run_page.html([load(folder)])
+    for told in (words, lower, resume):
+        assert shown.count(told) == 2
+        assert told in page
 
 
 def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, tmp_path):

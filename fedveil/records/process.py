@@ -1,0 +1,146 @@
+"""What is known of a process that writes a run folder, and what ended it if it died without a word.
+
+    <folder>/lock     held (flock) as long as the process lives; {"inode": of this file, "pid", "host", "since", ...}
+
+Nobody can catch SIGKILL. So the process notes its memory as it goes on, and readers find out the rest: a lock that
+nobody holds says that it is dead, and the kernel's count of memory kills, where it can be read, says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import StateError
+
+LOCK = "lock"
+_CGROUPS = Path("/sys/fs/cgroup")
+LOWER = "give the server more memory, or lower evaluate.max-examples, or use a smaller or a quantized base"
+_MUCH = 0.8  # of the memory that it may have: above that, memory is the likely reason
+_TRIES, _BETWEEN = 20, 0.1  # a reader that looks at a lock holds it for a moment
+
+
+def lock(folder: Path) -> int:
+    """Takes the folder's lock for the life of this process or until it is closed. Returns the file's descriptor.
+
+    Raises:
+        StateError: another process holds it; the message says which.
+    """
+    path = folder / LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    for left in reversed(range(_TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if not left:
+                holder = path.read_bytes()
+                os.close(descriptor)
+                raise StateError(
+                    f"run folder {folder}: expected no other ServerApp in it, found {_named(holder)}; wait until that "
+                    "run has ended, or stop it (flwr stop)"
+                ) from None
+            time.sleep(_BETWEEN)
+    about = {"pid": os.getpid(), "host": platform.node(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps({"inode": os.fstat(descriptor).st_ino, **about}).encode(), 0)
+    return descriptor
+
+
+def is_dead(folder: Path) -> bool:
+    """Whether the process that wrote the folder last is known to have ended; False where the folder is a copy."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            if json.loads(file.read()).get("inode") != os.fstat(file.fileno()).st_ino:
+                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+    except (OSError, ValueError, AttributeError):  # held, or none that can be read
+        return False
+
+
+def _named(holder: bytes) -> str:
+    try:
+        about = json.loads(holder)
+        return f"process {about['pid']} on {about['host']} since {about['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "one that has not said its name yet"
+
+
+def noted() -> dict[str, Any]:
+    """Memory of this process in MB, the most that it may have, and where the kernel counts its memory kills."""
+    about: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "boot": _boot()}
+    status = _read(Path("/proc/self/status"))
+    for name, key in (("memory_mb", "VmRSS"), ("peak_mb", "VmHWM")):
+        about[name] = _kilobytes(status, key) // 1000
+    group = _group()
+    limits = [_kilobytes(_read(Path("/proc/meminfo")), "MemTotal") // 1000]
+    groups = [_read(group / name).strip() for name in ("memory.max", "memory.limit_in_bytes")]
+    limits += [int(text) // 1_000_000 for text in groups if text.isdigit()]  # else "max", or there is none
+    return about | {"limit_mb": min(limits), "group": str(group), "oom_kills": _oom_kills(group)}
+
+
+def ending(about: Mapping[str, Any]) -> str:
+    """What ended the process that wrote this of itself, in words. Values are not trusted to be there."""
+    memory, limit, kills = (_number(about.get(key)) for key in ("peak_mb", "limit_mb", "oom_kills"))
+    figures = f"{memory} of {limit} MB when it last wrote"
+    if about.get("boot") and about.get("boot") != _boot():
+        return f"the machine was started anew, or this is another one; its memory was {figures}"
+    now = _oom_kills(Path(str(about.get("group", "")))) if about.get("host") == platform.node() else -1
+    if now > kills >= 0:
+        return f"killed by the kernel for want of memory: {figures}; {LOWER}"
+    if limit and memory >= _MUCH * limit:
+        return f"killed, probably for want of memory: {figures}; {LOWER}"
+    return f"killed, or its disk was full; its memory was {figures}"
+
+
+def resume_command(folder: Path) -> str:
+    """What goes on with the run of a folder, as a sentence."""
+    return f"resume it: fedveil submit --federation FOLDER --config {folder.absolute() / 'resume.toml'}"
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else -1
+
+
+def _group() -> Path:
+    """The folder of this process's memory cgroup, of version 2 or 1; in a container the top one that it can see."""
+    found = [_CGROUPS / "memory", _CGROUPS]
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            found.insert(0, (_CGROUPS / "memory" if controllers else _CGROUPS) / path.lstrip("/"))
+    return next((folder for folder in found if _oom_kills(folder) >= 0), _CGROUPS)
+
+
+def _oom_kills(group: Path) -> int:
+    """The kernel's count; -1 where it cannot be read."""
+    for line in (_read(group / "memory.events") + _read(group / "memory.oom_control")).splitlines():
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return -1
+
+
+def _boot() -> str:
+    return _read(Path("/proc/sys/kernel/random/boot_id")).strip()
+
+
+def _kilobytes(text: str, key: str) -> int:
+    for line in text.splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1])
+    return 0
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""

@@ -1,0 +1,132 @@
+"""What a resumed run finds in its folder: the checkpoint to go on from, and what the one before left unfinished."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from fedveil.contract.method import State
+from fedveil.errors import StateError
+from fedveil.records import files, process
+from fedveil.records.state import load_state
+
+CHECKPOINT, BEFORE, _DAMAGED = (
+    "checkpoint.safetensors", "checkpoint-before.safetensors", "checkpoint-damaged.safetensors",
+)  # fmt: skip
+_LINES = ("metrics.jsonl", "disclosure.jsonl", "resumes.jsonl", "tap/index.jsonl")
+_LONGEST = 300  # characters of a torn line that are kept
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is a checkpoint, readable or not."""
+    return any((folder / name).exists() for name in (CHECKPOINT, BEFORE))
+
+
+def prepared(folder: Path) -> dict[str, Any]:
+    """Makes a folder whole again. Returns what had ended the process before, and the lines that it had left torn."""
+    status: dict[str, Any] = {}
+    try:
+        status = dict(json.loads((folder / "status.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        ended = f"nobody knows: its status.json cannot be read ({type(error).__name__})"
+    else:
+        ended = f"{status.get('state')}: {status.get('reason') or ''}"
+        if status.get("state") == "running":
+            ended = process.ending(status.get("process") or {})
+    torn = {name: files.cut_torn_line(folder / name)[:_LONGEST] for name in _LINES}
+    if not _is_id(folder):
+        found = newest(folder)[0].scalars.get("id")
+        files.write_atomic(folder / "id", sealed_id(str(found)))
+    return {"before": ended} | ({"torn": {k: v for k, v in torn.items() if v}} if any(torn.values()) else {})
+
+
+def newest(folder: Path) -> tuple[State, str]:
+    """The state in the last checkpoint that can be read, and a warning if that is not the last one.
+
+    A checkpoint that cannot be read is set aside. Sites let a server go back by one round.
+
+    Raises:
+        StateError: none can be read.
+    """
+    try:
+        return load_state(folder / CHECKPOINT), ""
+    except StateError as error:
+        try:
+            state = load_state(folder / BEFORE)
+        except StateError as second:
+            raise StateError(f"{error}; nor can the one before be read ({second}): start a new run") from None
+        if (folder / CHECKPOINT).exists():
+            (folder / CHECKPOINT).replace(folder / _DAMAGED)
+        return state, f"went back to the checkpoint before the last one: {error}"
+
+
+def sealed_id(name: str) -> bytes:
+    """The content of the file `id`: the id and its checksum."""
+    return f"{name} {xxhash.xxh3_64_hexdigest(name.encode())}\n".encode()
+
+
+def read_id(folder: Path) -> str:
+    """The run's id. Raises StateError where the file is damaged; a resume writes it anew from the checkpoint."""
+    if not _is_id(folder):
+        raise StateError(f"{folder / 'id'}: expected the run's id, found another text; resume the run: run.resume=true")
+    return (folder / "id").read_text().partition(" ")[0]
+
+
+def _is_id(folder: Path) -> bool:
+    data = (folder / "id").read_bytes()
+    return data == sealed_id(data.partition(b" ")[0].decode(errors="replace"))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Every line of a JSON-lines file; [] where there is none. Raises StateError naming a line that is none."""
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
+        try:
+            row = json.loads(line)
+            found.append({"round": row["round"], **row})
+        except (ValueError, KeyError, TypeError):
+            raise StateError(
+                f"{path}, line {number}: expected a JSON object with a round, found {line[:40]!r}; it was damaged: "
+                "mend it, or move the file away to resume without these records"
+            ) from None
+    return found
+
+
+def mark(folder: Path, round_: int) -> dict[str, Any]:
+    """The line of metrics.jsonl that says: here the run was resumed with `round_`, after so many messages."""
+    return {"round": round_, "resumed": True, "messages": len(lines(folder / "disclosure.jsonl"))}
+
+
+def interrupted(folder: Path) -> list[dict[str, Any]]:
+    """The attempts that exchanged messages and have no line in metrics.jsonl, in the form of a RoundRecord."""
+    rows, messages = lines(folder / "metrics.jsonl"), lines(folder / "disclosure.jsonl")
+    marks = [i for i, row in enumerate(rows) if row.get("resumed")]
+    start = int(rows[marks[-1]].get("messages", 0)) if marks else 0
+    known = {(row["round"], row.get("attempt")) for row in rows[marks[-1] + 1 if marks else 0 :]}
+    by_attempt: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
+    for message in messages[start:]:
+        by_attempt[message["round"], message["attempt"]].append(message)
+    return [
+        _unfinished(round_, attempt, found)
+        for (round_, attempt), found in by_attempt.items()
+        if (round_, attempt) not in known
+    ]
+
+
+def _unfinished(round_: int, attempt: int, messages: list[Mapping[str, Any]]) -> dict[str, Any]:
+    up = {message["site"] for message in messages if message["direction"] == "up"}
+    cohort = sorted({message["site"] for message in messages})
+    said = {True: "its upload had arrived", False: "no upload had arrived"}
+    size = {
+        way: sum(int(message["bytes"]) for message in messages if message["direction"] == way) for way in ("up", "down")
+    }
+    return {
+        "round": round_, "attempt": attempt, "cohort": cohort, "upload_bytes": size["up"],
+        "download_bytes": size["down"],
+        "failed": {site: f"interrupted: the server ended before the round did; {said[site in up]}" for site in cohort},
+    }  # fmt: skip

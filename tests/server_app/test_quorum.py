@@ -1,0 +1,90 @@
+"""Rounds that cannot succeed: no site trains for them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from flwr.proto.node_pb2 import NodeInfo
+
+from fedveil.client_app.app import app
+from fedveil.errors import QuorumError
+from fedveil.records.state import digest
+from fedveil.strategies.fedavg import FedAvg
+from tests.server_app.grid import LocalGrid, use_toy_task
+from tests.server_app.test_strategy import RUN_CONFIG, initial, strategy
+
+SITES = ["east", "north", "south"]
+NO = 'methods = ["dp_fpl"]'
+
+
+class Leaving(LocalGrid):
+    """Sites that are gone while `away` holds."""
+
+    away = staticmethod(lambda grid: [])
+
+    def get_nodes(self):
+        nodes = [NodeInfo(node_id=1000 + i, name=name) for i, name in enumerate(self.names)]
+        return [node for node in nodes if node.name not in self.away(self)]
+
+
+@pytest.fixture
+def task(monkeypatch):
+    return use_toy_task(monkeypatch)
+
+
+@pytest.fixture
+def grid(tmp_path, task):
+    return Leaving(app, SITES, tmp_path / "state", RUN_CONFIG)
+
+
+def test_with_too_few_sites_nobody_is_asked_to_train(grid, task):
+    grid.away = lambda grid: ["south"] if len(grid.pushed) >= 3 else []
+    ours = strategy(FedAvg(), cohort={"min_sites": 3, "repeats": 2})
+    with pytest.raises(
+        QuorumError,
+        match=r"round 1: expected at least 3 .* found 2 \(connected: east, north; 2 of them",
+    ):
+        ours.start(grid, initial(task), num_rounds=2)
+    assert len(grid.pushed) == 3
+
+
+def test_a_site_that_comes_back_in_time_changes_nothing(grid, task, tmp_path):
+    whole = strategy(FedAvg()).start(LocalGrid(app, SITES, tmp_path / "whole", RUN_CONFIG), initial(task), num_rounds=3)
+    calls = []
+
+    def away(grid):
+        calls.extend(["asked"] if len(grid.pushed) == 3 else [])
+        return ["south"] if 0 < len(calls) < 4 else []
+
+    grid.away = away
+    found = strategy(FedAvg(), cohort={"min_sites": 3, "wait_seconds": 30.0}).start(grid, initial(task), num_rounds=3)
+    assert digest(found.arrays.to_torch_state_dict()) == digest(whole.arrays.to_torch_state_dict())
+    assert len(grid.pushed) == 9
+    assert len(calls) >= 4
+
+
+def test_sites_that_refuse_are_named_and_the_others_train_once(grid, task, tmp_path):
+    (tmp_path / "no.toml").write_text(NO)
+    grid.node_config = {"south": {"policy": str(tmp_path / "no.toml")}}
+    ours = strategy(FedAvg(), cohort={"min_sites": 3, "repeats": 2})
+    with pytest.raises(QuorumError, match="east, north, south; in the last attempt: south: PolicyError: meth"):
+        ours.start(grid, initial(task), num_rounds=1)
+    assert len(grid.pushed) == 3
+
+
+def test_a_round_that_draws_too_few_is_not_begun(grid, task):
+    ours = strategy(FedAvg(), cohort={"fraction": 0.3})
+    with pytest.raises(QuorumError, match="expected at least 2 sites .* found 1 .*; 1 of them would be drawn"):
+        ours.start(grid, initial(task), num_rounds=1)
+    assert grid.pushed == []
+
+
+def test_repeats_are_apart(grid, task, monkeypatch):
+    waited = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(seconds))
+    grid.tamper = {"south": lambda message, reply: None}
+    ours = strategy(FedAvg(), cohort={"min_sites": 3, "repeats": 2, "wait_seconds": 3.0, "deadline_seconds": 0.01})
+    with pytest.raises(QuorumError, match="found 2 in the last of 3 attempts"):
+        ours.start(grid, initial(task), num_rounds=1)
+    assert [seconds for seconds in waited if seconds >= 1] == [2.0, 3.0]
