@@ -67,7 +67,7 @@ def decoded(image: bytes, where: str, mode: str = "RGB") -> Any:
         ) from None
 
 
-def table(data: Path, split: str, task: TaskConfig) -> Table:
+def table(data: Path, split: str, task: TaskConfig, scratch: Path | None = None) -> Table:
     """Images with their classes: the file of a split, or an image folder `<split>/<class>/<image>`.
 
     Names of the classes are those that the target column keeps (ClassLabel), else its sorted texts, else none; of an
@@ -78,7 +78,7 @@ def table(data: Path, split: str, task: TaskConfig) -> Table:
     """
     if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in reading.SUFFIXES):
         return _by_class(data / split, task)
-    found = reading.table(data, split, (task.image_column, task.target_column))
+    found = reading.table(data, split, (task.image_column, task.target_column), scratch)
     kept = getattr(found.rows.features[task.target_column], "names", None)
     names = kept or sorted({value for value in found.rows[task.target_column] if isinstance(value, str)})
     return replace(found, class_names=tuple(names))
@@ -107,4 +107,5 @@ def _by_class(folder: Path, task: TaskConfig) -> Table:
     columns = {task.image_column: [str(file.relative_to(folder)) for file in files]}
     for column in sorted({task.target_column, task.label_column} - {task.image_column}):
         columns[column] = [file.parent.name for file in files]
-    return Table(Dataset.from_dict(columns), [Origin(str(file)) for file in files], str(folder), tuple(names))
+    paths = columns[task.image_column]
+    return Table(Dataset.from_dict(columns), lambda i: Origin(str(folder / paths[i])), str(folder), tuple(names))
