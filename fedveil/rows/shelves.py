@@ -116,9 +116,9 @@ class Shelf:
         Raises:
             StateError: the folder cannot be written.
         """
-        partial = places.private_folder(self._folder) / f".{secrets.token_hex(8)}.part"
+        partial = self._folder / f".{secrets.token_hex(8)}.part"
         try:
-            partial.mkdir(mode=0o700)
+            places.private_folder(partial)
             arrays = _written(partial, parts, self._kinds)
             about = {"fedveil-rows": _VERSION, "key": _plain(key), "arrays": arrays}
             with _new(partial / _ABOUT) as file:
@@ -200,7 +200,9 @@ def _plain(key: Mapping[str, Any]) -> Any:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """What cannot be removed stays: it is never read as a whole set."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -78,9 +78,7 @@ class TextGeneration(causal.CausalTask):
             table = reading.table(data, split, INFO.columns(self.config.task), shelf)
             yield from self._parts_of(table.examples(split, share, self.config))
             if content and reading.digest(file) != content:
-                raise TaskError(
-                    f'task.data: expected "{file}" to stay as it is while it is read, found a change; again'
-                )
+                raise TaskError(f'task.data: expected "{file}" to stay while it is read, found a change; start again')
 
         if shelf is None or not content:
             rows = TokenRows(token_rows.joined(parts()))
@@ -95,7 +93,7 @@ class TextGeneration(causal.CausalTask):
 
         def tokenised(part: list[Example]) -> tuple[list[Example], list[list[int]], list[list[int]]]:
             texts = [self._texts(example) for example in part]
-            return part, *(self._tokens.of([text[i] for text in texts]) for i in (0, 1))
+            return part, self._tokens.of([source for source, _ in texts]), self._tokens.of([to for _, to in texts])
 
         self._tokens  # noqa: B018  # the base is loaded here, not in a thread
         every = iter(examples)

@@ -30,6 +30,7 @@ from fedveil.console.flower.site_process import (
     write_own_ports,
 )
 from fedveil.console.provisioning import enrol
+from fedveil.console.runs.prepared import prepared
 from fedveil.console.runs.workers import described, follow, workers
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
@@ -190,6 +191,8 @@ def _status(args: argparse.Namespace) -> int:
             console.print()
         return 0
     found = workers(args.state_dir)
+    if sets := prepared(args.state_dir):
+        print(f"prepared rows: {sum(of.bytes for of in sets):,} bytes in {len(sets)} sets")
     if not found:
         print(f"no worker under {args.state_dir.expanduser()}: none has had a turn yet, or its idle time is over")
         return 1
