@@ -98,7 +98,7 @@ def _broken(where: str, error: Exception) -> TaskError:
     )
 
 
-def table(data: Path, split: str, task: TaskConfig, scratch: Path | None = None) -> Table:
+def table(data: Path, split: str, task: TaskConfig) -> Table:
     """Images with their classes: the file of a split, or an image folder `<split>/<class>/<image>`.
 
     Names of the classes are those that the target column keeps (ClassLabel), else its sorted texts, else none; of an
@@ -109,7 +109,7 @@ def table(data: Path, split: str, task: TaskConfig, scratch: Path | None = None)
     """
     if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in reading.SUFFIXES):
         return _by_class(data / split, task)
-    found = reading.table(data, split, (task.image_column, task.target_column), scratch)
+    found = reading.table(data, split, (task.image_column, task.target_column))
     kept = getattr(found.rows.features[task.target_column], "names", None)
     names = kept or sorted({value for value in found.rows[task.target_column] if isinstance(value, str)})
     return replace(found, class_names=tuple(names))
