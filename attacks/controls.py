@@ -56,7 +56,9 @@ def settings(config: RunConfig) -> RunConfig:
     The rate is three times the run's, and 3e-3 at least.
     """
     rate = max(3 * config.train.learning_rate, 3e-3)
-    return parse({**config.flat(), **_SETTINGS} | {"train.learning-rate": rate, "train.batch-size": 8})
+    return parse(
+        {**config.flat(), **_SETTINGS} | {"train.learning-rate": rate, "train.batch-size": 8, "train.score-rows": 64}
+    )
 
 
 def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int = 8) -> Overfitted:

@@ -10,13 +10,13 @@ from pathlib import Path
 from fedveil import rng, strategies, tasks
 from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
-from fedveil.client_app.site.data_sets import ID_FILE, DataSet
+from fedveil.client_app.site.data_sets import ID_FILE, DataSet, shelf_of
 from fedveil.client_app.site.private import PrivateStore, ledger_of
 from fedveil.client_app.site.received import Judged, Received
 from fedveil.client_app.site.witness import Witness
 from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext
-from fedveil.contract.task import Examples, Origin, Rows, Share, Task, Watch, unwatched
+from fedveil.contract.task import Prepared, Share, Task, Watch, unwatched
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.exchange import Exchange
@@ -51,8 +51,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._loaded: tuple[Task, Exchange] | None = None
-        self._rows: tuple[Fingerprint, Rows] | None = None
-        self._origins: list[Origin | None] = []  # of the examples behind the rows
+        self._rows: tuple[Fingerprint, Prepared] | None = None
 
     def take(self, receive: Callable[[], Buffer], assignment: Assignment, watch: Watch = unwatched) -> Turn:
         """One turn. `receive` gives the message, and the caller keeps no copy of it.
@@ -67,7 +66,7 @@ class Turns:
         started = time.perf_counter()
         order, config = assignment.order, assignment.config
         task, exchange = self._task_and_exchange(assignment)
-        rows = self._prepared(task, assignment)
+        prepared = self._prepared(task, assignment)
         load_seconds = time.perf_counter() - started
         seal = Seal.of(assignment.site.key_file)
         store = PrivateStore.of(assignment.site.state_dir, order.run, assignment.name, seal)
@@ -76,9 +75,10 @@ class Turns:
         ctx = RoundContext(order.round, assignment.name, order.is_new, secret, seeded, order.address)
         received = Received.of(assignment.site.state_dir, order.run, assignment.name)
         initial = lambda: task.initial(rng.initial(config.run.seed, "weights"))  # noqa: E731
-        judged = Judged(task.trainer(rows, ctx.rng("batches"), watch), assignment.site, received, initial)
+        trained = task.trainer(prepared.rows, ctx.rng("batches"), watch)
+        judged = Judged(trained, assignment.site, received, initial)
         witness = Witness(judged)
-        trainer = self._bounded(witness, exchange.method, assignment, ctx)
+        trainer = self._bounded(witness, exchange.method, assignment, ctx, prepared)
         private, turn = store.load(order.last, order.is_new), ctx.new_turn()
         private, parts = exchange.participate(_same(receive(), assignment), private, trainer, ctx, turn)
         policy.check_rows(assignment.site, witness.distinct, witness.least)
@@ -86,7 +86,9 @@ class Turns:
         judged.keep()
         return Turn(parts, load_seconds)
 
-    def _bounded(self, trainer: Trainer, method: Method, assignment: Assignment, ctx: RoundContext) -> Trainer:
+    def _bounded(
+        self, trainer: Trainer, method: Method, assignment: Assignment, ctx: RoundContext, prepared: Prepared
+    ) -> Trainer:
         """The trainer for the method. If the run makes a claim, every look at the rows is charged to the site's ledger.
 
         A deterministic run is not charged, because its seeded noise protects nobody.
@@ -100,7 +102,7 @@ class Turns:
             ledger = ledger_of(assignment.site.state_dir, assignment.name, Seal.of(assignment.site.key_file))
             own = policy.of(assignment.site).budget
             data_set = DataSet.of(Path(assignment.data), assignment.site.data_set)
-            rows = MeteredRows(rows, claim, own, ledger, ledger.names(data_set.records(self._origins)))
+            rows = MeteredRows(rows, claim, own, ledger, ledger.names(data_set.records(prepared.origins())))
             trainer = RowsOnly(trainer.spec, rows)
         dp = DpSgd.of(config.dp)
         return NoisyTrainer(trainer.spec, rows, dp, ctx) if dp else trainer
@@ -121,22 +123,20 @@ class Turns:
             self._loaded = task, Exchange(method, order.method, task.spec)
         return self._loaded
 
-    def _prepared(self, task: Task, assignment: Assignment) -> Rows:
+    def _prepared(self, task: Task, assignment: Assignment) -> Prepared:
         if not assignment.data:
             raise ConfigError(
                 'data: expected a folder in the node config ("data") or the run config (task.data), found none'
             )
-        found = _fingerprint(Path(assignment.data))
+        data, site = Path(assignment.data), assignment.site
+        found = _fingerprint(data)
         if self._rows is None or self._rows[0] != found:
-            examples = self._examples(assignment)
-            self._rows, self._origins = (found, task.encode(examples)), [example.origin for example in examples]
+            share = Share(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
+            self._rows = None  # not two of them in memory
+            # Prepared rows are in the clear: a site that seals what it keeps keeps none.
+            shelf = None if site.key_file else shelf_of(site.state_dir, data, site.data_set)
+            self._rows = found, task.prepare(data, "train", share, shelf)
         return self._rows[1]
-
-    def _examples(self, assignment: Assignment) -> Examples:
-        assert self._loaded is not None
-        site = assignment.site
-        share = Share(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
-        return self._loaded[0].examples(Path(assignment.data), "train", share)
 
 
 def _same(message: Buffer, assignment: Assignment) -> Buffer:

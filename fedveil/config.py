@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fedveil.errors import ConfigError
 from fedveil.foreign import shown
@@ -78,7 +78,17 @@ class TrainConfig(_Section):
     quantized_base: Literal["none", "4bit", "8bit"] = "none"
     bucketing: bool = Field(False, description="batches of rows of similar length, which need less padding")
     checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
+    score_rows: int = Field(
+        64, ge=0, description="rows, at least 64, on which a site scores the received weights; 0 = none"
+    )
     compile: bool = Field(False, description="torch.compile of the model: a long first step, meant for a GPU")
+
+    @field_validator("score_rows")
+    @classmethod
+    def _not_of_a_few(cls, rows: int) -> int:
+        if 0 < rows < 64:
+            raise ValueError("expected 0, or at least 64: the mean loss of fewer rows tells more of each")
+        return rows
 
 
 class DpConfig(_Section):

@@ -19,11 +19,12 @@ spent. Rows with equal content are different records; `docs/deploy.md` says what
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from fedveil.privacy.ledger import Record
 
 ID_FILE = ".fedveil-data-set"
+PREPARED = ".prepared"  # below the site's state folder: prepared rows, by data set (fedveil/rows/shelves.py)
 _VERSION = 1
 _LARGEST_BYTES = 1000
 
@@ -61,19 +63,36 @@ class DataSet:
         """
         return cls(given or _id_of(_folder(data)), data)
 
-    def records(self, origins: Iterable[Origin | None]) -> list[Record]:
-        """The records of rows of these origins. Raises ConfigError for a row from elsewhere."""
-        return [self._record(origin) for origin in origins]
+    def records(self, origins: Iterable[Origin | None]) -> Iterator[Record]:
+        """The records of rows of these origins, one by one. Raises ConfigError for a row from elsewhere."""
+        last, name = "", ""  # most rows lie in the file of the row before
+        for origin in origins:
+            if origin is None or not name or origin.file != last:
+                name = self._name(origin)
+            assert origin is not None
+            last = origin.file
+            yield self.id, name, origin.row
 
-    def _record(self, origin: Origin | None) -> Record:
+    def _name(self, origin: Origin | None) -> str:
         if origin is not None and self.data.is_file() and Path(origin.file) == self.data:
-            return self.id, self.data.resolve().name, origin.row
+            return self.data.resolve().name
         if origin is None or not Path(origin.file).is_relative_to(self.data):
             raise ConfigError(
                 f"origin: expected every row to name its file below {self.data}, found {origin}; a private run needs "
                 "a task whose examples have an origin"
             )
-        return self.id, Path(origin.file).relative_to(self.data).as_posix(), origin.row
+        return Path(origin.file).relative_to(self.data).as_posix()
+
+
+def shelf_of(state_dir: Path, data: Path, given: str = "") -> Path:
+    """Where a site keeps the prepared rows of the data at `data`: by the id of the data set, or its path until it has
+    one."""
+    folder = _folder(data)
+    try:
+        name = given or _read(folder / ID_FILE)
+    except (OSError, ValueError, KeyError, TypeError):
+        name = f"path-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]}"
+    return state_dir.expanduser() / PREPARED / name
 
 
 def _folder(data: Path) -> Path:
@@ -86,17 +105,21 @@ def _id_of(folder: Path) -> str:
     if not path.exists():
         _write_new(path)
     try:
-        with path.open() as file:
-            content = json.loads(file.read(_LARGEST_BYTES))
-        if content["fedveil-data-set"] == _VERSION and re.fullmatch(r"[0-9a-f]{32}", content["id"]):
-            return str(content["id"])
-        found = "another"
+        return _read(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = f"none that can be read ({type(error).__name__})"
     raise StateError(
         f"{path}: expected the id of a data set, version {_VERSION}, found {found}; restore it from a backup: without "
         "it nobody knows what its rows have spent"
     )
+
+
+def _read(path: Path) -> str:
+    with path.open() as file:
+        content = json.loads(file.read(_LARGEST_BYTES))
+    if content["fedveil-data-set"] != _VERSION or not re.fullmatch(r"[0-9a-f]{32}", content["id"]):
+        raise ValueError("another version or id")
+    return str(content["id"])
 
 
 def _write_new(path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fedveil.client_app.site.private import PrivateStore
+from fedveil.console.runs import prepared
 from fedveil.console.runs.kept import run_folders
 from fedveil.console.runs.workers import workers
 from fedveil.errors import ConfigError, StateError
@@ -50,6 +51,8 @@ def reseal(state_dir: Path, old: Seal, new: Seal) -> list[Path]:
                 for part in file.parent.glob(f".{file.name}.*.part"):
                     part.unlink()  # what an interrupted write left, perhaps in the clear
                 written += [file] if _resealed(file, role, old, new) else []
+    if new.id:
+        prepared.remove(state_dir, prepared.prepared(state_dir))  # rows in the clear; a sealed site keeps none
     audit_log.append(
         state_dir.expanduser() / audit_log.NAME, "sealed", {"key": new.id or "none", "files": len(written)}
     )

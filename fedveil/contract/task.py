@@ -74,6 +74,20 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """What a site trains on.
+
+    Attributes:
+        rows: as the task's model takes them.
+        origins: where each example behind them was read, in their order; for the privacy ledger, which asks only where
+            a claim is made.
+    """
+
+    rows: Rows
+    origins: Callable[[], Iterable[Origin | None]]
+
+
+@dataclass(frozen=True)
 class Step:
     """The progress of a local training.
 
@@ -160,6 +174,14 @@ class Task(ABC):
         Raises:
             TaskError: a row cannot be read; the message names its column.
         """
+
+    def prepare(self, data: Path, split: str, share: Share | None = None, shelf: Path | None = None) -> Prepared:
+        """The rows of `examples`, encoded. `shelf` is a private folder in which a task may keep them for another time.
+
+        Raises TaskError as `examples` and `encode`, StateError where the folder cannot be written.
+        """
+        found = self.examples(data, split, share)
+        return Prepared(self.encode(found), lambda: (example.origin for example in found))
 
     @abstractmethod
     def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> Trainer:

@@ -1,24 +1,41 @@
-"""Reading the rows of a split from a data folder or file: JSON Lines or Parquet, nothing written beside them."""
+"""Reading the rows of a split from a data folder or file: JSON Lines or Parquet, nothing written beside them.
+
+A table is Arrow's: in memory, or mapped from a nameless file in a private folder that the caller gives. Its rows become
+Python objects a few at a time, while they are looked at.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import operator
+import os
 import random
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final, overload
 
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from fedveil import places
 from fedveil.contract.task import Example, Origin, Share
-from fedveil.errors import TaskError
+from fedveil.errors import StateError, TaskError
 from fedveil.rows import partition
 
 if TYPE_CHECKING:
+    import pyarrow  # type: ignore[import-untyped]
     from datasets import Dataset
 
     from fedveil.config import RunConfig
 
 SUFFIXES = (".jsonl", ".parquet")
+_PARSED = 10_000  # lines of JSON that become a part of the table together
+_AT_ONCE = 256  # rows that are Python objects together: few, for they may be pictures
 
 
 @dataclass(frozen=True)
@@ -27,17 +44,17 @@ class Table:
 
     Attributes:
         rows: all columns.
-        origins: of each row.
+        origin: of a row, by its index.
         folder: where relative paths in the rows begin.
         class_names: of all classes, by number; empty where the rows name none.
     """
 
     rows: Dataset
-    origins: Sequence[Origin]
+    origin: Callable[[int], Origin]
     folder: str
     class_names: tuple[str, ...] = ()
 
-    def examples(self, split: str, share: Share | None, config: RunConfig) -> list[Example]:
+    def examples(self, split: str, share: Share | None, config: RunConfig) -> Chosen:
         """The rows, or those of the part that is `share`.
 
         Of the split "train" at most task.max-examples, a seeded choice in file order. Raises TaskError as
@@ -49,18 +66,63 @@ class Table:
             chosen = partition.indices(self.rows, share, task, seed)
         if split == "train" and 0 < task.max_examples < len(chosen):
             chosen = [chosen[i] for i in sorted(random.Random(seed).sample(range(len(chosen)), task.max_examples))]
-        found = self.rows.select(chosen).to_list()
+        return Chosen(self, np.asarray(chosen, dtype=np.int64))
+
+
+@final
+class Chosen(Sequence[Example]):
+    """Some rows of a table. An example is made when it is asked for; an iteration reads _AT_ONCE rows at a time.
+
+    Args:
+        table: the whole.
+        at: the indices of the rows in it.
+    """
+
+    def __init__(self, table: Table, at: NDArray[np.int64]) -> None:
+        self._table, self.at = table, at
+        self._rows = table.rows.with_format("arrow")
+
+    @override
+    def __len__(self) -> int:
+        return len(self.at)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Chosen: ...
+    @override
+    def __getitem__(self, index: int | slice) -> Example | Chosen:
+        if isinstance(index, slice):
+            return Chosen(self._table, self.at[index])
+        return self._read(self.at[operator.index(index)][None])[0]
+
+    @override
+    def __iter__(self) -> Iterator[Example]:
+        for i in range(0, len(self.at), _AT_ONCE):
+            yield from self._read(self.at[i : i + _AT_ONCE])
+
+    def _read(self, at: NDArray[np.int64]) -> list[Example]:
+        first, last = int(at[0]), int(at[-1])
+        in_line = last - first + 1 == len(at) and bool((np.diff(at) == 1).all())
+        found = self._rows[first : last + 1] if in_line else self._rows[at.tolist()]
+        table = self._table
         return [
-            Example(row, self.origins[i], self.folder, self.class_names) for i, row in zip(chosen, found, strict=True)
+            Example(row, table.origin(i), table.folder, table.class_names)
+            for i, row in zip(at.tolist(), found.to_pylist(), strict=True)
         ]
 
 
-def table(data: Path, split: str, columns: tuple[str, ...]) -> Table:
-    """The rows of the split's file. Raises TaskError as `split_file` and `read`."""
+def table(data: Path, split: str, columns: tuple[str, ...], scratch: Path | None = None) -> Table:
+    """The rows of the split's file; see `read`. Raises TaskError as `split_file` and `read`."""
     file = split_file(data, split)
-    rows = read(file, columns)
-    folder = data if data.is_dir() else data.parent
-    return Table(rows, [Origin(str(file), i + 1) for i in range(len(rows))], str(folder))
+    name, folder = str(file), data if data.is_dir() else data.parent
+    return Table(read(file, columns, scratch), lambda i: Origin(name, i + 1), str(folder))
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file of rows."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def split_file(data: Path, split: str) -> Path:
@@ -84,60 +146,119 @@ def split_file(data: Path, split: str) -> Path:
     )
 
 
-def read(file: Path, columns: tuple[str, ...]) -> Dataset:
-    """All rows of `file`.
+def read(file: Path, columns: tuple[str, ...], scratch: Path | None = None) -> Dataset:
+    """All rows of `file`, in memory or, with a private folder `scratch`, mapped from a nameless file in it.
 
     Goes past the cache of `datasets`: a site may have no writable one, and many processes would share it.
 
     Raises:
         TaskError: a line or the file cannot be read, there is no row, or one of `columns` is missing.
+        StateError: `scratch` cannot be written.
     """
-    rows = _parquet(file) if file.suffix == ".parquet" else _json_lines(file)
-    if not len(rows):
+    from datasets import Dataset
+
+    found = _parquet(file, scratch) if file.suffix == ".parquet" else _json_lines(file, scratch)
+    if found is None or not len(found):
         raise TaskError(f'task.data: expected at least one row in "{file}", found none; add rows')
     for column in columns:
-        if column not in rows.column_names:
+        if column not in found.column_names:
             raise TaskError(
-                f'task.data: expected column "{column}" in "{file}", found {", ".join(rows.column_names)}; '
+                f'task.data: expected column "{column}" in "{file}", found {", ".join(found.column_names)}; '
                 f"set task.source-column and task.target-column to columns of the file"
             )
-    return rows
+    return Dataset(found, fingerprint=secrets.token_hex(8))  # else `datasets` would hash the whole table for one
 
 
-def _json_lines(file: Path) -> Dataset:
+def _json_lines(file: Path, scratch: Path | None) -> pyarrow.Table | None:
     # Not pyarrow's JSON reader: it turns text that looks like a date into timestamps.
-    from datasets import Dataset
+    import pyarrow
 
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise TaskError(
-                f'task.data: expected JSON in line {number} of "{file}", found {error}; correct the line'
-            ) from None
-        if not isinstance(row, dict):
-            raise TaskError(
-                f'task.data: expected an object in line {number} of "{file}", found {line[:40]!r}; correct it'
-            )
-        rows.append(row)
-    names = dict.fromkeys(name for row in rows for name in row)
     try:
-        return Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
-    except ValueError as error:  # pyarrow.ArrowInvalid
-        raise TaskError(f'task.data: expected one type a column in "{file}", found {error}; correct the rows') from None
+        schemas: list[pyarrow.Schema] = []
+        found = _kept(_same(_json_tables(file), schemas), scratch)
+        if len(schemas) < 2:
+            return found
+        return _kept(_json_tables(file, pyarrow.unify_schemas(schemas, promote_options="permissive")), scratch)
+    except (pyarrow.ArrowException, OverflowError) as error:
+        reason = str(error).splitlines()[0]
+        raise TaskError(
+            f'task.data: expected one type a column in "{file}", found {reason}; correct the rows'
+        ) from None
 
 
-def _parquet(file: Path) -> Dataset:
-    import pyarrow  # type: ignore[import-untyped]
+def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Iterator[pyarrow.Table]:
+    """The tables up to the first one of another schema; the schemas of all of them go into `schemas`, each once."""
+    for table in tables:
+        if table.schema not in schemas:
+            schemas.append(table.schema)
+        if len(schemas) == 1:
+            yield table
+
+
+def _json_tables(file: Path, schema: pyarrow.Schema | None = None) -> Iterator[pyarrow.Table]:
+    """The lines of a file, _PARSED at a time, by what they hold or under a schema."""
+    import pyarrow
+
+    with file.open("rb") as lines:
+        rows = (_object(line, number, file) for number, line in enumerate(lines, start=1) if line.strip())
+        while part := list(itertools.islice(rows, _PARSED)):
+            names = schema.names if schema is not None else list(dict.fromkeys(name for row in part for name in row))
+            columns = [
+                pyarrow.array([row.get(name) for row in part], schema and schema.field(name).type) for name in names
+            ]
+            yield pyarrow.table(dict(zip(names, columns, strict=True)))
+
+
+def _object(line: bytes, number: int, file: Path) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise TaskError(
+            f'task.data: expected JSON in line {number} of "{file}", found {error}; correct the line'
+        ) from None
+    if not isinstance(row, dict):
+        found = line.rstrip(b"\n")[:40]
+        raise TaskError(f'task.data: expected an object in line {number} of "{file}", found {found!r}; correct it')
+    return row
+
+
+def _parquet(file: Path, scratch: Path | None) -> pyarrow.Table | None:
+    import pyarrow
     import pyarrow.parquet  # type: ignore[import-untyped]
-    from datasets import Dataset
 
     try:
-        return Dataset(pyarrow.parquet.read_table(file))
+        if scratch is None:
+            return pyarrow.parquet.read_table(file)
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            schema = opened.schema_arrow
+            parts = (pyarrow.Table.from_batches([part], schema) for part in opened.iter_batches(_AT_ONCE))
+            return _kept(parts, scratch)
     except (pyarrow.ArrowException, OSError) as error:
         raise TaskError(
             f'task.data: expected Parquet in "{file}", found {str(error).splitlines()[0]}; write it anew'
         ) from None
+
+
+def _kept(tables: Iterator[pyarrow.Table], scratch: Path | None) -> pyarrow.Table | None:
+    """The tables, of one schema, as one; None where there are none."""
+    import pyarrow
+
+    first = next(tables, None)
+    if first is None:
+        return None
+    if scratch is None:
+        return pyarrow.concat_tables([first, *tables])
+    path = places.private_folder(scratch) / f".{secrets.token_hex(8)}.part"
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            with pyarrow.ipc.new_stream(file, first.schema) as stream:
+                for table in itertools.chain([first], tables):
+                    stream.write_table(table)
+            file.flush()
+        return pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+    except OSError as error:
+        if error.errno is None:  # Arrow's own, about what it read
+            raise
+        raise StateError(f"{scratch}: expected to write the rows, found {error}; free space") from None
+    finally:
+        path.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import final
+from typing import final, overload
 
 import numpy as np
 import torch
@@ -76,6 +76,47 @@ class Picture:
 
 
 @final
+class Pictures(Sequence[Picture]):
+    """The images of examples, read and decoded one by one when their pixels are asked for.
+
+    Decoded ones are kept as long as there is room. A slice is a list.
+
+    Args:
+        examples: where the images are.
+        labels: their classes.
+        decoded: an example's image.
+    """
+
+    def __init__(self, examples: Examples, labels: Sequence[int], decoded: Callable[[Example], Pixels]) -> None:
+        self._examples, self._decoded = examples, decoded
+        self._labels = np.array(labels, np.int64)
+        self._room, self._kept = decoding.Room(_KEPT_BYTES), dict[int, Pixels]()
+
+    @override
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    @overload
+    def __getitem__(self, index: int) -> Picture: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Picture]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> Picture | list[Picture]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        return Picture(lambda: self._pixels(at), int(self._labels[at]))
+
+    def _pixels(self, at: int) -> Pixels:
+        if (kept := self._kept.get(at)) is not None:
+            return kept
+        found = self._decoded(self._examples[at])
+        if self._room.holds(found.nbytes):
+            self._kept[at] = found
+        return found
+
+
+@final
 class ImageClassification(AdaptedTask):
     """A model that says which class an image is of. The loss is the mean cross entropy over images."""
 
@@ -94,15 +135,25 @@ class ImageClassification(AdaptedTask):
         return decoding.table(data, split, self.config.task).examples(split, share, self.config)
 
     @override
-    def encode(self, examples: Examples) -> list[Picture]:
-        """A row for each image. Raises TaskError, by file and row, for one that does not decode or has no class."""
-        room = decoding.Room(_KEPT_BYTES)
-        return [self._picture(example, room) for example in examples]
+    def encode(self, examples: Examples) -> Pictures:
+        """A row for each image, which is decoded when a batch has it.
+
+        Raises TaskError, by file and row, for what is no image or has no class; for an image that is broken behind its
+        head, the batch does.
+        """
+        self._mode  # noqa: B018  # raises where the model does not take images
+        labels = []
+        for example in examples:
+            labels.append(self._label(example))
+            decoding.require_image(decoding.encoded(example, self.config.task.image_column), example.where)
+        return Pictures(examples, labels, self._decoded)
 
     @override
     def collate(self, rows: Sequence[Picture]) -> LabelledBatch:
         """One batch, on the CPU."""
-        return LabelledBatch(torch.stack([row.pixels() for row in rows]), torch.tensor([row.label for row in rows]))
+        return LabelledBatch(
+            torch.stack(decoding.together([row.pixels for row in rows])), torch.tensor([row.label for row in rows])
+        )
 
     def _logits(self, batch: LabelledBatch) -> Float[Tensor, "rows classes"]:
         return self._forward({"pixel_values": batch.inputs}).float()
@@ -166,15 +217,8 @@ class ImageClassification(AdaptedTask):
             for i, row in enumerate(chosen):
                 yield Prediction({"target": logits[i : i + 1]}, torch.tensor([row.label]))
 
-    def _picture(self, example: Example, room: decoding.Room) -> Picture:
-        label = self._label(example)
-        image = decoding.encoded(example, self.config.task.image_column)
-
-        def pixels() -> Tensor:
-            return self._pixels(image, example.where)
-
-        decoded = pixels()
-        return Picture((lambda: decoded) if room.holds(decoded.nbytes) else pixels, label)
+    def _decoded(self, example: Example) -> Pixels:
+        return self._pixels(decoding.encoded(example, self.config.task.image_column), example.where)
 
     def _label(self, example: Example) -> int:
         """The class of an example."""

@@ -6,7 +6,8 @@ target. What it shares with other tasks is in `causal`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import final
@@ -18,12 +19,14 @@ from typing_extensions import override
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Example, Examples, Share, Task, TaskInfo
+from fedveil.contract.task import Example, Examples, Origin, Prepared, Share, Task, TaskInfo
 from fedveil.errors import TaskError
 from fedveil.models import loading, tiny
 from fedveil.models.loaded_model import LoadedModel
-from fedveil.rows import reading
+from fedveil.rows import batches, reading, shelves, token_rows
 from fedveil.rows.batches import TokenRow
+from fedveil.rows.token_rows import TokenRows
+from fedveil.rows.tokens import Tokens
 from fedveil.training import adapted, causal, text_metrics
 
 SEPARATOR = "\n"
@@ -33,6 +36,7 @@ INFO = TaskInfo(
     tiny=lambda: tiny.folder("text-generation"),
 )
 _TEXT_TYPES = (str, int, float, bool)
+_AT_ONCE = 1000  # rows that are tokenised together
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
@@ -60,9 +64,43 @@ class TextGeneration(causal.CausalTask):
         return reading.table(data, split, INFO.columns(self.config.task)).examples(split, share, self.config)
 
     @override
-    def encode(self, examples: Examples) -> list[TokenRow]:
+    def encode(self, examples: Examples) -> TokenRows:
         """Every row tokenised. Raises TaskError for a row without text in one of the two columns."""
-        return [self._row(*self._texts(example)) for example in examples]
+        return TokenRows(token_rows.joined(self._parts_of(examples)))
+
+    @override
+    def prepare(self, data: Path, split: str, share: Share | None = None, shelf: Path | None = None) -> Prepared:
+        """As `encode`; where it has a shelf, the rows are mapped from there, and prepared only where they are not."""
+        file, print_ = reading.split_file(data, split), self._tokens.fingerprint if shelf else ""
+        content = reading.digest(file) if print_ else ""
+
+        def parts() -> Iterator[token_rows.Part]:
+            table = reading.table(data, split, INFO.columns(self.config.task), shelf)
+            yield from self._parts_of(table.examples(split, share, self.config))
+            if content and reading.digest(file) != content:
+                raise TaskError(f'task.data: expected "{file}" to stay while it is read, found a change; start again')
+
+        if shelf is None or not content:
+            rows = TokenRows(token_rows.joined(parts()))
+        else:
+            key = {"rows": content, "tokenizer": [print_, *self._fixed_ids], **shelves.key(self.config, split, share)}
+            kept = shelves.Shelf(shelf, token_rows.KINDS)
+            rows = TokenRows(kept.find(key) or kept.put(key, parts()))
+        return Prepared(rows, lambda: (Origin(str(file), int(number)) for number in rows.numbers))
+
+    def _parts_of(self, examples: Examples) -> Iterator[token_rows.Part]:
+        """The rows of some examples at a time; the next ones are tokenised meanwhile."""
+
+        def tokenised(part: list[Example]) -> tuple[list[Example], list[list[int]], list[list[int]]]:
+            texts = [self._texts(example) for example in part]
+            return part, self._tokens.of([source for source, _ in texts]), self._tokens.of([to for _, to in texts])
+
+        self._tokens  # noqa: B018  # the base is loaded here, not in a thread
+        every = iter(examples)
+        batched = iter(lambda: list(itertools.islice(every, _AT_ONCE)), [])
+        for part, sources, targets in batches.ahead(batched, tokenised):
+            rows = [self._row(source, target) for source, target in zip(sources, targets, strict=True)]
+            yield token_rows.part_of(rows, [example.origin.row if example.origin else 0 for example in part])
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
@@ -74,7 +112,13 @@ class TextGeneration(causal.CausalTask):
         """
         references = self._references(examples)
         self.put(weights)
-        encoded = [self._row(source, target) for source, refs in references.items() for target in refs]
+        encoded = self.encode(
+            [
+                Example({self.config.task.source_column: source, self.config.task.target_column: target})
+                for source, refs in references.items()
+                for target in refs
+            ]
+        )
         scores = {"loss": self.mean_loss(encoded)}
         if generate:
             scores |= text_metrics.score(self._generate(list(references)), list(references.values()))
@@ -103,7 +147,7 @@ class TextGeneration(causal.CausalTask):
         return self._generate(sources)
 
     def _generate(self, sources: Sequence[str]) -> list[str]:
-        prompts = [self._prompt(source, self._prompt_limit) for source in sources]
+        prompts = [self._prompt(ids, self._prompt_limit) for ids in self._tokens.of(sources)]
         return self._texts_of([TokenRow(ids, len(ids)) for ids in prompts])
 
     def _references(self, examples: Examples) -> dict[str, list[str]]:
@@ -136,16 +180,20 @@ class TextGeneration(causal.CausalTask):
         begin = [int(i) for i in first if i == tokenizer.bos_token_id and i != tokenizer.eos_token_id]
         return begin, tokenizer.encode(SEPARATOR, add_special_tokens=False), tokenizer.eos_token_id
 
-    def _prompt(self, source: str, limit: int) -> list[int]:
-        """Tokens of source and separator, at most `limit`: the source loses its end."""
+    @cached_property
+    def _tokens(self) -> Tokens:
+        return Tokens(self.base.tokenizer)
+
+    def _prompt(self, ids: list[int], limit: int) -> list[int]:
+        """A source's tokens and the separator, at most `limit`: the source loses its end."""
         begin, separator, _ = self._fixed_ids
-        ids = self.base.tokenizer.encode(source, add_special_tokens=False)
         return [*begin, *ids[: max(0, limit - len(begin) - len(separator))], *separator][-max(1, limit) :]
 
-    def _row(self, source: str, target: str) -> TokenRow:
+    def _row(self, source: list[int], target: list[int]) -> TokenRow:
+        """The row of a source's and a target's tokens."""
         begin, separator, end = self._fixed_ids
         room = self.config.task.max_tokens
         least = len(begin) + len(separator)
-        answer = [*self.base.tokenizer.encode(target, add_special_tokens=False), end][: room - least]
+        answer = [*target, end][: room - least]
         prompt = self._prompt(source, room - len(answer))
         return TokenRow(prompt + answer, len(prompt))

@@ -76,7 +76,7 @@ class ImageRow(TokenRow):
 class _Asked:
     """One image with its prompt and right answers."""
 
-    image: bytes
+    image: Callable[[], bytes]
     prompt: str
     targets: list[str]
     where: str
@@ -103,7 +103,8 @@ class VisionLanguage(causal.CausalTask):
             ConfigError: a prompt that leaves no room under task.max-tokens.
         """
         room = decoding.Room(_KEPT_BYTES)
-        return [row for example in examples for row in self._rows(self._asked(example), room)]
+        asked = (self._asked(example, _reading(examples, i)) for i, example in enumerate(examples))
+        return [row for each in asked for row in self._rows(each, room)]
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
@@ -138,12 +139,18 @@ class VisionLanguage(causal.CausalTask):
     def collate(self, rows: Sequence[TokenRow]) -> TokenBatch:
         """One batch, on the CPU, with what the model takes of its images."""
         batch = super().collate(rows)
+        # Not in threads: a tokenizer, which the processor calls, is for one at a time.
         inputs = [row.inputs() for row in rows if isinstance(row, ImageRow)]
         return replace(batch, inputs={key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})
 
-    def _asked(self, example: Example) -> _Asked:
+    def _asked(self, example: Example, again: Callable[[], Example] | None = None) -> _Asked:
+        """`again` reads the example once more where its image is needed; without it, the example itself is kept."""
         task, where, values = self.config.task, example.where, example.values
-        image = decoding.encoded(example, task.image_column)
+        read = again or (lambda: example)
+
+        def image() -> bytes:
+            return decoding.encoded(read(), task.image_column)
+
         if not task.choices_column:
             return _Asked(image, CAPTION_PROMPT, _captions(example, task.target_column), where)
         choices, answer = values.get(task.choices_column), values.get(task.target_column)
@@ -180,7 +187,7 @@ class VisionLanguage(causal.CausalTask):
         )
 
         def processed() -> dict[str, Tensor]:
-            image = decoding.decoded(asked.image, asked.where)
+            image = decoding.decoded(asked.image(), asked.where)
             with library.quiet():
                 return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
 
@@ -196,6 +203,10 @@ class VisionLanguage(causal.CausalTask):
             return ids, lambda: inputs
         names = list(inputs)
         return ids, lambda: {name: value for name, value in processed().items() if name in names}
+
+
+def _reading(examples: Examples, index: int) -> Callable[[], Example]:
+    return lambda: examples[index]
 
 
 def _captions(example: Example, column: str) -> list[str]:

@@ -24,8 +24,6 @@ from fedveil.training.per_sample import LocalRows
 from fedveil.training.progress import Progress
 from fedveil.training.threads import threads
 
-RECEIVED_ROWS = 64  # rows of the site behind "loss_received"
-
 
 class Trainable(Protocol):
     """What a task offers to local training."""
@@ -102,8 +100,9 @@ class LocalTraining:
     def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
         """Trains from `weights`, which stay as they are. What no step moves, and what is `frozen`, comes back exact.
 
-        The report has loss_received (of `weights`, on the site's first RECEIVED_ROWS rows), loss_trained (mean over the
-        steps; without one, loss_received), steps, tokens (all that the steps read, padding apart) and train_seconds.
+        The report has loss_received (of `weights`, on the site's first train.score-rows rows; left out at 0),
+        loss_trained (mean over the steps; without one, loss_received, or left out), steps, tokens (all that the steps
+        read, padding apart) and train_seconds.
 
         Raises:
             TaskError: weights that are not the spec's, or a loss that is no longer finite.
@@ -113,20 +112,18 @@ class LocalTraining:
         task = self._task
         task.put(weights)
         with threads(task.config):
-            received = task.mean_loss(self._rows[:RECEIVED_ROWS])
+            scored = self._rows[: task.config.train.score_rows]
+            received = [task.mean_loss(scored)] if scored else []
             with task.training():
                 losses, tokens = self._steps(frozen or {}, penalty)
         if losses:
             after = {name: p.detach().to(weights[name].device, copy=True) for name, p in task.trained.items()}
         else:
             after = {name: weights[name].clone() for name in task.trained}
-        report = {
-            "loss_received": received,
-            "loss_trained": sum(losses) / len(losses) if losses else received,
-            "steps": float(len(losses)),
-            "tokens": float(tokens),
-            "train_seconds": time.perf_counter() - started,
-        }
+        report = {"steps": float(len(losses)), "tokens": float(tokens)}
+        report |= {"loss_received": received[0]} if received else {}
+        report |= {"loss_trained": sum(of) / len(of)} if (of := losses or received) else {}
+        report["train_seconds"] = time.perf_counter() - started
         return Trained(after, report, Looked.of(self._taken))
 
     def gradient(self, weights: Weights) -> Trained:

@@ -33,6 +33,7 @@ from fedveil.console.flower.site_process import (
 from fedveil.console.provisioning import enrol
 from fedveil.console.runs import sealing
 from fedveil.console.runs.kept import Kept, kept, leftovers, purge
+from fedveil.console.runs.prepared import prepared, remove
 from fedveil.console.runs.workers import described, follow, workers
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
@@ -244,16 +245,20 @@ def _purge(args: argparse.Namespace) -> int:
     goes = [run for run in chosen if not run.why]
     parts = [] if args.runs else leftovers(args.state_dir, args.older_than)
     parts = [part for part in parts if part.parent not in {run.folder for run in goes}]
+    sets = [] if args.runs else [of for of in prepared(args.state_dir) if of.days >= args.older_than]
     for run in chosen:
         print(f"{'stays' if run.why else 'goes':<6}{_line(run)}{f': {shown(run.why)}' if run.why else ''}")
     for part in parts:
         print(f"goes  {shown(part)}, {part.stat().st_size:,} bytes, left by an interrupted write")
-    if not goes and not parts:
+    for of in sets:
+        print(f"goes  prepared rows of {shown(of.data_set)}, {of.bytes:,} bytes, made anew where they are needed")
+    if not goes and not parts and not sets:
         print("nothing to remove")
         return 0
     if not args.yes and not _agreed():
         print("nothing was removed")
         return 1
+    remove(args.state_dir, sets)
     stayed = purge(args.state_dir, goes, parts)
     for run in stayed:
         print(f"stays {_line(run)}: it has gone on meanwhile")
@@ -284,6 +289,8 @@ def _status(args: argparse.Namespace) -> int:
     found = workers(args.state_dir)
     for run in [run for run in kept(args.state_dir) if run.bytes]:
         print(_line(run))
+    if sets := prepared(args.state_dir):
+        print(f"prepared rows: {sum(of.bytes for of in sets):,} bytes in {len(sets)} sets")
     if not found:
         print(f"no worker under {args.state_dir.expanduser()}: none has had a turn yet, or its idle time is over")
         return 1

@@ -93,7 +93,7 @@ def test_a_data_set_has_one_id_by_every_path_and_keeps_it(tmp_path):
         found = DataSet.of(tmp_path / path)
         assert found.id == first.id
         file = found.data if found.data.is_file() else found.data / "train.jsonl"
-        assert found.records([Origin(str(file), 3)]) == [(first.id, "train.jsonl", 3)]
+        assert list(found.records([Origin(str(file), 3)])) == [(first.id, "train.jsonl", 3)]
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [ID_FILE, "train.jsonl"]
     (tmp_path / "other").mkdir()
     assert DataSet.of(tmp_path / "other").id != first.id
@@ -126,4 +126,4 @@ def test_a_damaged_id_is_not_replaced(text, tmp_path):
 @pytest.mark.parametrize("origin", [None, Origin("/elsewhere/train.jsonl", 1)])
 def test_a_row_from_nowhere_cannot_be_charged(origin, tmp_path):
     with pytest.raises(ConfigError, match="origin: expected every row"):
-        DataSet("d", tmp_path).records([origin])
+        list(DataSet("d", tmp_path).records([origin]))

@@ -64,10 +64,18 @@ def test_it_removes_what_it_lists_and_nothing_else(tmp_path, capsys):
     beside = around(tmp_path)
     old, young = lay(tmp_path, "old-1", 40), lay(tmp_path, "young-1", 20)
     before = contents(young)
+    for name, days in (("old", 40), ("young", 20)):
+        rows = tmp_path / ".prepared" / "ward" / name
+        rows.mkdir(parents=True)
+        (rows / "tokens").write_bytes(b"abc")
+        os.utime(rows, (time.time() - days * DAY,) * 2)
     assert site_purge(tmp_path, "--older-than", "30", "--yes") == 0
     said = capsys.readouterr().out
     assert "goes  old-1, site north: 400 bytes, last turn 40.0 days ago" in said
     assert "removed 1 runs, 400 bytes, and 0 leftovers; ledger and logs stay" in said
+    assert "goes  prepared rows of ward, 3 bytes" in said
+    assert not (tmp_path / ".prepared" / "ward" / "old").exists()
+    assert (tmp_path / ".prepared" / "ward" / "young").exists()
     assert "data" not in said
     assert {path.name for path in old.rglob("*")} == {"served.json", "served.lock", "turn.lock"}
     assert Served(old).purged

@@ -71,9 +71,13 @@ def test_a_site_is_sealed_goes_to_another_key_and_back_and_keeps_everything(home
     clear = home.seen(Seal())
     first, second = home.new_key("a"), home.new_key("b")
     moment = [file.stat().st_mtime_ns for file in home.files()]
+    rows = home.state / ".prepared" / "ward" / "ab" / "tokens.bin"
+    rows.parent.mkdir(parents=True)
+    rows.write_bytes(b"rows in the clear")
     assert home.seal("--key-file", str(home.keys / "a")) == 0
     assert f"8 files sealed under key {first.id}" in capsys.readouterr().out
     assert all(head_of(file).key == first.id for file in home.files())
+    assert not rows.exists()
     assert home.seen(first) == clear
     assert home.seal("--key-file", str(home.keys / "b"), "--old-key-file", str(home.keys / "a")) == 0
     assert all(head_of(file).key == second.id for file in home.files())
@@ -83,6 +87,7 @@ def test_a_site_is_sealed_goes_to_another_key_and_back_and_keeps_everything(home
     assert home.seen(Seal()) == clear
     assert [file.stat().st_mtime_ns for file in home.files()] == moment  # purge judges by them
     lines = list(audit_log.read(home.state / audit_log.NAME))
+    assert lines.pop(0)["event"] == "purged"
     assert [(line["event"], line["key"], line["files"]) for line in lines] == [
         ("sealed", first.id, 8), ("sealed", second.id, 8), ("sealed", "none", 8)
     ]  # fmt: skip

@@ -163,7 +163,7 @@ def test_training_steps_as_a_plain_loop_does(task, rows):
     optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=2e-3, weight_decay=1e-6)
     losses, tokens = [], 0
     for i in (0, 4, 8):
-        encoded = [task._row(rows[j].values["mr"], rows[j].values["ref"]) for j in order[i : i + 4]]
+        encoded = list(task.encode([rows[j] for j in order[i : i + 4]]))
         sums = []
         for row in encoded:
             logits = task.base.model(input_ids=torch.tensor([row.ids])).logits[0, row.start - 1 : -1]
@@ -258,7 +258,7 @@ def test_a_row_fits_and_its_source_gives_way_first(source, target, limit):
     task = _unlimited()
     task.config = run_config.parse({"task.max-tokens": limit})
     tokenizer = task.base.tokenizer
-    row = task._row(source, target)
+    (row,) = task.encode(Example.of([{"mr": source, "ref": target}]))
     answer = [*tokenizer.encode(target, add_special_tokens=False), tokenizer.eos_token_id]
     whole = tokenizer.encode(source, add_special_tokens=False)
     separator = tokenizer.encode(SEPARATOR, add_special_tokens=False)
@@ -301,7 +301,7 @@ def test_a_llama_from_a_folder_goes_the_same_way(llama, rows):
     linear += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     assert modules == {f"{m}.lora_{side}" for m in linear for side in "AB"}
     assert not any("lm_head" in n for n in task.spec)
-    assert task._row("x", "y").ids[0] == task.base.tokenizer.bos_token_id
+    assert task.encode(Example.of([{"mr": "x", "ref": "y"}]))[0].ids[0] == task.base.tokenizer.bos_token_id
     start = task.initial(Stream(KEY))
     result = task.trainer(task.encode(rows), Stream(KEY)).train(start)
     assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(start, rows, False)["loss"]
@@ -363,10 +363,10 @@ def test_two_processes_train_bit_identically():
 
 def test_examples_of_a_share_are_capped_by_seed():
     task = make(task__max_examples=50, run__seed=4)
-    parts = [task.examples(DATA, "train", Share(i, 3)) for i in range(3)]
+    parts = [list(task.examples(DATA, "train", Share(i, 3))) for i in range(3)]
     assert [len(p) for p in parts] == [50, 50, 50]
-    assert parts[0] == make(task__max_examples=50, run__seed=4).examples(DATA, "train", Share(0, 3))
-    assert parts[0] != make(task__max_examples=50, run__seed=5).examples(DATA, "train", Share(0, 3))
+    assert parts[0] == list(make(task__max_examples=50, run__seed=4).examples(DATA, "train", Share(0, 3)))
+    assert parts[0] != list(make(task__max_examples=50, run__seed=5).examples(DATA, "train", Share(0, 3)))
     assert set(parts[0][0].values) == {"mr", "ref"}
     assert len(task.examples(DATA, "test")) > 1000
 
@@ -374,13 +374,13 @@ def test_examples_of_a_share_are_capped_by_seed():
 def test_parquet_and_single_files_read_as_folders_do(task, tmp_path):
     from datasets import Dataset
 
-    expected = task.examples(DATA, "test")
+    expected = list(task.examples(DATA, "test"))
     Dataset.from_list([row.values for row in expected]).to_parquet(tmp_path / "test.parquet")
     file = tmp_path / "test.parquet"
     parquet = [Example(row.values, Origin(str(file), i + 1), str(tmp_path)) for i, row in enumerate(expected)]
-    assert task.examples(tmp_path, "test") == parquet
-    assert task.examples(tmp_path / "test.parquet", "anything") == parquet
-    assert task.examples(DATA / "test.jsonl", "train") == expected
+    assert list(task.examples(tmp_path, "test")) == parquet
+    assert list(task.examples(tmp_path / "test.parquet", "anything")) == parquet
+    assert list(task.examples(DATA / "test.jsonl", "train")) == expected
     assert {p.name for p in tmp_path.iterdir()} == {"test.parquet"}
 
 

@@ -1,0 +1,77 @@
+"""A site's turns and its prepared rows: kept below its state folder, named only where a claim is made."""
+
+from __future__ import annotations
+
+import json
+import stat
+
+import pytest
+
+from fedveil import rng, strategies, tasks
+from fedveil.client_app import turn
+from fedveil.client_app.site.assignment import Assignment
+from fedveil.client_app.site.data_sets import ID_FILE, DataSet, shelf_of
+from fedveil.config import parse
+from fedveil.contract.address import Address
+from fedveil.contract.method import RoundContext, fields_of
+from fedveil.federation.exchange import Exchange
+from fedveil.rows.tokens import Tokens
+from fedveil.sealed import new_key
+
+CTX = RoundContext(0, "s", True, bytes(32), address=Address("r"))
+FLAT = {"method.name": "fedavg", "task.max-tokens": 32, "train.max-steps": 1, "run.deterministic": True}
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "data").mkdir()
+    rows = [{"mr": f"name[Aromi {i}]", "ref": f"Aromi {i} is a pub."} for i in range(120)]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "data"
+
+
+def upload(data, state, **node) -> bytes:
+    parsed = parse(FLAT)
+    method = strategies.create("fedavg", "")
+    task = tasks.load(parsed, method.adapter, "cpu")
+    exchange = Exchange(method, "fedavg", task.spec)
+    server = method.init(task.spec, task.initial(rng.initial(0, "w")), rng.initial(0, "m"))
+    order = {"round": 0, "is-new": True, "site": "s", "run": "r", "method": "fedavg"}
+    node = {"state-dir": str(state), "data": str(data), "device": "cpu", **node}
+    asked = Assignment.of(order | {"fields": json.dumps(fields_of(method))}, FLAT, node)
+    found = turn.Turns().take(lambda: exchange.broadcast(server, CTX), asked)
+    layout = b"".join(found.parts)
+    return exchange.receive(layout, 0, Address("r", 0, "s")).payload.fields
+
+
+def test_a_worker_s_first_turn_keeps_the_rows_and_the_next_worker_takes_them(tmp_path, data, monkeypatch):
+    """A public run also names no row: 300,000 of them would be as many Python objects."""
+    monkeypatch.setattr(DataSet, "records", None)
+    first = upload(data, tmp_path / "state")
+    (kept,) = shelf_of(tmp_path / "state", data).iterdir()
+    assert kept.is_relative_to(tmp_path / "state" / ".prepared")
+    paths = [tmp_path / "state" / ".prepared", kept.parent, kept, *kept.iterdir()]
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in paths} == {0}
+    monkeypatch.setattr(Tokens, "of", None)  # nothing is tokenised again
+    again = upload(data, tmp_path / "state")
+    assert {name: value.tolist() for name, value in first.items()} == {n: value.tolist() for n, value in again.items()}
+    assert [path.name for path in data.iterdir()] == ["train.jsonl"]  # nothing is written beside the rows
+
+
+def test_a_site_with_a_key_keeps_no_rows_in_the_clear(tmp_path, data):
+    new_key(tmp_path / "key")
+    sealed = upload(data, tmp_path / "sealed", **{"key-file": str(tmp_path / "key")})
+    clear = upload(data, tmp_path / "state")
+    assert not (tmp_path / "sealed" / ".prepared").exists()
+    assert {name: value.tolist() for name, value in sealed.items()} == {n: v.tolist() for n, v in clear.items()}
+
+
+def test_rows_are_kept_by_the_id_of_the_data_set_once_it_has_one(tmp_path, data):
+    state = tmp_path / "state"
+    assert shelf_of(state, data).name.startswith("path-")
+    assert shelf_of(state, data) == shelf_of(state, data / "train.jsonl") == shelf_of(state, data / ".." / "data")
+    assert shelf_of(state, data, "ward-7") == state / ".prepared" / "ward-7"
+    found = DataSet.of(data)
+    assert shelf_of(state, data) == state / ".prepared" / found.id
+    (data / ID_FILE).write_text('{"fedveil-data-set": 1, "id": "../../elsewhere"}')
+    assert shelf_of(state, data).name.startswith("path-")
