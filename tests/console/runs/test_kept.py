@@ -81,7 +81,8 @@ def test_it_removes_what_it_lists_and_nothing_else(tmp_path, capsys):
     assert Served(old).purged
     assert {path: data for path, data in contents(young).items() if path.name != "turn.lock"} == before
     assert {path: path.read_bytes() for path in beside} == beside
-    (line,) = audit_log.read(tmp_path / audit_log.NAME)
+    rows, line = audit_log.read(tmp_path / audit_log.NAME)
+    assert (rows["event"], rows["file"], rows["bytes"]) == ("purged", ".prepared/ward/old", 3)
     assert (line["event"], line["run"], line["site"], line["bytes"]) == ("purged", "old-1", "north", 400)
 
 
