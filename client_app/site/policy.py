@@ -50,9 +50,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fedveil.client_app.site import cost, hours
+from fedveil.client_app.site import cost
 from fedveil.client_app.site import permits as run_keys
 from fedveil.client_app.site.assignment import Assignment
+from fedveil.client_app.site.hours import WINDOW, within
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.site.served import Served
 from fedveil.config import RunConfig
@@ -79,7 +80,7 @@ class Policy(BaseModel):
     min_batch: int | None = Field(None, ge=1)
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
-    hours: list[Annotated[str, Field(pattern=hours.WINDOW)]] | None = None
+    hours: list[Annotated[str, Field(pattern=WINDOW)]] | None = None
 
     permits: dict[str, run_keys.Permit] = {}
 
@@ -234,7 +235,7 @@ def _require_bytes(policy: Policy, found: int, where: str) -> None:
 
 
 def _require_hour(policy: Policy, now: datetime) -> None:
-    if policy.hours is not None and not hours.within(policy.hours, now):
+    if policy.hours is not None and not within(policy.hours, now):
         raise PolicyError(f"hours: this site permits {policy.hours}, found {now:%H:%M} at the site; come back then")
 
 
