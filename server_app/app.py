@@ -15,8 +15,6 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 if TYPE_CHECKING:
-    from flwr.app import ArrayRecord
-
     from fedveil.config import RunConfig
     from fedveil.contract.method import Method
     from fedveil.contract.spec import Weights
@@ -41,8 +39,7 @@ def main(grid: Grid, context: Context) -> None:
     run = {"flower_run": str(context.run_id), "app": grid.run.fab_hash, "method": config.method.name}
     folder.audit("started", run | {"task": config.task.name, "rounds": config.run.rounds})
     try:
-        strategy, weights = prepare(config, folder, name)
-        strategy.start(grid, weights, config.run.rounds)
+        prepare(config, folder, name).run(grid, config.run.rounds)
     except BaseException as error:
         reason = str(error) if isinstance(error, FedVeilError) else f"{type(error).__name__}: {error}"
         folder.audit("ended", {"state": "failed", "reason": reason})
@@ -52,14 +49,12 @@ def main(grid: Grid, context: Context) -> None:
     folder.status("completed", config.run.rounds - 1, config.run.rounds)
 
 
-def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStrategy, ArrayRecord]:
-    """The strategy and the initial weights of a run. Contacts no node.
+def prepare(config: RunConfig, folder: RunFolder, name: str) -> MethodStrategy:
+    """The strategy of a run, with its initial weights. Contacts no node.
 
     Raises:
         ConfigError, TaskError: the config or its files do not fit; one line names the key, the expected and the found.
     """
-    from flwr.app import ArrayRecord
-
     from fedveil import strategies, tasks
     from fedveil.contract.method import ServerTrained
     from fedveil.privacy.dp_sgd import checked_claim
@@ -81,7 +76,8 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStra
         scores=None if evaluator is None else lambda server, round_: evaluator.scores(method, server, round_),
         spec=task.spec,
     )
-    return strategy, ArrayRecord(dict(initial(method, task, config)))
+    strategy.rounds.initialise(initial(method, task, config))  # and no other reference to them
+    return strategy
 
 
 def initial(method: Method, task: Task, config: RunConfig) -> Weights:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from torch import Tensor
 
 from fedveil.contract.codec import raw
 from fedveil.contract.method import State
@@ -15,11 +17,35 @@ from fedveil.contract.spec import Weights
 from fedveil.errors import StateError
 from fedveil.records.files import write_atomic
 
+# The names of the safetensors format.
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
 
 def save_state(state: State, path: Path) -> None:
-    """Writes the state as one file."""
-    tensors = {name: t.detach().cpu().contiguous() for name, t in state.tensors.items()}
-    write_atomic(path, save(tensors, {"scalars": json.dumps(dict(state.scalars))}))
+    """Writes the state as one file, tensor by tensor: no second copy of it is in memory."""
+    write_atomic(path, _safetensors(state.tensors, {"scalars": json.dumps(dict(state.scalars))}))
+
+
+def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """The parts of a safetensors file: length of the header (uint64, little endian), header, tensors' bytes.
+
+    The header is JSON, filled up with spaces to a multiple of 8 bytes. Tensors come in the library's own order: the
+    widest dtype first, then by name, so that each is aligned.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].numel() * tensors[name].itemsize
+        about = {"dtype": _DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape)}
+        header[name] = {**about, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    yield from (raw(tensors[name]) for name in names)
 
 
 def load_state(path: Path) -> State:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import json
 import os
 import stat
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.contract.method import State
 from fedveil.errors import ConfigError, StateError
 from fedveil.records.files import write_atomic
-from fedveil.records.state import digest, load_state, save_state
+from fedveil.records.state import _safetensors, digest, load_state, save_state
 
 STATE = State(
     {"w": torch.arange(6.0).reshape(2, 3), "h": torch.ones(2, dtype=torch.bfloat16)}, {"round": 3, "who": ["a"]}
@@ -112,3 +115,28 @@ def test_names_that_are_no_file_names_are_refused(tmp_path, name):
         PrivateStore.of(tmp_path, name, "a")
     with pytest.raises(ConfigError, match="site: expected at most 64"):
         PrivateStore.of(tmp_path, "a", name)
+
+
+def test_the_file_is_what_the_library_itself_writes():
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        "b": torch.randn(3, 5, generator=generator),
+        "a": torch.randn(7, generator=generator).to(torch.bfloat16),
+        "turned": torch.randn(4, 6, generator=generator).T,
+        'Ω "name"': torch.randn(2, generator=generator).double(),
+        "none": torch.empty(0, 3),
+        "one": torch.tensor(4.5),
+        "whole": torch.arange(5),
+        "bits": torch.tensor([True, False]),
+        "half": torch.ones(3, dtype=torch.float16),
+    }
+    metadata = {"scalars": json.dumps({"round": 3, "who": "é"})}
+    ours = b"".join(_safetensors(tensors, metadata))
+    assert ours == safetensors.torch.save({n: t.contiguous() for n, t in tensors.items()}, metadata)
+    assert digest(safetensors.torch.load(ours)) == digest(tensors)
+
+
+def test_a_state_is_written_without_a_copy_of_it():
+    tensors = {"a": torch.randn(1000), "b": torch.randn(10, 10)}
+    parts = list(_safetensors(tensors, {}))[1:]
+    assert [np.frombuffer(part).ctypes.data for part in parts] == [tensors[n].data_ptr() for n in "ab"]
