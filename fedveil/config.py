@@ -66,7 +66,7 @@ class TaskConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """Local training. The optimiser is AdamW and starts anew at every participation."""
+    """Local training. The optimiser starts anew at every participation."""
 
     epochs: int = Field(1, ge=0)
     batch_size: int = Field(16, ge=1)
@@ -76,6 +76,9 @@ class TrainConfig(_Section):
     weight_decay: float = Field(1e-6, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
     quantized_base: Literal["none", "4bit", "8bit"] = "none"
+    optimiser: Literal["adamw", "adamw-8bit"] = Field(
+        "adamw", description="adamw-8bit: a quarter of AdamW's memory (bitsandbytes); slow on a CPU"
+    )
     bucketing: bool = Field(False, description="batches of rows of similar length, which need less padding")
     checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     score_rows: int = Field(

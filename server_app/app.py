@@ -17,8 +17,6 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
 if TYPE_CHECKING:
-    from flwr.app import ArrayRecord
-
     from fedveil.config import RunConfig
     from fedveil.contract.method import Method
     from fedveil.contract.spec import Weights
@@ -45,8 +43,7 @@ def main(grid: Grid, context: Context) -> None:
             folder.flower_run(context.run_id)
             run = {"flower_run": str(context.run_id), "app": grid.run.fab_hash, "method": config.method.name}
             folder.audit("started", run | {"task": config.task.name, "rounds": config.run.rounds})
-            strategy, weights = prepare(config, folder, name)
-            strategy.start(grid, weights, config.run.rounds)
+            prepare(config, folder, name).run(grid, config.run.rounds)
         except BaseException as error:
             try:
                 folder.failed(config.run.rounds, ending.reason(error, folder.folder))
@@ -57,14 +54,12 @@ def main(grid: Grid, context: Context) -> None:
         folder.status("completed", config.run.rounds - 1, config.run.rounds)
 
 
-def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStrategy, ArrayRecord]:
-    """The strategy and the initial weights of a run. Contacts no node.
+def prepare(config: RunConfig, folder: RunFolder, name: str) -> MethodStrategy:
+    """The strategy of a run, with its initial weights. Contacts no node.
 
     Raises:
         ConfigError, TaskError: the config or its files do not fit; one line names the key, the expected and the found.
     """
-    from flwr.app import ArrayRecord
-
     from fedveil import strategies, tasks
     from fedveil.contract.method import ServerTrained
     from fedveil.privacy.dp_sgd import checked_claim
@@ -86,7 +81,8 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> tuple[MethodStra
         scores=None if evaluator is None else lambda server, round_: evaluator.scores(method, server, round_),
         spec=task.spec,
     )
-    return strategy, ArrayRecord(dict(initial(method, task, config)))
+    strategy.rounds.initialise(initial(method, task, config))  # and no other reference to them
+    return strategy
 
 
 def initial(method: Method, task: Task, config: RunConfig) -> Weights:

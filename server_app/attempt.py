@@ -32,7 +32,7 @@ from fedveil.foreign import shown
 from fedveil.records.audit_log import Head
 from fedveil.server_app import intake
 from fedveil.server_app.record import RoundRecord, RunFolder
-from fedveil.wire import slices
+from fedveil.wire import parked, slices
 from fedveil.wire.tap import Tap
 
 _POLL_SECONDS = 0.25
@@ -87,16 +87,14 @@ class Attempt:
     ) -> list[Message]:
         """One message for each context. Equal messages share one array object, which Flower uploads once."""
         ttl = deadline + _GRACE_SECONDS
-        messages, last, record = [], b"", ArrayRecord()
+        messages, record = [], ArrayRecord()
         for ctx in contexts:
             message = self.exchange.packed(self.server, ctx)
-            data = b"".join(message.parts)
-            self.record.download_bytes += len(data)
+            self.record.download_bytes += message.disclosed["bytes"]
             anchor = self._noted(message.disclosed, ctx, "down", "sent")
-            self._tapped(data, ctx, "down")
-            if data != last:
-                last, parts = data, slices.sliced([data])
-                record = ArrayRecord({slices.name(i): _array(part) for i, part in enumerate(parts)})
+            if self.tap:
+                self._tapped(b"".join(message.parts), ctx, "down")
+            record = _record(message.parts, record)
             content = RecordDict({"fedveil": record, "order": self._order(ctx, anchor, deadline), "config": config})
             messages.append(Message(content, nodes[ctx.client], MessageType.TRAIN, ttl=ttl, group_id=str(ctx.round)))
         return messages
@@ -164,10 +162,11 @@ class Attempt:
         if reply.has_error():
             self._failed(ctx, f"{reply.error.reason} (code {reply.error.code})")
             return None
-        data, sent, refused = bytearray(), 0, ""
+        data: Buffer = b""
+        sent, refused = 0, ""
         try:
             sent = sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
-            data = _message_bytes(reply, self.exchange.largest_upload)
+            data = _message_bytes(reply, self.exchange.largest_upload, self.folder)
             message = self.exchange.receive(data, ctx.round, ctx.address)
             upload, norm = intake.judge(self.exchange, message, ctx, self.limits)
             site_log = _anchor(reply)
@@ -234,12 +233,26 @@ def _anchor(reply: Message) -> str:
         return ""
 
 
+def _record(parts: list[Buffer], before: ArrayRecord) -> ArrayRecord:
+    """The message's slices, which take the place of its parts: no second copy of it is made. Slices that are those of
+    the message `before` are the same objects; if all are, so is the record.
+    """
+    arrays: dict[str, Array] = {}
+    for i, part in enumerate(slices.sliced(slices.drained(parts))):
+        old = before.get(name := slices.name(i))
+        arrays[name] = old if old is not None and old.data == part else _array(part)
+    same = len(arrays) == len(before) and all(before[name] is array for name, array in arrays.items())
+    return before if same else ArrayRecord(arrays)
+
+
 def _array(part: bytes) -> Array:
     return Array("uint8", (len(part),), slices.STYPE, part)
 
 
-def _message_bytes(reply: Message, most: int) -> bytearray:
-    """The message in a reply, of at most `most` bytes. Removes the reply's slices as it reads them."""
+def _message_bytes(reply: Message, most: int, folder: RunFolder | None) -> Buffer:
+    """The message in a reply, of at most `most` bytes, which waits for its turn in a file of the run folder if it is
+    long. Removes the reply's slices as it reads them.
+    """
     if not {"fedveil"} <= set(reply.content) <= {"fedveil", "log"}:
         raise WireError(f"reply: expected the record fedveil, and perhaps log, found {sorted(reply.content)[:8]}")
     record = reply.content.array_records.get("fedveil", ArrayRecord())
@@ -251,4 +264,5 @@ def _message_bytes(reply: Message, most: int) -> bytearray:
         raise WireError(f"reply: expected at most {most} bytes for the run's layout, found {total}")
     if len(record) != (count := -(-total // slices.SLICE_BYTES)):
         raise WireError(f"reply: expected {count} slices for {total} bytes, found {len(record)}")
-    return slices.gathered((record.pop(name).data for name in slices.in_order(list(record))), total)
+    parts = (record.pop(name).data for name in slices.in_order(list(record)))
+    return slices.filled(parked.room(folder.folder, total) if folder else bytearray(total), parts)

@@ -34,7 +34,10 @@ class Evaluator:
             return {}
         at_ends = last or round_ == -1
         generate = self.config.generate == "always" or (self.config.generate == "last" and at_ends)
-        return {
-            view: self.task.evaluate({n: weights[n] for n in self.task.spec}, self.examples, generate)
-            for view, weights in method.deployed(server).items()
-        }
+        try:
+            return {
+                view: self.task.evaluate({n: weights[n] for n in self.task.spec}, self.examples, generate)
+                for view, weights in method.deployed(server).items()
+            }
+        finally:
+            self.task.release()

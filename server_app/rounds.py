@@ -32,6 +32,7 @@ from fedveil.server_app import fingerprint, sites
 from fedveil.server_app.attempt import Attempt
 from fedveil.server_app.record import RoundRecord, RunFolder
 from fedveil.server_app.settings import RunSettings
+from fedveil.wire import parked
 
 Scores = dict[str, dict[str, float]]
 
@@ -97,6 +98,7 @@ class Rounds:
         server, loop = self.folder.load_checkpoint()
         changes = fingerprint.changes(loop["terms"], self._terms)
         self._server, round_ = server, int(loop["round"]) + 1
+        self._park()
         self.folder.resume(round_, changes)
         self._participated, self._last = set(loop["participated"]), dict(loop["turns"])
         self._secret = bytes.fromhex(loop["secret"])
@@ -201,7 +203,9 @@ class Rounds:
             self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap, self._last,
             cohort.norm_factor,
         )  # fmt: skip
-        return attempt, attempt.messages(contexts, nodes, deadline, config), contexts
+        messages = attempt.messages(contexts, nodes, deadline, config)
+        parked.leave(self.server.tensors)
+        return attempt, messages, contexts
 
     def finish(self, attempt: Attempt, uploads: Iterator[Upload], started: float) -> bool:
         """Adds up the uploads; with a quorum the result becomes the new state. Returns whether there was a quorum."""
@@ -239,6 +243,12 @@ class Rounds:
         if self.folder:
             loop = {"participated": sorted(self._participated), "turns": self._last, "secret": self._secret.hex()}
             self.folder.checkpoint(self.server, {"round": round_, "terms": self._terms, **loop})
+            self._park()
+
+    def _park(self) -> None:
+        """Until the next round ends, the state is only read, a tensor at a time: it needs no memory for that."""
+        if self.folder:
+            self._server = State(parked.weights(self.server.tensors, self.folder.folder), self.server.scalars)
 
 
 def _reasons(record: RoundRecord) -> str:

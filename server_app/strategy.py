@@ -81,27 +81,43 @@ class MethodStrategy(Strategy):
         if evaluate_config:
             raise ConfigError("evaluate_config: expected none (there is no evaluate exchange), found one; leave it out")
         self._initialise(initial_arrays)
+        result = Result()
+
+        def done(server_round: int, record: RoundRecord | None) -> None:
+            if record is not None:
+                result.train_metrics_clientapp[server_round] = _mean_report(record)
+            if evaluate_fn and (metrics := evaluate_fn(server_round, self._arrays())) is not None:
+                result.evaluate_metrics_serverapp[server_round] = metrics
+
+        self.run(grid, num_rounds, timeout, train_config, done)
+        result.arrays = self._arrays()
+        return result
+
+    def run(
+        self,
+        grid: Grid,
+        num_rounds: int,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        done: Callable[[int, RoundRecord | None], None] = lambda server_round, record: None,
+    ) -> None:
+        """The same from the weights that the rounds were initialised with, without Flower's copies of the model.
+
+        `done` is called with 0 and None before round 0, and with Flower's number of a round and its record after it.
+        Raises QuorumError as `start` does.
+        """
         self.summary()
         first = self.rounds.resume()
         sites.wait_for(grid, max(self.cohort.sites, self.cohort.min_sites), self.cohort.wait_seconds)
-        result = Result(arrays=self._arrays())
-
-        def evaluate(server_round: int) -> None:
-            if evaluate_fn and (metrics := evaluate_fn(server_round, result.arrays)) is not None:
-                result.evaluate_metrics_serverapp[server_round] = metrics
-
         if first == 0:
-            evaluate(0)
+            done(0, None)
             self.rounds.score_initial()
         deadline = min(timeout, self.cohort.deadline_seconds)
         for round_ in range(first, num_rounds):
             record = self.rounds.run_round(grid, round_, num_rounds, deadline, train_config or ConfigRecord())
-            result.arrays = self._arrays()
-            result.train_metrics_clientapp[round_ + 1] = _mean_report(record)
-            evaluate(round_ + 1)
+            done(round_ + 1, record)
         if self.rounds.folder:
             self.rounds.folder.final(self.rounds.method.deployed(self.rounds.server))
-        return result
 
     # Flower's interface, for a caller that has its own loop
 

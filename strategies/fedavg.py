@@ -41,7 +41,7 @@ from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.sums import Sums, Terms, weighted
 from fedveil.contract.trainer import Trainer
 from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, lazy_spec, tensors_of
 
 
 @final
@@ -69,8 +69,7 @@ class FedAvg(Method):
         self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """ClientUpdate: local epochs from w_t; nothing is kept."""
-        received = tensors_of(down)
-        trained = trainer.train(as_spec(received, trainer.spec)).weights
+        trained = trainer.train(lazy_spec(tensors_of(down), trainer.spec)).weights
         return None, Payload(cast_to(trained, self.wire_dtype))
 
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:

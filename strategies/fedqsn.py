@@ -64,7 +64,7 @@ from fedveil.contract.sums import Sums, Term, Terms
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec
+from fedveil.wire.payloads import WireDtype, as_spec, lazy_spec
 
 _VISIBLE = "visible."  # a layer's columns on the wire, one bit each
 
@@ -188,10 +188,11 @@ class FedQSN(Method):
     ) -> tuple[State | None, Payload]:
         """Trains the proxy, its missing columns held at zero, and sends the visible columns. Nothing is kept."""
         veil = self._veil(trainer.spec, "down")
-        visible, received = veil.visible(down), as_spec(dict(veil.open(down)), trainer.spec)
+        visible, received = veil.visible(down), lazy_spec(veil.opened(down), trainer.spec)
         frozen = {n: ~veil.seen(n, visible) for n in veil.masked}
-        trained = (trainer.train(received, frozen) if frozen else trainer.train(received)).weights
-        sent = {n: w - received[n] for n, w in trained.items()} if self._sends_change else trained
+        trained = dict((trainer.train(received, frozen) if frozen else trainer.train(received)).weights)
+        # Each tensor is freed as soon as its change is known: model, proxy and change are never all in memory.
+        sent = ((n, trained.pop(n) - received[n]) for n in list(trained)) if self._sends_change else trained
         return None, Payload(self._veil(trainer.spec, "up").close(sent, visible))
 
     def check(self, payload: Payload, spec: Spec) -> None:
@@ -207,7 +208,7 @@ class FedQSN(Method):
         for name, value in veil.open(payload):
             if name in veil.masked:
                 seen = veil.seen(name, visible).expand(value.shape)
-                yield Term(name, value.to(torch.float32) / self.scale, weight, seen)
+                yield Term(name, value.to(torch.float32).div_(self.scale), weight, seen)  # `open` made it
             else:
                 yield Term(name, value, weight)
 
@@ -217,10 +218,11 @@ class FedQSN(Method):
         shown = self._shown(veil, ctx.secret)
         for name, old in server.tensors.items():
             if name in sums:
-                found = old + sums.mean(name) if self._sends_change else sums.mean(name)
                 moved = sums.moved(name)
                 moved = moved & veil.seen(name, shown) if name in veil.masked else moved
-                new[name] = torch.where(moved, found.to(old.dtype), old)
+                found = sums.take(name)  # which becomes the new tensor, so that there is no third one beside the old
+                found = (found.add_(old) if self._sends_change else found).to(old.dtype)
+                new[name] = torch.where(moved, found, old, out=found)
         return State(new, server.scalars)
 
     def deployed(

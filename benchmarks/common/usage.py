@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -24,6 +25,7 @@ class WatchedProcess:
         kind: what it is, by `Usage.kind`.
         cpu_seconds: user and system time since it started.
         mb, peak_mb: resident memory at the last reading, and at most, in 10^6 bytes.
+        high_mb: the most resident memory since the process began, as Linux counted it; 0 elsewhere.
     """
 
     process: psutil.Process
@@ -31,6 +33,7 @@ class WatchedProcess:
     cpu_seconds: float = 0.0
     mb: float = 0.0
     peak_mb: float = 0.0
+    high_mb: float = 0.0
 
 
 @dataclass
@@ -77,6 +80,10 @@ class Usage:
         """Peak resident MB of every process of that kind, as far as the readings caught it."""
         return [seen.peak_mb for seen in list(self.seen.values()) if seen.kind == kind]
 
+    def highs(self, kind: str) -> list[float]:
+        """The most resident MB that every process of that kind ever had, between two readings too; only on Linux."""
+        return [seen.high_mb for seen in list(self.seen.values()) if seen.kind == kind]
+
     def _watch(self) -> None:
         looked = time.monotonic()
         while not self._end.is_set():
@@ -106,3 +113,6 @@ def _read(seen: WatchedProcess) -> None:
         seen.cpu_seconds = float(times.user + times.system)
         seen.mb = float(seen.process.memory_info().rss / 1e6)
         seen.peak_mb = max(seen.peak_mb, seen.mb)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        status = Path(f"/proc/{seen.process.pid}/status").read_text()
+        seen.high_mb = max(seen.high_mb, int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import places
+from fedveil.benchmarks.common import bases
 from fedveil.benchmarks.common.usage import Usage
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
@@ -99,13 +99,13 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         small["flower"] = bench.stock("flower", rounds, small["worker"].payload_bytes)
         for name, way in small.items():
             options.say(f"{name}: {_rounded(way.seconds)} s, {_rounded(way.cpu_seconds)} CPU-s")
-        base = _random_base(folder / "gpt2", settings["base"])
+        base = bases.random_gpt2(folder / "gpt2", settings["base"])
         base_mb = sum(file.stat().st_size for file in base.iterdir()) / 1e6
         bench.ours("base", rounds, {"task.model": str(base)})
         turns = federation.folder / "sites" / _SITE / "workers" / _SITE / "turns.jsonl"
         loads = [line["load_seconds"] for line in _lines(turns) if line["run"].startswith("base-")]
         options.say(f"base of {base_mb:.0f} MB: {loads} s of loading")
-        narrow = _random_base(folder / "narrow", settings["narrow_base"])
+        narrow = bases.random_gpt2(folder / "narrow", settings["narrow_base"])
         rank = f"adapter = {{kind = 'lora', rank = {settings['large_rank']}}}"
         changes = {"task.model": str(narrow), "method.fields": rank}
         large = {"worker": bench.ours("large", settings["large_rounds"], changes, every=0.01)}
@@ -203,20 +203,3 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return (
         [line for line in map(json.loads, file.read_text().splitlines()) if line["round"] >= 0] if file.exists() else []
     )
-
-
-def _random_base(folder: Path, shape: dict[str, int]) -> Path:
-    """A GPT-2 of that shape with random weights, half precision on disk, and the tiny base's tokenizer."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from fedveil.models.library import quiet
-
-    torch.manual_seed(0)
-    config = GPT2Config(**shape, bos_token_id=0, eos_token_id=0, pad_token_id=0)
-    with quiet():
-        GPT2LMHeadModel(config).half().save_pretrained(folder)
-    bundled = places.folder("assets/tiny-text-generation")
-    shutil.copy(bundled / "tokenizer.json", folder)
-    shutil.copy(bundled / "tokenizer_config.json", folder)
-    return folder

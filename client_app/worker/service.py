@@ -27,7 +27,7 @@ from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.worker.cards import Folder
 from fedveil.client_app.worker.owner import Owner
 from fedveil.errors import FedVeilError, WorkerError
-from fedveil.wire.slices import drained, gathered, sliced
+from fedveil.wire.slices import drained, filled, sliced
 
 if TYPE_CHECKING:
     from fedveil.client_app.turn import Turns
@@ -97,6 +97,7 @@ class Service:
 
     def _turn(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> tuple[dict[str, Any], list[Buffer]]:
         from fedveil.client_app.turn import Turns
+        from fedveil.wire import parked
 
         self._imported = True
         started, head = time.monotonic(), json.loads(next(requests))
@@ -105,7 +106,7 @@ class Service:
         what = assignment.described()
         self._status = {"state": "loading", **what}
         self._turns = self._turns or Turns()
-        receive = lambda: gathered(requests, head["bytes"])  # noqa: E731
+        receive = lambda: filled(parked.room(self.folder.path, head["bytes"]), requests)  # noqa: E731
         turn = self._turns.take(receive, assignment, self._watch(what, context))
         self._require_memory()
         answer = {

@@ -6,7 +6,7 @@ The wire carries the visible columns of every masked tensor, packed; for each ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -17,7 +17,7 @@ from fedveil.algebra.columns import along, pack, unpack
 from fedveil.algebra.quantise import Quantiser
 from fedveil.contract.codec import Coded, Value
 from fedveil.contract.layout import Direction, Field, Payload
-from fedveil.contract.spec import Place, Spec, Weights
+from fedveil.contract.spec import MadeWeights, Place, Spec, Weights
 from fedveil.errors import WireError
 from fedveil.wire.bits import Bits
 from fedveil.wire.dense import Dense
@@ -46,14 +46,20 @@ class Veil:
         """The number of columns of every masked layer, by layer name, sorted."""
         return dict(sorted((p.columns, self.spec[n].shape[p.axis]) for n, p in self.masked.items()))
 
-    def close(self, weights: Weights, visible: Weights, scale: float = 1.0) -> dict[str, Value]:
-        """The fields on the wire: visible columns times `scale`, and all other tensors. `visible`: bits by layer."""
+    def close(
+        self, weights: Weights | Iterable[tuple[str, Tensor]], visible: Weights, scale: float = 1.0
+    ) -> dict[str, Value]:
+        """The fields on the wire: visible columns times `scale`, and all other tensors. `visible`: bits by layer.
+
+        Of pairs of name and tensor, one is in memory at a time, beside the fields.
+        """
         fields: dict[str, Value] = {_VISIBLE + layer: mask for layer, mask in visible.items()}
-        for name, w in weights.items():
+        for name, w in weights.items() if isinstance(weights, Mapping) else weights:
             if name in self.masked:
                 w = pack(w, visible[self.masked[name].columns], self.masked[name].axis)
                 w = w.mul_(scale) if scale != 1.0 else w
             fields[name] = self.coders[name].quantise(w) if name in self.coders else w.to(self.dtype)
+            del w
         return fields
 
     def visible(self, payload: Payload) -> dict[str, Tensor]:
@@ -62,15 +68,24 @@ class Veil:
 
     def open(self, payload: Payload) -> Iterator[tuple[str, Tensor]]:
         """Each tensor whole, one at a time, with zeros for missing columns. Raises WireError as `check` does."""
+        opened = self.opened(payload)
+        for name in self.spec:
+            yield name, opened[name]
+
+    def opened(self, payload: Payload) -> Weights:
+        """The same as a mapping, whose tensors are made at every access. Raises WireError as `check` does, at once."""
         self.check(payload)
         visible = self.visible(payload)
-        for name in self.spec:
+
+        def made(name: str) -> Tensor:
             value = payload.fields[name]
             found = self.coders[name].dequantise(cast(Coded, value)) if name in self.coders else cast(Tensor, value)
-            if name in self.masked:
-                place = self.masked[name]
-                found = unpack(found, visible[place.columns], place.axis, self.spec[name].shape)
-            yield name, found
+            if name not in self.masked:
+                return found
+            place = self.masked[name]
+            return unpack(found, visible[place.columns], place.axis, self.spec[name].shape)
+
+        return MadeWeights(self.spec, made)
 
     def seen(self, name: str, visible: Weights) -> Tensor:
         """True for the visible columns of the tensor `name`, in a shape that broadcasts over it."""

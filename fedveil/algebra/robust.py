@@ -70,6 +70,12 @@ class HeldSums:
             self._mean[name] = found.reshape(shape)
         return self._mean[name]
 
+    def take(self, name: str) -> Float[Tensor, "..."]:
+        """The same, for the caller to keep."""
+        found = self.mean(name)
+        del self._mean[name]
+        return found
+
     def _of(self, values: Float[Tensor, "k n"], masks: Bool[Tensor, "k n"]) -> Float[Tensor, " n"]:
         count = masks.sum(0)
         ordered = values.masked_fill(~masks, torch.inf).sort(0).values

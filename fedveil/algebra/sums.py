@@ -3,6 +3,7 @@
     mean_j = mean_{j-1} + (w_j m_j / W_j) (x_j - mean_{j-1}),   W_j = w_1 m_1 + ... + w_j m_j
 
 in one in-place pass over an fp32 accumulator. W is a number for a name without masks, and a tensor for one with masks.
+Of masks that are the same along an axis (expanded tensors, as of whole columns) W has one entry there.
 
 | case | result |
 |---|---|
@@ -29,7 +30,9 @@ _BLOCK = 1 << 18  # entries; 1 MB in fp32
 
 @final
 class RunningSums:
-    """Implements `fedveil.contract.sums.Sums`. Holds at most two fp32 tensors a name, for any number of clients."""
+    """Implements `fedveil.contract.sums.Sums`. Holds at most two fp32 tensors a name, for any number of clients; one,
+    where masks leave out whole columns.
+    """
 
     def __init__(self) -> None:
         self._mean: dict[str, Tensor] = {}
@@ -64,8 +67,12 @@ class RunningSums:
 
     def _fold_masked(self, name: str, value: Tensor, weight: float, mask: Tensor) -> None:
         mean = self._mean.setdefault(name, torch.zeros(value.shape))
-        total = self._weight.setdefault(name, torch.zeros(value.shape))
-        total.add_(mask, alpha=weight)  # type: ignore[union-attr]  # a tensor: see `fold`
+        mask = _narrow(mask)
+        total = self._weight.get(name, torch.zeros(mask.shape))
+        assert isinstance(total, Tensor)  # see `fold`
+        if total.shape != mask.shape:
+            total = total + torch.zeros(mask.shape)  # of the axes of both
+        self._weight[name] = total.add_(mask, alpha=weight)
         # torch divides a plain number by a tensor through the reciprocal, and then 97 / 97 is not 1.
         mean.lerp_(value.to(torch.float32), torch.where(mask, torch.tensor(weight) / total, 0.0))
 
@@ -83,14 +90,24 @@ class RunningSums:
         """The weighted mean, fp32; zero where no client's mask is True."""
         return self._mean[name]
 
+    def take(self, name: str) -> Float[Tensor, "..."]:
+        """The same, for the caller to keep."""
+        return self._mean.pop(name)
+
     def moved(self, name: str) -> Bool[Tensor, "..."]:
-        """True where at least one client's mask is True; everywhere for a name without masks."""
+        """True where at least one client's mask is True; everywhere for a name without masks. Only to be read."""
         weight = self._weight[name]
-        return weight > 0 if isinstance(weight, Tensor) else torch.ones(self._mean[name].shape, dtype=torch.bool)
+        some = weight > 0 if isinstance(weight, Tensor) else torch.ones((), dtype=torch.bool)
+        return some.expand(self._mean[name].shape)
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The mean under every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
         return {name: self._mean[name].to(old.dtype) if name in self._mean else old for name, old in otherwise.items()}
+
+
+def _narrow(mask: Tensor) -> Tensor:
+    """The mask with one entry along the axes that it is expanded over."""
+    return mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
 
 
 def _blend(mean: Tensor, value: Tensor, share: float) -> None:

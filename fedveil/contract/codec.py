@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import warnings
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-Buffer = bytes | bytearray | memoryview
+Buffer = bytes | bytearray | memoryview | mmap.mmap
 Shape = tuple[int | None, ...]
 
 

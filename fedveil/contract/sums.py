@@ -72,8 +72,12 @@ class Sums(Protocol):
         """The weighted mean, fp32; zero where no client's mask is True."""
         ...
 
+    def take(self, name: str) -> Float[Tensor, "..."]:
+        """The mean, for the caller to keep and to write to: the sums forget it. A name can be taken once."""
+        ...
+
     def moved(self, name: str) -> Bool[Tensor, "..."]:
-        """True where at least one client's mask is True."""
+        """True where at least one client's mask is True; only to be read."""
         ...
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -91,4 +95,4 @@ class AddedSums(Sums, Protocol):
 
 def weighted(tensors: Mapping[str, Tensor], weight: float) -> Terms:
     """Terms of a weighted mean: every tensor with the same weight and no mask."""
-    return Terms([Term(name, value, weight) for name, value in tensors.items()])
+    return Terms(Term(name, value, weight) for name, value in tensors.items())

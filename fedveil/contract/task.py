@@ -195,6 +195,9 @@ class Task(ABC):
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """Scores of the model with `weights`: always "loss"; with `generate` also the task's quality metrics."""
 
+    def release(self) -> None:  # noqa: B027  # nothing, where a task holds nothing worth freeing
+        """Frees the weights that were put in last, as far as that is worth it; the next use puts in its own."""
+
     @abstractmethod
     def predict(self, weights: Weights, rows: Rows, generate: bool = False) -> Iterator[Prediction]:
         """The output of the model with `weights` for each row, in order; `generate` adds the slice "generated".

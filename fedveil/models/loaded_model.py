@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedveil.contract.spec import Place, Weights
 from fedveil.errors import TaskError
 from fedveil.rng import Stream
+
+_ALIGNED = 64  # bytes, as torch allocates: kernels may sum in another order elsewhere
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class LoadedModel:
         image_token: of a model that sees: the token id that stands for a part of an image.
         places: of a language model whose own tensors are trained: where they stand in it.
         draw: of a model that came without weights: all its parameters drawn from a stream.
+        lent: names of trained parameters that are somebody else's tensors for the moment, and may not be written to.
     """
 
     model: Any
@@ -38,6 +41,7 @@ class LoadedModel:
     image_token: int | None = None
     draw: Callable[[Stream], Weights] | None = None
     places: Mapping[str, Place] = field(default_factory=dict)
+    lent: set[str] = field(default_factory=set)
 
     def put(self, weights: Weights) -> None:
         """Copies `weights` into the trained parameters.
@@ -45,19 +49,77 @@ class LoadedModel:
         Raises:
             TaskError: a tensor is missing, unknown or of another shape; then nothing was copied.
         """
+        self._check_names(weights)
+        absent = {name: p for name, p in self.trained.items() if name in self.lent or _is_absent(p)}
+        new = {name: _copied(self._fitting(weights, name), p) for name, p in absent.items()}
+        for name in [] if len(absent) == len(self.trained) else weights:
+            self._fitting(weights, name)
+        for name, tensor in new.items():
+            self.trained[name].data = tensor
+        self.lent.clear()
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                if name not in new:
+                    parameter.copy_(weights[name])
+
+    def lend(self, weights: Weights) -> None:
+        """Makes `weights` the trained parameters, which may only be read until others are put in, or they are dropped.
+
+        What does not lie on the device, in fp32 and aligned, is copied. Raises TaskError as `put` does.
+        """
+        self._check_names(weights)
+        found = {name: self._fitting(weights, name).detach() for name in self.trained}
+        self.drop()
+        for name, parameter in self.trained.items():
+            parameter.data = found[name] if _is_like(found[name], parameter) else _copied(found[name], parameter)
+        self.lent.update(self.trained)
+
+    def take(self) -> dict[str, Tensor]:
+        """The trained parameters' tensors, which now belong to the caller: the model has none until the next are put
+        in.
+        """
+        found = {name: parameter.detach() for name, parameter in self.trained.items()}
+        self.drop()
+        return found
+
+    def drop(self) -> None:
+        """Frees the trained parameters: until others are put in, every entry is NaN, in one entry's memory."""
+        for parameter in self.trained.values():
+            parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
+                parameter.shape
+            )
+        self.lent.clear()
+
+    def _check_names(self, weights: Weights) -> None:
         for name in self.trained:
             if name not in weights:
                 raise TaskError(f"weights: expected {name}, found no such tensor; send every tensor of the spec")
-        for name, weight in weights.items():
+        for name in weights:
             if name not in self.trained:
                 raise TaskError(
                     f"weights: expected the tensors of the spec, found {name}; use one adapter on both sides"
                 )
-            if weight.shape != self.trained[name].shape:
-                raise TaskError(
-                    f"weights: expected {name} of shape {tuple(self.trained[name].shape)}, found "
-                    f"{tuple(weight.shape)}; use one base and one adapter on both sides"
-                )
-        with torch.no_grad():
-            for name, parameter in self.trained.items():
-                parameter.copy_(weights[name])
+
+    def _fitting(self, weights: Weights, name: str) -> Tensor:
+        weight = weights[name]
+        if weight.shape != self.trained[name].shape:
+            raise TaskError(
+                f"weights: expected {name} of shape {tuple(self.trained[name].shape)}, found "
+                f"{tuple(weight.shape)}; use one base and one adapter on both sides"
+            )
+        return weight
+
+
+def _is_absent(parameter: Tensor) -> bool:
+    """Whether `drop` freed it."""
+    return parameter.numel() * parameter.itemsize > parameter.untyped_storage().nbytes()
+
+
+def _copied(weight: Tensor, parameter: Tensor) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device).copy_(weight)
+
+
+def _is_like(weight: Tensor, parameter: Tensor) -> bool:
+    """Whether a model computes with it, bit for bit, as with a copy of it."""
+    same = weight.device == parameter.device and weight.dtype == parameter.dtype
+    return same and weight.is_contiguous() and weight.data_ptr() % _ALIGNED == 0

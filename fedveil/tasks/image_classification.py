@@ -192,7 +192,7 @@ class ImageClassification(AdaptedTask):
         """
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
-        self.put(weights)
+        self.show(weights)
         count = min(len(examples), self.config.evaluate.max_examples)
         return self._scores(self.encode([examples[i * len(examples) // count] for i in range(count)]))
 
@@ -210,7 +210,7 @@ class ImageClassification(AdaptedTask):
     @torch.no_grad()
     def predict(self, weights: Weights, rows: Sequence[Picture], generate: bool = False) -> Iterator[Prediction]:
         """The slice "target" alone, of one position: a classifier generates nothing."""
-        self.put(weights)
+        self.show(weights)
         for part in self._parts(len(rows)):
             chosen = [rows[i] for i in part]
             logits = self._logits(self.collate(chosen).to(self.device)).cpu()

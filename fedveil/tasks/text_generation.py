@@ -111,7 +111,7 @@ class TextGeneration(causal.CausalTask):
             TaskError: no examples, or weights that are not the spec's.
         """
         references = self._references(examples)
-        self.put(weights)
+        self.show(weights)
         encoded = self.encode(
             [
                 Example({self.config.task.source_column: source, self.config.task.target_column: target})
@@ -143,7 +143,7 @@ class TextGeneration(causal.CausalTask):
 
     def generate(self, weights: Weights, sources: Sequence[str]) -> list[str]:
         """The text that the model with `weights` writes for each source: greedy, or evaluate.beams beams."""
-        self.put(weights)
+        self.show(weights)
         return self._generate(sources)
 
     def _generate(self, sources: Sequence[str]) -> list[str]:

@@ -117,7 +117,7 @@ class VisionLanguage(causal.CausalTask):
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
         chosen = [self._asked(example) for example in examples[: self.config.evaluate.max_examples]]
-        self.put(weights)
+        self.show(weights)
         room = decoding.Room(_KEPT_BYTES)
         rows = [self._rows(asked, room) for asked in chosen]
         scores = {"loss": self.mean_loss([row for of_image in rows for row in of_image])}
@@ -131,7 +131,7 @@ class VisionLanguage(causal.CausalTask):
 
     def generate(self, weights: Weights, examples: Examples) -> list[str]:
         """The text that the model with `weights` writes about each image: greedy, or evaluate.beams beams."""
-        self.put(weights)
+        self.show(weights)
         room = decoding.Room(_KEPT_BYTES)
         return self._texts_of([self._rows(self._asked(example), room)[0] for example in examples])
 

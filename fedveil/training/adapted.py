@@ -63,6 +63,7 @@ class AdaptedTask(Task):
         self.config = config
         self.adapter = adapter
         self.device = device
+        self._overwritten = False  # the base's own weights, in the model
 
     @abstractmethod
     def _load(self) -> LoadedModel:
@@ -73,11 +74,12 @@ class AdaptedTask(Task):
         """The base with its adapter. Its trained tensors hold whatever was put in last."""
         return self._load()
 
-    @cached_property
     def _base_weights(self) -> Weights:
-        if not self.adapter.trains_base:
-            return {}
-        return {name: p.detach().to("cpu", copy=True) for name, p in self.base.trained.items()}
+        """Of the base as it is on disk, where the adapter trains it. Read again once others were put in: a copy of all
+        weights in every site's memory would cost more.
+        """
+        base = self._load() if self._overwritten else self.base
+        return {name: p.detach().cpu() for name, p in base.trained.items()}
 
     @property
     def trained(self) -> Mapping[str, Tensor]:
@@ -95,8 +97,10 @@ class AdaptedTask(Task):
     def initial(self, rng: Stream) -> Weights:
         base: Weights = {}
         if self.adapter.trains_base:
-            base = self._base_weights if self.base.draw is None else self.base.draw(rng)
-        return self.adapter.draw({name: spec.shape for name, spec in self.spec.items()}, rng, base)
+            base = self._base_weights() if self.base.draw is None else self.base.draw(rng)
+        drawn = self.adapter.draw({name: spec.shape for name, spec in self.spec.items()}, rng, base)
+        self.release()
+        return drawn
 
     @override
     def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> LocalTraining:
@@ -115,10 +119,40 @@ class AdaptedTask(Task):
         """Mean loss of the rows with the weights put in last."""
 
     def put(self, weights: Weights) -> None:
-        """Puts weights into the model. Raises TaskError where they are not the spec's."""
-        if self.adapter.trains_base:
-            self._base_weights  # noqa: B018  # kept before they are overwritten
+        """Puts a copy of the weights into the model. Raises TaskError where they are not the spec's."""
+        self._overwritten = True
         self.base.put(weights)
+
+    def show(self, weights: Weights) -> None:
+        """Puts weights into the model that are only read: where that is possible, not a copy.
+
+        They must stay as they are until others are put in. Raises TaskError where they are not the spec's.
+        """
+        if not self._can_release:
+            self.put(weights)
+            return
+        self._overwritten = True
+        self.base.lend(weights)
+
+    def taken(self, weights: Weights) -> Weights:
+        """The trained parameters' values, the caller's own, on the device of `weights`, which were put in before."""
+        if self._can_release and next(iter(weights.values())).device == self.device:
+            return self.base.take()
+        return {name: p.detach().to(weights[name].device, copy=True) for name, p in self.trained.items()}
+
+    @override
+    def release(self) -> None:
+        if self._can_release:
+            self._overwritten = True
+            self.base.drop()
+
+    @property
+    def _can_release(self) -> bool:
+        """Whether the model's own tensors are what is trained: a copy of all of them in main memory is worth saving.
+
+        A compiled model keeps what it was compiled with.
+        """
+        return self.adapter.trains_base and self.device.type == "cpu" and not self.config.train.compile
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:

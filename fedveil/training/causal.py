@@ -55,7 +55,7 @@ class CausalTask(AdaptedTask):
     @torch.no_grad()
     def predict(self, weights: Weights, rows: Sequence[TokenRow], generate: bool = False) -> Iterator[Prediction]:
         """The slice "image" is there where the model has image tokens."""
-        self.put(weights)
+        self.show(weights)
         image = self.base.image_token
         for part in self._parts(len(rows)):
             chosen = [rows[i] for i in part]

@@ -12,7 +12,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from fedveil.config import RunConfig, TrainConfig
+from fedveil.config import RunConfig
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.task import Rows, Watch, unwatched
 from fedveil.contract.trainer import Looked, Penalty, Trained
@@ -20,6 +20,7 @@ from fedveil.errors import TaskError
 from fedveil.rng import Stream
 from fedveil.rows import batches
 from fedveil.rows.batches import AnyBatch
+from fedveil.training import optimisers
 from fedveil.training.per_sample import LocalRows
 from fedveil.training.progress import Progress
 from fedveil.training.threads import threads
@@ -45,6 +46,10 @@ class Trainable(Protocol):
 
     def put(self, weights: Weights) -> None:
         """Puts weights in. Raises TaskError where they are not the spec's."""
+        ...
+
+    def taken(self, weights: Weights) -> Weights:
+        """The trained parameters' values, the caller's own, on the device of `weights`, which were put in before."""
         ...
 
     def training(self) -> contextlib.AbstractContextManager[None]:
@@ -117,7 +122,7 @@ class LocalTraining:
             with task.training():
                 losses, tokens = self._steps(frozen or {}, penalty)
         if losses:
-            after = {name: p.detach().to(weights[name].device, copy=True) for name, p in task.trained.items()}
+            after = task.taken(weights)
         else:
             after = {name: weights[name].clone() for name in task.trained}
         report = {"steps": float(len(losses)), "tokens": float(tokens)}
@@ -173,7 +178,7 @@ class LocalTraining:
         held = _Held(self._task.trained, frozen)
         train, task = self._task.config.train, self._task
         parameters = list(task.trained.values())
-        optimiser = _adamw(parameters, train)
+        optimiser = optimisers.create(parameters, train)
         optimiser.zero_grad()  # a training that an error ended may have left a part of a step's gradient
         progress = Progress(self._planned, train.learning_rate, self._watch)
         with contextlib.closing(batches.load(self._batches(), self._collated, parameters[0].device)) as steps:
@@ -239,9 +244,3 @@ class _Held:
 def _forget(parameters: list[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
-
-
-def _adamw(parameters: list[Tensor], train: TrainConfig) -> torch.optim.AdamW:
-    """On a GPU the whole step is one kernel for many tensors; elsewhere it is torch's own choice."""
-    fused = True if all(p.is_cuda for p in parameters) else None
-    return torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import mmap
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ from fedveil.contract.method import Method
 from fedveil.errors import WireError
 from fedveil.wire import conformity
 from fedveil.wire import header as header_
+from fedveil.wire.parked import ParkedFields
 
 _BLOCK_BYTES = 1 << 22  # such a block stays in cache from the checksum to the norm
 _PARALLEL_BYTES = 8 << 20  # below this a thread costs more than it saves
@@ -174,7 +176,8 @@ def _header(
 def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
     """The message in `data`, which must have this stamp and layout.
 
-    No field is copied: dense fields are views of `data`, which must not change.
+    No field is copied: dense fields are views of `data`, which must not change. Of a message in a file (`parked`), each
+    access to a field lets go of what was read of the others.
 
     Raises:
         WireError: names the field, what was expected and what was found.
@@ -213,9 +216,10 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
         header_.check_padding(name, whole[offset + size : end])
         offset = end
     read = list(_POOL.map(_read_field, jobs)) if offset > _PARALLEL_BYTES else [_read_field(job) for job in jobs]
-    fields = {entry[0]: value for (_, _, entry), (value, _) in zip(jobs, read, strict=True)}
+    found = {entry[0]: value for (_, _, entry), (value, _) in zip(jobs, read, strict=True)}
     norms = {entry[0]: norm for (_, _, entry), (_, norm) in zip(jobs, read, strict=True) if norm is not None}
-    payload = Payload({name: fields[name] for name in declared}, variant, header["scalars"])  # in the layout's order
+    fields: Mapping[str, Value] = {name: found[name] for name in declared}  # in the layout's order
+    payload = Payload(ParkedFields(fields, data) if isinstance(data, mmap.mmap) else fields, variant, header["scalars"])
     disclosed = _disclosed(variant, header["fields"], header["scalars"], len(whole))
     return Message(payload, header["num_examples"], header["report"], header["turn"], sizes, norms, disclosed)
 

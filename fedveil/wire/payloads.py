@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedveil.contract.layout import Direction, Field, Payload
-from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.spec import MadeWeights, Spec, Weights
 from fedveil.wire.dense import Dense
 
 WireDtype = Literal["float32", "bfloat16", "float16"]
@@ -33,11 +33,16 @@ def cast_to(weights: Mapping[str, Tensor], dtype: WireDtype) -> dict[str, Tensor
     return {name: w.to(getattr(torch, dtype)) for name, w in weights.items()}
 
 
-def tensors_of(payload: Payload) -> dict[str, Tensor]:
+def tensors_of(payload: Payload) -> Weights:
     """The fields of a payload that holds dense tensors only."""
-    return cast("dict[str, Tensor]", dict(payload.fields))
+    return cast(Weights, payload.fields)
 
 
 def as_spec(weights: Weights, spec: Spec) -> dict[str, Tensor]:
     """Received weights in the dtypes of the spec."""
     return {name: w.to(spec[name].dtype) for name, w in weights.items()}
+
+
+def lazy_spec(weights: Weights, spec: Spec) -> Weights:
+    """The same, cast at every access: no copy is held, and a message on disk is read tensor by tensor."""
+    return MadeWeights(weights, lambda name: weights[name].to(spec[name].dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from mmap import mmap
 from typing import TYPE_CHECKING
 
 from fedveil.errors import WireError
@@ -46,15 +47,22 @@ def drained(parts: list[Buffer]) -> Iterator[Buffer]:
 
 def gathered(slices: Iterable[Buffer], total: int) -> bytearray:
     """The whole message. Raises WireError unless the slices have `total` bytes together."""
-    whole, filled = bytearray(total), 0
+    whole = bytearray(total)
+    filled(whole, slices)
+    return whole
+
+
+def filled(whole: bytearray | mmap, slices: Iterable[Buffer]) -> bytearray | mmap:
+    """`whole`, with the slices in it. Raises WireError unless they fill it."""
+    total, start = len(whole), 0
     for part in slices:
-        end = filled + len(part)
+        end = start + len(part)
         if end > total:
             break
-        whole[filled:end] = part
-        filled = end
+        whole[start:end] = part
+        start = end
     else:
-        if filled == total:
+        if start == total:
             return whole
     raise WireError(f"message: expected slices of {total} bytes together, found another sum")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fedveil.config import parse
 from fedveil.errors import ConfigError
@@ -12,20 +13,11 @@ from fedveil.server_app.strategy import MethodStrategy
 from tests.conftest import ROOT
 
 
-def weights_of(arrays):
-    import torch
-
-    return {name: torch.from_numpy(array.numpy().copy()) for name, array in arrays.items()}
-
-
 def test_fedqsn_starts_on_the_server_with_the_tasks_places(tmp_path):
     config = parse({"method.name": "fedqsn", "run.name": "r"})
-    strategy, arrays = prepare(config, RunFolder(tmp_path / "run"), "r")
-    weights = weights_of(arrays)
-    strategy.rounds.initialise(weights)
-    assert {n: tuple(w.shape) for n, w in strategy.rounds.server.tensors.items() if n in weights} == {
-        n: tuple(w.shape) for n, w in weights.items()
-    }
+    strategy = prepare(config, RunFolder(tmp_path / "run"), "r")
+    weights = strategy.rounds.server.tensors
+    assert {n: tuple(w.shape) for n, w in weights.items()} == {n: t.shape for n, t in strategy.rounds._spec.items()}
     bare = MethodStrategy(strategy.rounds.method)
     with pytest.raises(ConfigError, match="linear"):
         bare.rounds.initialise(weights)
@@ -37,14 +29,16 @@ FEDSP = {"method.name": "fedsp", "run.name": "r", "train.batch-size": 2}
 def test_fedsp_distils_its_proxy_on_the_servers_rows_before_round_0(tmp_path):
     """The prefix stays what it was; the cells become those that `distil` makes of the server's own rows."""
     fields = FEDSP | {"task.server-data": str(ROOT / "data" / "e2e"), "task.max-examples": 4}
-    (_, before), (_, after), (_, again) = (
-        prepare(parse(fields | {"method.fields": f"distil_steps = {steps}"}), RunFolder(tmp_path / f"{i}"), "r")
+    before, after, again = (
+        prepare(
+            parse(fields | {"method.fields": f"distil_steps = {steps}"}), RunFolder(tmp_path / f"{i}"), "r"
+        ).rounds.server.tensors
         for i, steps in enumerate((0, 2, 2))
     )
-    changed = {name for name in before if not (before[name].numpy() == after[name].numpy()).all()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert "prefix" not in changed
     assert len(changed) > 0.9 * (len(before) - 1)
-    assert all((after[name].numpy() == again[name].numpy()).all() for name in after)
+    assert all(torch.equal(after[name], again[name]) for name in after)
 
 
 def test_fedsp_without_rows_of_the_servers_own_is_refused_with_the_way_out(tmp_path):

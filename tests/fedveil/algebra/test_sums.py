@@ -159,3 +159,22 @@ def test_what_clients_give_in_clear_stays_by_client():
     sums.add("b", 5, Terms([]))
     assert (sums.examples, sums.clear) == (8, {"a": {"said": "A"}, "b": {}})
     assert sums.weight("w") == 3.0
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_masks_of_whole_columns_sum_as_masks_of_entries_and_weigh_a_column_each(axis):
+    columns, whole = RunningSums(), RunningSums()
+    for seed in range(3):
+        value, row = random(300, 70, seed=seed), random(300 if axis == 0 else 70, seed=9 + seed) > 0
+        mask = (row[:, None] if axis == 0 else row[None]).expand(300, 70)
+        columns.fold("w", value, 2.0 + seed, mask)
+        whole.fold("w", value, 2.0 + seed, mask.contiguous())
+    assert columns._weight["w"].numel() == (300 if axis == 0 else 70)
+    assert torch.equal(columns.moved("w"), whole.moved("w"))
+    assert torch.equal(columns.mean("w"), whole.mean("w"))
+    other = random(300, 70, seed=5) > 0
+    for sums in (columns, whole):  # a client without whole columns
+        sums.fold("w", random(300, 70, seed=6), 1.0, other)
+    assert torch.equal(columns.mean("w"), whole.mean("w"))
+    assert columns.take("w") is not None
+    assert "w" not in columns

@@ -4,6 +4,7 @@ import os
 import stat
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,7 +13,7 @@ from fedveil.client_app.site.private import PrivateStore
 from fedveil.contract.method import State
 from fedveil.errors import ConfigError, StateError
 from fedveil.records.files import write_atomic
-from fedveil.records.state import digest, load_state, save_state
+from fedveil.records.state import _parts, digest, load_state, save_state
 from fedveil.sealed import Seal
 
 STATE = State(
@@ -142,3 +143,9 @@ def test_a_large_state_is_written_from_its_own_memory_and_read_at_twice_its_size
         assert tracemalloc.get_traced_memory()[1] < 2.2 * size
     finally:
         tracemalloc.stop()
+
+
+def test_a_state_is_written_without_a_copy_of_it():
+    tensors = {"a": torch.randn(1000), "b": torch.randn(10, 10)}
+    parts = list(_parts(State(tensors)))[1:]
+    assert [np.frombuffer(part).ctypes.data for part in parts] == [tensors[n].data_ptr() for n in "ab"]
