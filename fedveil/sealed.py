@@ -29,6 +29,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from mmap import mmap
 from pathlib import Path
 from typing import BinaryIO, final
 
@@ -39,7 +40,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedveil.errors import ConfigError, StateError
 
-Bytes = bytes | bytearray | memoryview
+Bytes = bytes | bytearray | memoryview | mmap
 
 KEY_BYTES = 32
 VARIABLE = "FEDVEIL_KEY_FILE"  # names the key file of a process that no node config reaches

@@ -111,6 +111,10 @@ class KrumSums:
         """The mean of the chosen uploads, each with the same weight, fp32."""
         return self._mean.mean(name)
 
+    def take(self, name: str) -> Float[Tensor, "..."]:
+        """The same, for the caller to keep."""
+        return self._mean.take(name)
+
     def moved(self, name: str) -> Bool[Tensor, "..."]:
         """True everywhere."""
         return self._mean.moved(name)
