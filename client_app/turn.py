@@ -73,7 +73,7 @@ class Turns:
         secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
         seeded = config.run.deterministic
         ctx = RoundContext(order.round, assignment.name, order.is_new, secret, seeded, order.address)
-        received = Received.of(assignment.site.state_dir, order.run, assignment.name)
+        received = Received.of(assignment.site.state_dir, order.run, assignment.name, seal)
         initial = lambda: task.initial(rng.initial(config.run.seed, "weights"))  # noqa: E731
         trained = task.trainer(prepared.rows, ctx.rng("batches"), watch)
         judged = Judged(trained, assignment.site, received, initial)

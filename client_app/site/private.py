@@ -7,8 +7,8 @@
     <state-dir>/<run>/<site>/received.json          what it trained from last, as a sketch (received.py)
     <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
 
-Where the node config names a key file, states, secret and ledger are sealed (fedveil.sealed); the rounds that were
-served are not: they are no secret.
+Where the node config names a key file, states, sketch, secret and ledger are sealed (fedveil.sealed); the rounds that
+were served are not: they are no secret.
 
 It is never in Flower's `Context.state`, which is lost at a restart, and silently above about 50 MB.
 
@@ -51,6 +51,7 @@ NOT_RUNS = frozenset({"flower", "guard", "logs", "workers"})  # folders of the s
 
 log = logging.getLogger("fedveil.private")
 
+RECEIVED = "received.json"
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -90,12 +91,13 @@ class PrivateStore:
     @property
     def roles(self) -> dict[Path, str]:
         """Every file that is sealed where there is a key, with the role that it is sealed under."""
-        return {file: self._role(file) for file in (self._secret, *self.folder.glob("turn-*.safetensors"))}
+        files = (self._secret, self.folder / RECEIVED, *self.folder.glob("turn-*.safetensors"))
+        return {file: self._role(file) for file in files}
 
     def _role(self, file: Path) -> str:
         """No file of one run, site or turn is taken for another's."""
         of = f"{self.folder.parent.name}/{self.folder.name}"
-        return f"secret/{of}" if file == self._secret else f"state/{of}/{file.stem}"
+        return f"state/{of}/{file.stem}" if file.suffix == ".safetensors" else f"{file.stem}/{of}"
 
     @property
     def _secret(self) -> Path:

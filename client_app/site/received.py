@@ -45,12 +45,13 @@ from typing_extensions import override
 from fedveil.algebra.sketch import SIZE, sketch
 from fedveil.client_app.site import policy
 from fedveil.client_app.site.node_config import Site
-from fedveil.client_app.site.private import safe
+from fedveil.client_app.site.private import RECEIVED, PrivateStore, folder_of
 from fedveil.contract.spec import Weights
 from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.errors import StateError
 from fedveil.privacy.wrapped import WrappedRows, WrappedTrainer
 from fedveil.records.files import write_atomic
+from fedveil.sealed import Seal
 
 _KEY_BYTES = 32
 
@@ -117,22 +118,27 @@ class Received:
     """
 
     folder: Path
+    seal: Seal = Seal()
 
     @classmethod
-    def of(cls, state_dir: Path, run: str, site: str) -> Received:
+    def of(cls, state_dir: Path, run: str, site: str, seal: Seal = Seal()) -> Received:
         """Of a run and a site. Raises ConfigError for a name that is not a plain file name."""
-        return cls(state_dir.expanduser() / safe("run.name", run) / safe("site", site))
+        return cls(folder_of(state_dir, run, site), seal)
 
     @property
     def _file(self) -> Path:
-        return self.folder / "received.json"
+        return self.folder / RECEIVED
+
+    @property
+    def _role(self) -> str:
+        return PrivateStore(self.folder).roles[self._file]
 
     def load(self) -> Reference | None:
         """None before the first completed turn. Raises StateError for a file that cannot be read."""
         if not self._file.exists():
             return None
         try:
-            content = json.loads(self._file.read_text())
+            content = json.loads(self.seal.read(self._file, self._role))
             tensors = content["tensors"]
             found = Reference(
                 bytes.fromhex(content["key"]),
@@ -155,7 +161,7 @@ class Received:
         tensors = {name: [reference.norms[name], text] for name, text in packed.items()}
         content = {"key": reference.key.hex(), "tensors": tensors}
         try:
-            write_atomic(self._file, json.dumps(content).encode())
+            write_atomic(self._file, self.seal.closed([json.dumps(content).encode()], self._role))
         except OSError as error:
             raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
 

@@ -29,7 +29,9 @@ def superlink() -> Check:
     found = shutil.which("flower-superlink")
     programs = running or ([Path(found)] if found else [])
     for file in programs:
-        if not any(name in file.read_bytes()[:4096] for name in (b"fedveil.guard.fleet", b"fedveil.guard.loopback")):
+        if not any(
+            name in file.read_bytes()[:4096] for name in (b"fedveil.guard.superlink", b"fedveil.guard.loopback")
+        ):
             return Check(
                 "superlink",
                 "warn",

@@ -52,7 +52,14 @@ def test_no_file_of_a_sealed_site_has_anything_of_its_state_secret_or_ledger(tmp
     assert len(kept_in(clear / "state", Seal())) == 4
     assert kept_in(tmp_path / "state", seal) == set()
     files = everything(tmp_path / "state")
-    assert sorted(f.name.split("-")[0] for f in files if is_sealed(f)) == ["s.json", "s.key", "secret", "turn", "turn"]
+    assert sorted(f.name.split("-")[0] for f in files if is_sealed(f)) == [
+        "received.json",
+        "s.json",
+        "s.key",
+        "secret",
+        "turn",
+        "turn",
+    ]
     assert {f.name for f in files if not is_sealed(f)} <= {"s.lock", "served.json", "served.lock", "turn.lock"}
 
 

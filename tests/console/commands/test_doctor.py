@@ -184,10 +184,10 @@ def test_more_cpus_than_there_are_would_be_refused_by_the_engine(monkeypatch):
 
 
 def test_at_the_server_flowers_own_superlink_is_a_finding(tmp_path, monkeypatch, capsys):
-    from fedveil.console.flower.site_process import write_fleet, write_own_ports
+    from fedveil.console.flower.site_process import write_own_ports, write_superlink
 
     monkeypatch.setattr("psutil.process_iter", lambda attributes: [])
-    for folder, write in (("fleet", write_fleet), ("own", write_own_ports)):
+    for folder, write in (("fleet", write_superlink), ("own", write_own_ports)):
         write(tmp_path / folder)
         monkeypatch.setenv("PATH", str(tmp_path / folder))
         assert host_checks.superlink().verdict == "ok"
