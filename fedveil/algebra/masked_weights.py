@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -75,17 +76,15 @@ class Veil:
     def opened(self, payload: Payload) -> Weights:
         """The same as a mapping, whose tensors are made at every access. Raises WireError as `check` does, at once."""
         self.check(payload)
-        visible = self.visible(payload)
+        return MadeWeights(self.spec, partial(self._made, payload, self.visible(payload)))
 
-        def made(name: str) -> Tensor:
-            value = payload.fields[name]
-            found = self.coders[name].dequantise(cast(Coded, value)) if name in self.coders else cast(Tensor, value)
-            if name not in self.masked:
-                return found
-            place = self.masked[name]
-            return unpack(found, visible[place.columns], place.axis, self.spec[name].shape)
-
-        return MadeWeights(self.spec, made)
+    def _made(self, payload: Payload, visible: Weights, name: str) -> Tensor:
+        value = payload.fields[name]
+        found = self.coders[name].dequantise(cast(Coded, value)) if name in self.coders else cast(Tensor, value)
+        if name not in self.masked:
+            return found
+        place = self.masked[name]
+        return unpack(found, visible[place.columns], place.axis, self.spec[name].shape)
 
     def seen(self, name: str, visible: Weights) -> Tensor:
         """True for the visible columns of the tensor `name`, in a shape that broadcasts over it."""

@@ -106,5 +106,5 @@ def test_the_evaluation_reads_the_servers_weights_in_place_and_leaves_them(monke
     assert digest(server.tensors) == before
     assert all(_is_absent(p) for p in task.trained.values())
     task.put(server.tensors)  # a copy
-    copied = honest([task._row("name[a]", "A."), task._row("name[b]", "B is here.")])
+    copied = honest(task.encode(examples))
     assert first["server"]["loss"] == copied

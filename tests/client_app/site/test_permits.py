@@ -36,6 +36,7 @@ def printed(capsys, config: dict) -> str:
 
 OTHERS = {
     "method.name": "fedrand", "method.fields": "", "task.partition": "natural", "train.precision": "bf16",
+    "train.optimiser": "adamw-8bit",
     "train.quantized-base": "8bit", "evaluate.generate": "never", "dp.neighbours": "add-or-remove-one",
     "cohort.max-share": 0.75, "aggregate.rule": "median",
 }  # fmt: skip
