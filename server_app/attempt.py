@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from logging import ERROR, WARNING
 from typing import Any
 
+import xxhash
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
@@ -87,14 +88,14 @@ class Attempt:
     ) -> list[Message]:
         """One message for each context. Equal messages share one array object, which Flower uploads once."""
         ttl = deadline + _GRACE_SECONDS
-        messages, record = [], ArrayRecord()
+        messages, shared = [], _Shared()
         for ctx in contexts:
             message = self.exchange.packed(self.server, ctx)
             self.record.download_bytes += message.disclosed["bytes"]
             anchor = self._noted(message.disclosed, ctx, "down", "sent")
             if self.tap:
                 self._tapped(b"".join(message.parts), ctx, "down")
-            record = _record(message.parts, record)
+            record = shared.record(message.parts)
             content = RecordDict({"fedveil": record, "order": self._order(ctx, anchor, deadline), "config": config})
             messages.append(Message(content, nodes[ctx.client], MessageType.TRAIN, ttl=ttl, group_id=str(ctx.round)))
         return messages
@@ -233,16 +234,23 @@ def _anchor(reply: Message) -> str:
         return ""
 
 
-def _record(parts: list[Buffer], before: ArrayRecord) -> ArrayRecord:
-    """The message's slices, which take the place of its parts: no second copy of it is made. Slices that are those of
-    the message `before` are the same objects; if all are, so is the record.
-    """
-    arrays: dict[str, Array] = {}
-    for i, part in enumerate(slices.sliced(slices.drained(parts))):
-        old = before.get(name := slices.name(i))
-        arrays[name] = old if old is not None and old.data == part else _array(part)
-    same = len(arrays) == len(before) and all(before[name] is array for name, array in arrays.items())
-    return before if same else ArrayRecord(arrays)
+class _Shared:
+    """The slices of an attempt's messages, each once, whatever message it was in first and however they alternate."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[bytes, Array] = {}
+        self._records: dict[tuple[int, ...], ArrayRecord] = {}
+
+    def record(self, parts: list[Buffer]) -> ArrayRecord:
+        """The message's slices, which take the place of its parts: no second copy of it is made. Equal slices are the
+        same objects, and equal messages the same record.
+        """
+        arrays: dict[str, Array] = {}
+        for i, part in enumerate(slices.sliced(slices.drained(parts))):
+            known = self._arrays.setdefault(xxhash.xxh3_128_digest(part), array := _array(part))
+            arrays[slices.name(i)] = known if known is array or known.data == part else array
+        key = tuple(id(array.data) for array in arrays.values())  # the bytes stay as long as this object
+        return self._records.setdefault(key, ArrayRecord(arrays))
 
 
 def _array(part: bytes) -> Array:
