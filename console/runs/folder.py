@@ -121,22 +121,28 @@ class Run:
 
 def load(folder: Path) -> Run:
     """The run in `folder`. Raises StateError where there is none, or where a file cannot be read."""
-    if not folder.is_dir():
-        raise StateError(f"run folder {folder}: expected a folder that a run wrote, found none")
-    if not any((folder / name).is_file() for name in ("status.json", "config.json")):
-        raise StateError(f"run folder {folder}: expected status.json or config.json in it, found neither")
+    status = status_of(folder)
     rows = [_checked(row, folder / "metrics.jsonl", ("round",)) for row in json_lines(folder / "metrics.jsonl")]
     ledger = folder / "disclosure.jsonl"
     needed = ("round", "site", "direction", "bytes", "payload_bytes", "fields")
     return Run(
         folder=folder.resolve(),
         config=_json(folder / "config.json"),
-        status=_status(folder),
+        status=status,
         attempts=_attempts(rows),
         before=next((row.get("scores") or {} for row in rows if row["round"] < 0), {}),
         messages=[_checked(row, ledger, needed) for row in json_lines(ledger)],
         resumes=json_lines(folder / "resumes.jsonl"),
     )
+
+
+def status_of(folder: Path) -> Row:
+    """What has become of the run in `folder`, from its small files alone. Raises as `load`."""
+    if not folder.is_dir():
+        raise StateError(f"run folder {folder}: expected a folder that a run wrote, found none")
+    if not any((folder / name).is_file() for name in ("status.json", "config.json")):
+        raise StateError(f"run folder {folder}: expected status.json or config.json in it, found neither")
+    return _status(folder)
 
 
 def _attempts(rows: list[Row]) -> list[Row]:
@@ -172,6 +178,21 @@ def json_lines(file: Path) -> list[Row]:
         if line.endswith("\n"):
             rows.append(_parsed(line, f"{file}, line {number}"))
     return rows
+
+
+def new_lines(file: Path, start: int) -> tuple[list[Row], int]:
+    """The whole lines of a JSON-lines file from byte `start` on, and the byte that follows them.
+
+    A file that has become shorter, because a torn line was cut off, is read from its end on.
+    """
+    if not file.is_file():
+        return [], start
+    with file.open("rb") as lines:
+        lines.seek(min(start, file.stat().st_size))
+        begin, data = lines.tell(), lines.read()
+    data = data[: data.rfind(b"\n") + 1]
+    where = f"{file}, after byte {begin}"
+    return [_parsed(line.decode(errors="replace"), where) for line in data.splitlines()], begin + len(data)
 
 
 def _json(file: Path) -> Row:

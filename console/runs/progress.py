@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedveil.console.runs.folder import Row, json_lines, loss_of
+from fedveil.console.runs.folder import Row, loss_of, new_lines
 from fedveil.foreign import shown
 
 
@@ -19,7 +19,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
 
     def __init__(self, console: Console, folder: Path, name: str, rounds: int) -> None:
         self._console, self._file, self._name, self._rounds = console, folder / "metrics.jsonl", shown(name, 80), rounds
-        self._seen = 0
+        self._read = 0  # bytes
         self._bar = Progress(
             TextColumn("{task.description:<14}", markup=False),
             BarColumn(bar_width=24),
@@ -45,10 +45,9 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         """Shows what is new; `status` is the run's status.json."""
         if not status:
             return
-        rows = json_lines(self._file)
-        for row in rows[self._seen :]:
+        rows, self._read = new_lines(self._file, self._read)
+        for row in rows:
             self._show(row)
-        self._seen = len(rows)
 
     def _show(self, row: Row) -> None:
         loss = loss_of(row)

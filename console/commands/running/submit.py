@@ -14,7 +14,7 @@ from fedveil.config import parse
 from fedveil.console.flower.command_line import Flower
 from fedveil.console.run_config import overrides
 from fedveil.console.runs.ending import until_ended
-from fedveil.console.runs.folder import load
+from fedveil.console.runs.folder import new_lines, status_of
 from fedveil.foreign import shown
 
 
@@ -40,19 +40,19 @@ def run(args: argparse.Namespace) -> int:
     number = flower.submit(args.app, settings)
     folder = Path(config.dir).expanduser() / (config.name or f"run-{number}")
     print(f"run {number}: submitted; its folder is {folder}", flush=True)
-    shown = 0
+    read_so_far = 0  # bytes of metrics.jsonl
 
     def read() -> dict[str, Any]:
         """Its status.json; {} until it has one, and where the run folder is another machine's."""
-        nonlocal shown
+        nonlocal read_so_far
         file = folder / "flower-run"
         if not file.is_file() or file.read_text() != number or not (folder / "status.json").is_file():
             return {}
-        found = load(folder)
-        for attempt in found.attempts[shown:]:
-            print(_said(attempt), flush=True)
-        shown = len(found.attempts)
-        return found.status
+        rows, read_so_far = new_lines(folder / "metrics.jsonl", read_so_far)
+        for attempt in rows:
+            if "cohort" in attempt:  # not the scores before round 0, nor a resume's mark
+                print(_said(attempt), flush=True)
+        return status_of(folder)
 
     code, word = until_ended(read, lambda: flower.run_status(number), args.timeout)
     print(word)

@@ -20,7 +20,7 @@ from typing import Any
 
 from fedveil.console.flower.command_line import CONNECTION, Flower
 from fedveil.console.runs.ending import until_ended
-from fedveil.console.runs.folder import load
+from fedveil.console.runs.folder import status_of
 from fedveil.console.runs.progress import RunProgress
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
@@ -63,10 +63,10 @@ def _watched(args: argparse.Namespace, folder: Path, number: str, flower: Flower
     if number and flower is not None:
         return until_ended(dict, lambda: flower.run_status(number), args.timeout)
     shown = terminal()
-    with RunProgress(shown, folder, folder.name, int(load(folder).status.get("rounds", 1))) as progress:
+    with RunProgress(shown, folder, folder.name, int(status_of(folder).get("rounds", 1))) as progress:
 
         def read() -> dict[str, Any]:
-            status = load(folder).status
+            status = status_of(folder)
             progress.tick(status)
             return status
 

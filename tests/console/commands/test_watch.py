@@ -13,8 +13,11 @@ from fedveil.console.commands.running import status
 from fedveil.console.main import main
 from fedveil.console.provisioning.presence import why_absent
 from fedveil.console.report import run_page
+from fedveil.console.runs import folder as folders
 from fedveil.console.runs.ending import until_ended
 from fedveil.console.runs.folder import load
+from fedveil.console.runs.progress import RunProgress
+from fedveil.console.terminal import terminal
 from fedveil.records import process
 
 
@@ -71,6 +74,22 @@ def test_flower_is_asked_seldom_and_time_may_run_out():
     assert code == 4
     assert "still going after 35 s" in why
     assert asked == [0.0, 10.0, 20.0, 30.0]
+
+
+def test_watching_reads_a_long_record_once_and_follows_it(make_run, monkeypatch, capsys):
+    """A thousand sites write hundreds of megabytes; none of it is read twice a second."""
+    run = make_run()
+    monkeypatch.setattr(folders, "json_lines", None)  # which reads a file as a whole
+    with RunProgress(terminal(), run, "run", 2) as progress:
+        for _ in range(3):
+            progress.tick(folders.status_of(run))
+        before = capsys.readouterr().out
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"round": 7, "resumed": true}\n{"round": ')
+        progress.tick(folders.status_of(run))
+        progress.tick(folders.status_of(run))
+    assert before.count("round 1/2") == 1
+    assert capsys.readouterr().out.split() == ["run:", "round", "7/2", "resumed"]
 
 
 def test_watching_a_folder_ends_with_its_status(make_run, capsys):
