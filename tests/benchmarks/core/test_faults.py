@@ -1,0 +1,87 @@
+"""The points of core/faults, and what is said of how they ended. The runs themselves are its own."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+
+from fedveil.benchmarks.core import killer
+from fedveil.benchmarks.core.faults import _compared, _kept, _outcome
+from fedveil.benchmarks.core.killer import SITES, VICTIMS, Killer, Point, drawn
+from fedveil.benchmarks.run import commit
+
+CASES = ["dp", "fedrand"]
+WHOLE = {
+    "weights": "a", "private states": {"north": [b"x"]}, "uploads": {"0 north": [["w", "dense", [2], 8, "ab"]]},
+    "rounds": {0: ["north", "south"]}, "charged": {}, "orders": {"north": 3, "south": 3},
+}  # fmt: skip
+
+
+def test_points_repeat_and_every_kind_of_death_is_among_them():
+    points = [drawn(n, CASES) for n in range(200)]
+    assert points == [drawn(n, CASES) for n in range(200)]
+    assert {point.victim for point in points} == set(VICTIMS)
+    assert {point.site for point in points} == set(SITES)
+    assert {point.event for point in points} == {"sent", "checkpoint", "recorded", "counted", "kept", "charged"}
+    assert all(point.case == "dp" for point in points if point.event == "charged")
+    assert len(set(points)) == 200
+
+
+@pytest.mark.parametrize("key,other", [("weights", "b"), ("private states", {}), ("uploads", {}), ("rounds", {})])
+def test_whatever_differs_is_named(key, other):
+    assert _compared(WHOLE, WHOLE) == "equal"
+    assert _compared(WHOLE, WHOLE | {key: other}) == f"different {key}"
+
+
+@pytest.mark.parametrize(
+    "charged,turns,end",
+    [(6, 3, "equal"), (8, 4, "equal"), (8, 3, "different"), (4, 3, "different"), (7, 9, "different")],
+)
+def test_a_private_run_charges_each_turn_that_was_asked_for_and_no_other(charged, turns, end):
+    """Two steps a turn, three rounds. Weights differ, for the noise is the system's."""
+    whole = WHOLE | {"charged": {"north": 6}}
+    found = whole | {"weights": "b", "charged": {"north": charged}, "orders": {"north": turns}}
+    assert _compared(whole, found).split()[0] == end
+
+
+def test_the_killer_kills_what_it_is_shown_once_the_event_is_seen_as_often_as_asked(tmp_path):
+    point = Point(0, "fedrand", "worker", "north", "kept", 2, 0.0)
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        found = Killer(point, lambda: [victim.pid], lambda: tmp_path.glob("turn-*"))
+        found.start()
+        time.sleep(0.2)  # what is there when it starts does not count
+        (tmp_path / "turn-0").write_bytes(b"x")
+        time.sleep(0.2)
+        assert victim.poll() is None
+        (tmp_path / "turn-1").write_bytes(b"x")
+        assert victim.wait(10) == -9
+    found.over()
+    assert found.killed
+
+
+def test_a_run_that_ends_before_the_event_is_left_alone(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        found = Killer(Point(0, "fedrand", "site", "north", "kept", 1, 0.0), lambda: [bystander.pid], lambda: iter(()))
+        found.start()
+        found.over()
+        assert bystander.poll() is None
+        bystander.kill()
+    assert not found.killed
+
+
+def test_pieces_add_up_and_those_of_another_commit_do_not_count(tmp_path):
+    line = '{"number": %d, "case": "dp", "victim": "site", "end": "%s", "killed": true, "resumed": 0, "commit": "%s"}\n'
+    file = tmp_path / "x.pieces.jsonl"
+    file.write_text(
+        line % (0, "equal", commit()) + line % (1, "different weights", commit()) + line % (2, "equal", "0")
+    )
+    found = _kept(file)
+    assert sorted(found) == [0, 1]
+    outcome = _outcome(list(found.values()))
+    assert outcome.verdicts == [
+        "1 of 2 points ended as the undisturbed run does.", "point 1 (dp, site): different weights"
+    ]  # fmt: skip
+    assert outcome.rows[0]["metrics"]["different"]["mean"] == 1
+    assert killer.ROUNDS == 3
