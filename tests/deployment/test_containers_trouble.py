@@ -238,7 +238,7 @@ def test_a_run_ends_as_the_quorum_allows_and_says_why_for_each(hosts):
     assert "this site permits" in page
     doctor = hosts.sites["expired"]("run", "--rm", "-T", "doctor", check=False).stdout
     assert re.search(r"^fail +certificate ca.crt +expired on", doctor, re.MULTILINE), doctor
-    assert "code: 2004" in hosts.sites["wrong-key"].logs("supernode")
+    assert "fedveil: this key is not registered" in hosts.sites["wrong-key"].logs("supernode")
 
 
 def test_a_changed_line_of_a_sites_audit_log_is_found(hosts, tmp_path):
