@@ -140,8 +140,9 @@ class Turns:
 
 
 def _same(message: Buffer, assignment: Assignment) -> Buffer:
-    """The message, if the round was not served with another one before. Raises PolicyError."""
-    policy.served_of(assignment).require_same(assignment.order.round, header.digest(message))
+    """The message, if the round was not served with another one, or from another state, before. Raises PolicyError."""
+    said = f"{header.digest(message)} {assignment.order.last}"
+    policy.served_of(assignment).require_same(assignment.order.round, said)
     return message
 
 

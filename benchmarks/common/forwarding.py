@@ -1,4 +1,4 @@
-"""A trainer in front of another one, for benchmarks that watch or change a part of a client's work.
+"""A trainer in front of another one, for a control that must lose: what is sent is noise alone.
 
 Not for what protects people: there every operation is refused unless it is accounted for (`fedveil.privacy.metered`).
 """
@@ -8,49 +8,18 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from fedveil.contract.budget import Sampling
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
-from fedveil.rng import Stream
+from fedveil.contract.spec import Weights
+from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained
+from fedveil.privacy.wrapped import WrappedRows, WrappedTrainer
 
 
-class Forwarding(Trainer):
-    """Asks `inner` everything."""
-
-    def __init__(self, inner: Trainer) -> None:
-        self.inner = inner
-
-    @property
-    @override
-    def num_examples(self) -> int:
-        return self.inner.num_examples
-
-    @property
-    @override
-    def spec(self) -> Spec:
-        return self.inner.spec
-
-    @property
-    @override
-    def rows(self) -> RowGradients:
-        return self.inner.rows
-
-    @override
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
-        return self.inner.train(weights, frozen, penalty)
-
-    @override
-    def gradient(self, weights: Weights) -> Trained:
-        return self.inner.gradient(weights)
-
-
-class Dark(Forwarding):
+class Dark(WrappedTrainer):
     """Rows have gradients of zero: what is sent is noise alone."""
 
     @property
     @override
     def rows(self) -> RowGradients:
-        return _DarkRows(self.inner.rows)
+        return _DarkRows(self._trainer.rows)
 
     @override
     def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
@@ -63,29 +32,7 @@ class Dark(Forwarding):
         raise NotImplementedError("the control is of a method with noise")
 
 
-class _DarkRows(RowGradients):
-    def __init__(self, inner: RowGradients) -> None:
-        self._inner = inner
-
-    @property
-    @override
-    def num_examples(self) -> int:
-        return self._inner.num_examples
-
-    @property
-    @override
-    def batch_size(self) -> int:
-        return self._inner.batch_size
-
-    @property
-    @override
-    def steps(self) -> int:
-        return self._inner.steps
-
-    @override
-    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        return self._inner.batches(sampling, steps, rng, skip)
-
+class _DarkRows(WrappedRows):
     @override
     def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
         """Zeros, a row each."""
@@ -96,4 +43,4 @@ class _DarkRows(RowGradients):
     @override
     def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
         """Of no rows."""
-        return self._inner.feature(weights, Batch(()))
+        return super().feature(weights, Batch(()))

@@ -32,7 +32,7 @@ from fedveil.adapters.all_weights import AllWeights
 from fedveil.attacks.hidden_model.proxy import Proxy
 from fedveil.benchmarks.common import resampling, seeds, texts
 from fedveil.benchmarks.common.federations import federation, task_of
-from fedveil.benchmarks.common.forwarding import Dark, Forwarding
+from fedveil.benchmarks.common.forwarding import Dark
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.fedqsn import similarity
 from fedveil.benchmarks.fedqsn.cut import Cut, configured, cut
@@ -46,6 +46,7 @@ from fedveil.contract.trainer import Penalty, Trained, Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy import accounting
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
+from fedveil.privacy.wrapped import WrappedTrainer
 from fedveil.server_app.distillation import Distillation
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import per_sample
@@ -124,7 +125,7 @@ class Best:
             self.found[kind] = loss, mine
 
 
-class _Watched(Forwarding):
+class _Watched(WrappedTrainer):
     """Shows what it is asked to train, and what came out."""
 
     def __init__(self, local: Trainer) -> None:

@@ -34,7 +34,6 @@ from fedveil.attacks.hidden_model.factor_pairing import RebuiltClient
 from fedveil.attacks.membership import scores as membership
 from fedveil.benchmarks.common import data, pictures, quality, resampling, seeds
 from fedveil.benchmarks.common.federations import federation, task_of
-from fedveil.benchmarks.common.forwarding import Forwarding
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.fedrand.adversary import Adversary, Figures, NonMembers, Target, Yardstick
 from fedveil.benchmarks.fedrand.drawn import Drawn, drawn
@@ -46,6 +45,7 @@ from fedveil.contract.spec import Weights
 from fedveil.contract.task import Task
 from fedveil.contract.trainer import Penalty, Trained, Trainer
 from fedveil.federation.exchange import Exchange
+from fedveil.privacy.wrapped import WrappedTrainer
 from fedveil.tasks.vision_language import VisionLanguage
 from fedveil.wire.tap import Tap
 
@@ -89,7 +89,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     return Outcome(listed, verdicts(rows, settings), [done])
 
 
-class _Remembering(Forwarding):
+class _Remembering(WrappedTrainer):
     """Leaves what it trained last where the benchmark finds it: the truth that a rebuilt client is held to."""
 
     def __init__(self, truth: dict[str, Weights], site: str, ctx: RoundContext, local: Trainer) -> None:

@@ -1,14 +1,14 @@
 """Which rounds of a run this site has served last, how often, and with what, whatever a server says.
 
-    <state-dir>/<run>/<site>/served.json    {"checksum": of all that follows, "rounds": [[round, times, SHA-256 of the
-                                             message], ...], "of": 5, "purged": false}: the last two rounds
+    <state-dir>/<run>/<site>/served.json    {"checksum": ..., "rounds": [[round, times, what it was served with], ...],
+                                             "of": 5, "purged": false}: the last two rounds
 
 | asked for | what happens |
 |---|---|
 | a later round | served |
 | one of the last two rounds once more: the quorum was missed, or the server went back to a checkpoint | served
   `max-repeats` times in all, with the same message |
-| such a round with another message | PolicyError: it would give a second upload from one private state |
+| such a round with another message, or from another turn's state | PolicyError: it would be a second question |
 | a round after one that the server went back to | served with any message, for the new sums may differ |
 | an older round | PolicyError |
 | a round below 0, or at or beyond run.rounds | PolicyError |
@@ -108,7 +108,7 @@ class Served:
             self._require_written(replace(found, rounds=served, of=rounds))
 
     def require_same(self, round_: int, message: str) -> None:
-        """Keeps the digest of the message of a round that was counted.
+        """Keeps what a round that was counted was served with: the message's digest and the turn it goes on from.
 
         Raises:
             PolicyError: the round was served with another message.
@@ -119,8 +119,8 @@ class Served:
             now = found.round(round_)
             if now.message not in ("", message):
                 raise PolicyError(
-                    f"round: expected the message that this site was sent for round {round_} before, found another; "
-                    "start a new run"
+                    f"round: expected the message that this site was sent for round {round_} before, and the same last "
+                    "turn, found another; start a new run"
                 )
             others = [other for other in found.rounds if other.number != round_]
             served = sorted([*others, replace(now, message=message)], key=lambda other: other.number)

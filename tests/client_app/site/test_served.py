@@ -32,14 +32,14 @@ def ask(monkeypatch, tmp_path):
         client.app, ["north"], tmp_path / "state", {"method.name": "fedper", "method.fields": "layers = 1"}
     )
 
-    def go(round_: int, policy: str = "", shift: float = 0.0) -> str:
+    def go(round_: int, policy: str = "", shift: float = 0.0, last: str = "") -> str:
         (tmp_path / "policy.toml").write_text(f'{policy}\nmethods = ["fedper"]\n[permits]\n"method.fields.layers" = 1')
         grid.node_config = {"north": {"policy": str(tmp_path / "policy.toml")}} if policy else {}
         moved = State({name: tensor + shift for name, tensor in server.tensors.items()}, server.scalars)
         down = exchange.broadcast(moved, RoundContext(round_, "north", True, bytes(32), address=Address("r")))
         record = ArrayRecord({slices.name(0): Array("uint8", (len(down),), slices.STYPE, down)})
         order = {"round": round_, "is-new": True, "site": "north", "run": "r", "method": "fedper"}
-        order |= {"fields": json.dumps(fields_of(METHOD)), "log": ""}
+        order |= {"fields": json.dumps(fields_of(METHOD)), "log": "", "last": last}
         content = RecordDict({"fedveil": record, "order": ConfigRecord(order)})
         reply = grid.replies[grid._push(Message(content, 1000, "train"))]
         if reply.has_error():
@@ -47,10 +47,12 @@ def ask(monkeypatch, tmp_path):
         found = reply.content.array_records["fedveil"]
         upload = b"".join(found[name].data for name in slices.in_order(list(found)))
         variant = describe(upload)["variant"]
+        turns.append(header.of_slices([upload])["turn"])
         uploads.append((variant, str(header.of_slices([upload])["fields"])))
         return variant
 
     go.uploads = uploads = []
+    go.turns = turns = []
     return go
 
 
@@ -79,6 +81,17 @@ def test_a_private_layer_leaves_a_site_once_whatever_round_the_server_names(ask)
     another = ask(0, shift=1.0)
     assert another.startswith("PolicyError: round: expected the message that this site was sent for round 0 before")
     assert [ask(2)] + [ask(round_)[:11] for round_ in (-1, 0)] == ["top", "PolicyError", "PolicyError"]
+
+
+def test_a_round_is_repeated_from_the_state_that_it_began_with(ask):
+    """Else a server gets one upload from each of the states that a site keeps, from one message."""
+    assert ask(0) == "all"
+    assert ask(1, last=ask.turns[0]) == "top"
+    assert (
+        ask(1) == "PolicyError: round: expected the message that this site was sent for round 1 before, and the "
+        "same last turn, found another; start a new run"
+    )
+    assert ask(1, last=ask.turns[0]) == "top"
 
 
 def test_a_damaged_count_serves_nobody(ask, tmp_path):
