@@ -69,6 +69,12 @@ def folder_of(state_dir: Path, run: str, site: str) -> Path:
     return state_dir.expanduser() / safe("run.name", run) / safe("site", site)
 
 
+def role_of(file: Path) -> str:
+    """The role that a file of a run is sealed under: none of one run, site or turn is taken for another's."""
+    of = f"{file.parent.parent.name}/{file.parent.name}"
+    return f"state/{of}/{file.stem}" if file.suffix == ".safetensors" else f"{file.stem}/{of}"
+
+
 def ledger_of(state_dir: Path, site: str, seal: Seal = Seal()) -> Ledger:
     """The site's privacy ledger for all its runs. Raises ConfigError for a name that is not a plain file name."""
     from fedveil.privacy.ledger import Ledger
@@ -92,12 +98,7 @@ class PrivateStore:
     def roles(self) -> dict[Path, str]:
         """Every file that is sealed where there is a key, with the role that it is sealed under."""
         files = (self._secret, self.folder / RECEIVED, *self.folder.glob("turn-*.safetensors"))
-        return {file: self._role(file) for file in files}
-
-    def _role(self, file: Path) -> str:
-        """No file of one run, site or turn is taken for another's."""
-        of = f"{self.folder.parent.name}/{self.folder.name}"
-        return f"state/{of}/{file.stem}" if file.suffix == ".safetensors" else f"{file.stem}/{of}"
+        return {file: role_of(file) for file in files}
 
     @property
     def _secret(self) -> Path:
@@ -164,7 +165,7 @@ class PrivateStore:
             return
         try:
             kept = State_(state.tensors, {"state": dict(state.scalars), "after": last})
-            save_state(kept, self._file(turn), self.seal, self._role(self._file(turn)))
+            save_state(kept, self._file(turn), self.seal, role_of(self._file(turn)))
         except OSError as error:
             raise StateError(
                 f"{self._file(turn)}: expected to write the private state, found {error}; free space"
@@ -187,7 +188,7 @@ class PrivateStore:
         from fedveil.contract.method import State as State_
         from fedveil.records.state import load_state
 
-        found = load_state(self._file(turn), self.seal, self._role(self._file(turn)))
+        found = load_state(self._file(turn), self.seal, role_of(self._file(turn)))
         scalars, after = found.scalars.get("state"), found.scalars.get("after")
         if not isinstance(scalars, dict) or not isinstance(after, str):
             raise StateError(f"{self._file(turn)}: expected a private state, found another file; remove it")
@@ -200,7 +201,7 @@ class PrivateStore:
 
         if deterministic:
             return rng.secret(f"client:{site}", seed, deterministic)
-        path, role = self._secret, self.roles[self._secret]
+        path, role = self._secret, role_of(self._secret)
         if not path.exists():
             write_atomic(path, self.seal.closed([stamped_bytes(rng.fresh_secret())], role))
         data = self.seal.read(path, role)

@@ -45,7 +45,7 @@ from typing_extensions import override
 from fedveil.algebra.sketch import SIZE, sketch
 from fedveil.client_app.site import policy
 from fedveil.client_app.site.node_config import Site
-from fedveil.client_app.site.private import RECEIVED, PrivateStore, folder_of
+from fedveil.client_app.site.private import RECEIVED, folder_of, role_of
 from fedveil.contract.spec import Weights
 from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.errors import StateError
@@ -129,16 +129,12 @@ class Received:
     def _file(self) -> Path:
         return self.folder / RECEIVED
 
-    @property
-    def _role(self) -> str:
-        return PrivateStore(self.folder).roles[self._file]
-
     def load(self) -> Reference | None:
         """None before the first completed turn. Raises StateError for a file that cannot be read."""
         if not self._file.exists():
             return None
         try:
-            content = json.loads(self.seal.read(self._file, self._role))
+            content = json.loads(self.seal.read(self._file, role_of(self._file)))
             tensors = content["tensors"]
             found = Reference(
                 bytes.fromhex(content["key"]),
@@ -161,7 +157,7 @@ class Received:
         tensors = {name: [reference.norms[name], text] for name, text in packed.items()}
         content = {"key": reference.key.hex(), "tensors": tensors}
         try:
-            write_atomic(self._file, self.seal.closed([json.dumps(content).encode()], self._role))
+            write_atomic(self._file, self.seal.closed([json.dumps(content).encode()], role_of(self._file)))
         except OSError as error:
             raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
 
