@@ -143,6 +143,29 @@ class AggregateConfig(_Section):
     best: int = Field(0, ge=0, le=10_000, description="multi-krum: m, uploads averaged; 0 = all but f + 2")
 
 
+class SecureConfig(_Section):
+    """Secure aggregation: the server gets the sum of a round's uploads, and nothing of a single one."""
+
+    enabled: bool = False
+    threshold: int = Field(0, ge=0, le=10_000, description="holders that open a secret; 0 = more than two thirds")
+    min_sites: int = Field(3, ge=2, le=10_000, description="sites that a sum must have")
+    ring_bits: Literal[32, 64] = Field(32, description="of each integer that is sent in place of a weight")
+    neighbours: int = Field(
+        0, ge=0, le=10_000, description="sites, an even number, with which one shares masks; 0 = all, above 32 sites 32"
+    )
+    bound: float = Field(64.0, gt=0, le=1e9, description="values are clipped to it at the site; smaller is more exact")
+    max_examples: int = Field(
+        1, ge=1, le=1_000_000, description="most that one site counts for; 1 = all count alike, whatever they have"
+    )
+
+    @field_validator("neighbours")
+    @classmethod
+    def _on_both_sides(cls, k: int) -> int:
+        if k % 2:
+            raise ValueError("expected an even number")
+        return k
+
+
 class ClientConfig(_Section):
     """How a site trains. `worker`: in a process that outlives the round; otherwise in each round's client process."""
 
@@ -176,6 +199,7 @@ class RunConfig(_Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     cohort: CohortConfig = CohortConfig()
     aggregate: AggregateConfig = AggregateConfig()
+    secure: SecureConfig = SecureConfig()
     client: ClientConfig = ClientConfig()
     run: RunSection = RunSection()
 

@@ -123,6 +123,10 @@ class FedPer(Method):
         sent = tensors_of(payload)
         return weighted(sent if ctx.round == 0 else _only(self._top(spec), sent), num_examples)
 
+    def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
+        """All layers in round 0, the top layers after it."""
+        return dict.fromkeys(spec if round_ == 0 else _only(self._top(spec), spec), ())
+
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """Eq. 1 in round 0, Eq. 2 after it."""
         holders = set(_holders(server)) | (set(sums.clear) if ctx.round > 0 else set())

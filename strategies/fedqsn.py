@@ -212,6 +212,11 @@ class FedQSN(Method):
             else:
                 yield Term(name, value, weight)
 
+    def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
+        """Of a layer with masked columns, one weight a column."""
+        veil = self._veil(spec, "up")
+        return {n: veil.weights_shape(n) if n in veil.masked else () for n in spec}
+
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """Eq. 5 (or Algorithm 1, line 11) by column. A column that the server masks is ignored, whoever sent it."""
         veil, new = self._veil(_spec(server), "up"), dict(server.tensors)

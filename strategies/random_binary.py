@@ -200,6 +200,11 @@ class RandomBinary(Method):
         shapes = {n: t.shape for n, t in spec.items()}
         return Terms(Term(name, whole, weight, mask) for name, whole, mask in self.surviving(payload, shapes))
 
+    def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor of which something is sent; where entries are left out, a weight for each of them."""
+        keep = masks.keeps(self.rate, spec)
+        return {n: t.shape if masks.is_random(keep[n]) else () for n, t in spec.items() if keep[n] > 0}
+
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """A step along the mean of Eq. 12."""
         eta = fedsgd.rate_of(self.learning_rate, self.exchange, self.optimiser)

@@ -91,6 +91,11 @@ class Veil:
         place = self.masked[name]
         return along(visible[place.columns], place.axis, len(self.spec[name].shape))
 
+    def weights_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of what `seen` gives for the tensor `name`."""
+        place, shape = self.masked[name], self.spec[name].shape
+        return tuple(n if axis == place.axis else 1 for axis, n in enumerate(shape))
+
     def check(self, payload: Payload) -> None:
         """Raises WireError unless every masked tensor has as many columns as its mask has ones."""
         visible = self.visible(payload)

@@ -128,6 +128,15 @@ class Method(ABC):
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
         """What this upload adds to the sums. Pure, and equal on either side: of `ctx` it uses at most the round."""
 
+    def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
+        """The sums of a round: by name, which is the spec's, the shape of the weights that its terms have.
+
+        () where an entry weighs as every other one: terms without masks. Else one that broadcasts to the tensor's, with
+        as many weights as there are different ones in a mask. What is added up unseen must be known before it is sent.
+        """
+        sent = {f.name for f in self.layout(spec).fields if f.direction == "up"}
+        return {name: () for name in spec if name in sent}
+
     @abstractmethod
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """The server's next state, from sums over at least one client. `ctx` is the server's and names no client."""

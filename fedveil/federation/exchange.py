@@ -72,14 +72,28 @@ class Exchange:
         Raises:
             WireError: a message that is not what the layout declares, or holds a value that is not finite.
         """
-        reporting = _Reporting(trainer)
-        stamp = Stamp.of(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast)
-        received = [_finite(unpack(data, self.layout, stamp))]
+        received = [self.opened(data, ctx)]
         del data
-        private, payload = self.method.client(private, received.pop(), reporting, ctx)
+        private, payload, report = self.trained(private, received, trainer, ctx)
         stamp = Stamp.of(self.method, self.name, ctx.round, "up", ctx.address)
         turn = turn if private is not None else ""
-        return private, packed(self.layout, stamp, payload, trainer.num_examples, reporting.report, turn).parts
+        return private, packed(self.layout, stamp, payload, trainer.num_examples, report, turn).parts
+
+    def opened(self, data: Buffer, ctx: RoundContext) -> Payload:
+        """What a broadcast holds. Raises WireError as `participate`."""
+        stamp = Stamp.of(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast)
+        return _finite(unpack(data, self.layout, stamp))
+
+    def trained(
+        self, private: State | None, received: list[Payload], trainer: Trainer, ctx: RoundContext
+    ) -> tuple[State | None, Payload, Mapping[str, float]]:
+        """The method's own half: the new private state, what is to be sent, and the report.
+
+        `received` has one payload, which is taken out of it, so that its memory can be freed while the client trains.
+        """
+        reporting = _Reporting(trainer)
+        private, payload = self.method.client(private, received.pop(), reporting, ctx)
+        return private, payload, reporting.report
 
     def receive(self, data: Buffer, round_: int, address: Address = Address()) -> Message:
         """A client's message, decoded; the intake gate has not checked it yet. Raises WireError."""

@@ -1,0 +1,24 @@
+"""Secure aggregation: the server gets the sum of what the sites of a round send, and nothing of a single one.
+
+    ring.py        values as integers modulo 2^w, and back
+    summands.py    a method's terms as one vector of integers; the sums of such vectors
+    masks.py       what hides a vector, and is taken off the sum
+    keys.py        signatures, agreed keys, shares that one holder alone can read
+    shamir.py      secrets in shares
+    statements.py  what goes over the wire beside the vectors, each checked before it is believed
+    site.py        a site's half: what it answers, and what it refuses
+    server.py      the server's half
+
+After Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, 2017, with the key exchange
+moved into the round before, so that a round has two exchanges; neighbours after Bell et al., Secure Single-Server
+Aggregation with (Poly)Logarithmic Overhead, 2020.
+
+Formal guarantees, for N holders of a site's secrets of which t open one, and an adversary who has the server and c of
+the holders, where the signing keys of the others are known to each other (a roster):
+1. A server that keeps to the protocol learns of the sites in a sum, the adversary's own apart, their sum alone, if
+   c < t.
+2. So does a server that does not, if 2 t > N + c: no honest holder opens both halves of one site's secrets.
+3. Without a roster only the first holds, for the server could put its own keys in the place of the sites'.
+It guarantees nothing of what the sum and the model themselves show, and nothing against a site that sends another
+vector than it should: that spoils the sum.
+"""

@@ -1,0 +1,104 @@
+"""Values as integers modulo 2^w, so that a uniform mask hides them and a sum of masked ones is exact.
+
+    integer = round(S w clip(x, -C, C)),    S = (2^(w-1) - 1 - K) / (K M C)
+
+C is the bound, K the most summands, M the largest weight. No sum of K integers wraps: each is at most
+S M C + 1/2 in absolute value. Rounding moves a weighted mean by at most K / (2 S W) with W the sum of the weights: for
+equal weights, by K C 2^-w.
+
+| case | what happens |
+|---|---|
+| a value beyond the bound | clipped to it, and counted |
+| NaN or an infinity | ValueError: no integer stands for it |
+| an entry that the mask leaves out | 0, whatever its value |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK = 1 << 16  # entries at a time, which stay in the cache in fp64
+
+Integers = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Integers modulo 2^bits, and the scale that fits them.
+
+    Attributes:
+        bits: w, 32 or 64.
+        most_summands: K.
+        most_weight: M; weights are whole numbers from 1 to M.
+        bound: C, on the absolute value of an entry.
+    """
+
+    bits: int
+    most_summands: int
+    most_weight: int
+    bound: float
+
+    def __post_init__(self) -> None:
+        if self.bits not in (32, 64):
+            raise ValueError(f"bits: expected 32 or 64, found {self.bits}")
+        if not (self.most_summands >= 1 and self.most_weight >= 1 and 0 < self.bound < math.inf):
+            raise ValueError(f"expected summands, weight and bound above 0, found {self}")
+        if self.most_summands * self.most_weight >= 1 << (self.bits - 2):
+            raise ValueError(
+                f"expected at most {1 << (self.bits - 2)} for summands times weight in {self.bits} bits, found "
+                f"{self.most_summands * self.most_weight}"
+            )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the integers, little endian."""
+        return np.dtype(f"<u{self.bits // 8}")
+
+    @property
+    def scale(self) -> float:
+        """S, integers a unit of weight times value."""
+        room = (1 << (self.bits - 1)) - 1 - self.most_summands
+        return math.floor(room / (self.most_summands * self.most_weight)) / self.bound
+
+    @property
+    def step(self) -> float:
+        """The most by which rounding moves a mean of sites that have the largest weight each."""
+        return 1 / (2 * self.scale * self.most_weight)
+
+    def encode(self, value: Float[Tensor, "*s"], weight: int, mask: Bool[Tensor, "*s"] | None, into: Integers) -> int:
+        """Writes the integers of a tensor, row by row, into a vector. Returns how many entries were clipped.
+
+        Raises:
+            ValueError: a value is not finite, or the weight is out of range.
+        """
+        if not 1 <= weight <= self.most_weight:
+            raise ValueError(f"weight: expected a whole number from 1 to {self.most_weight}, found {weight}")
+        flat, kept = value.detach().cpu().flatten(), None if mask is None else mask.cpu().flatten()
+        signed, clipped = into.view(f"<i{self.bits // 8}"), 0  # two's complement
+        for start in range(0, len(flat), BLOCK):
+            block = flat[start : start + BLOCK]
+            if kept is not None:
+                block = torch.where(kept[start : start + BLOCK], block, 0.0)
+            low, high = map(float, torch.aminmax(block))
+            if not (math.isfinite(low) and math.isfinite(high)):  # NaN is both
+                raise ValueError("expected finite values, found others")
+            block = block.to(torch.float64, copy=True)
+            if max(-low, high) > self.bound:
+                clipped += int((block.abs() > self.bound).sum())
+                block.clamp_(-self.bound, self.bound)
+            integers = block.mul_(self.scale * weight).round_().to(getattr(torch, f"int{self.bits}"))
+            signed[start : start + len(integers)] = integers.numpy()
+        return clipped
+
+    def decode(self, total: Integers) -> Float[Tensor, " n"]:
+        """The sum of weights times values that a sum of integers stands for, fp64."""
+        signed = np.ascontiguousarray(total).view(f"<i{self.bits // 8}")
+        return torch.from_numpy(signed.astype(np.float64)).div_(self.scale)

@@ -1,0 +1,108 @@
+"""An upload of secure aggregation as a message: one masked vector, and what its site attaches.
+
+    sum        the vector, `ring.bits` an entry: uniform to whoever has not all of its masks
+    attached   shares of the mask's secret, and the site's next prekey (statements.py)
+
+Its header says neither examples nor figures of the training: they are summands, or they are not sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.contract.address import Address
+from fedveil.contract.codec import Buffer
+from fedveil.contract.layout import Field, Layout, Payload
+from fedveil.contract.method import RoundContext, State
+from fedveil.contract.trainer import Trainer
+from fedveil.errors import WireError
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.secure.ring import Integers
+from fedveil.federation.secure.site import Site
+from fedveil.federation.secure.statements import MOST_SITES, Attached, Plan
+from fedveil.federation.secure.summands import Slots
+from fedveil.wire import integers
+from fedveil.wire.conformity import bounds
+from fedveil.wire.envelope import Message, Stamp, packed, unpack
+from fedveil.wire.opaque import Opaque
+
+_SUM, _ATTACHED = "sum", "attached"
+_MOST_ATTACHED = MOST_SITES * 2 * (88 + 64 + 8) + 4096  # characters: names and closed shares of two secrets
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A method's uploads of one round, as they are summed unseen.
+
+    Attributes:
+        slots: of the vector.
+        bits: of the ring.
+    """
+
+    exchange: Exchange
+    round: int
+    slots: Slots
+    bits: int
+
+    @classmethod
+    def of(cls, exchange: Exchange, round_: int, bits: int) -> Summed:
+        """Of one round."""
+        return cls(exchange, round_, Slots.of(exchange, round_), bits)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Every field on the wire; the broadcast's are the method's own."""
+        down = tuple(field for field in self.exchange.layout.fields if field.direction == "down")
+        up = (
+            Field(_SUM, "up", integers.Integers(self.bits), (self.slots.length,), "masked integer"),
+            Field(_ATTACHED, "up", Opaque(), (None,), "byte of keys", most=(_MOST_ATTACHED,)),
+        )
+        return Layout((*down, *up), self.exchange.layout.scalars)
+
+    @cached_property
+    def largest_upload(self) -> int:
+        """The most bytes that a client's message can have."""
+        return bounds(self.layout, "up").message
+
+    def participate(
+        self,
+        data: Buffer,
+        private: State | None,
+        trainer: Trainer,
+        ctx: RoundContext,
+        turn: str,
+        site: Site,
+        plan: Plan,
+    ) -> tuple[State | None, list[Buffer], int]:
+        """The client's whole turn, as `Exchange.participate`. Returns also how many entries were clipped.
+
+        Raises:
+            PolicyError, WireError: as `Site.begin`, before anything is trained.
+            ConfigError: the method cannot be summed unseen.
+        """
+        ring = site.begin(plan)
+        received = [self.exchange.opened(data, ctx)]
+        del data
+        private, payload, _ = self.exchange.trained(private, received, trainer, ctx)
+        vector, clipped = self.slots.vector(self.exchange, payload, trainer.num_examples, self.round, ring)
+        attached = site.mask(plan, vector)
+        signed = torch.from_numpy(vector.view(f"<i{self.bits // 8}"))
+        sent = Payload({_SUM: signed, _ATTACHED: attached.to_bytes()}, scalars=payload.scalars)
+        stamp = Stamp.of(self.exchange.method, self.exchange.name, ctx.round, "up", ctx.address)
+        turn = turn if private is not None else ""
+        return private, packed(self.layout, stamp, sent, turn=turn).parts, clipped
+
+    def receive(self, data: Buffer, address: Address = Address()) -> tuple[Message, Integers, Attached]:
+        """A client's message, its masked vector, which is only to be read, and what is attached. Raises WireError."""
+        stamp = Stamp.of(self.exchange.method, self.exchange.name, self.round, "up", address)
+        message = unpack(data, self.layout, stamp)
+        if message.num_examples is not None or message.report:
+            raise WireError("num_examples: expected none beside a masked vector, nor a report, found one; send neither")
+        vector = cast(Tensor, message.payload.fields[_SUM]).numpy().view(np.dtype(f"<u{self.bits // 8}"))
+        return message, vector, Attached.of(cast(bytes, message.payload.fields[_ATTACHED]))
