@@ -17,13 +17,14 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
-from fedveil.client_app.site import policy
+from fedveil.client_app.site import policy, secure
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker import link
 from fedveil.client_app.worker.owner import owner_of_this_process
 from fedveil.errors import BudgetError, PolicyError, WireError, WorkerError
-from fedveil.wire import header, slices
+from fedveil.federation.secure.statements import MOST_BYTES
+from fedveil.wire import header, slices, statements
 
 if TYPE_CHECKING:
     from fedveil.contract.task import Step, Watch
@@ -43,26 +44,55 @@ def train(message: Message, context: Context) -> Message:
     except Exception as error:
         log(ERROR, "this site's turn failed", exc_info=error)
         return Message(Error(_RAISED, public_reason(error)), reply_to=message)
-    size = sum(map(len, upload))
-    log(INFO, "turn of %.1f s, upload of %s bytes", time.monotonic() - started, size)
-    arrays = {slices.name(i): Array("uint8", (len(part),), slices.STYPE, part) for i, part in enumerate(upload)}
+    log(INFO, "turn of %.1f s, upload of %s bytes", time.monotonic() - started, sum(map(len, upload)))
+    return _reply(message, upload)
+
+
+@app.query("secure")
+def secure_(message: Message, context: Context) -> Message:
+    """A question about keys or shares of secure aggregation. It needs no worker."""
+    try:
+        record, assignment = _records(message, context)
+        answer = _answered(record, assignment)
+    except Exception as error:
+        log(ERROR, "this site's answer failed", exc_info=error)
+        return Message(Error(_RAISED, public_reason(error)), reply_to=message)
+    return _reply(message, list(slices.sliced([answer])))
+
+
+def _answered(record: ArrayRecord, assignment: Assignment) -> bytes:
+    down_bytes = sum(len(array.data) for array in record.values())
+    policy.check(assignment, policy.Bundle.of_environment(), down_bytes, serves=False)
+    order, asked = assignment.order, b"".join(_drained(record))
+    asked = statements.unpacked(asked, order.round, "down", order.address, MOST_BYTES)
+    answer = statements.packed(secure.answered(assignment, asked), order.round, "up", order.address)
+    policy.check_upload(assignment, down_bytes, len(answer), None)
+    return answer
+
+
+def _reply(message: Message, parts: list[bytes]) -> Message:
+    arrays = {slices.name(i): Array("uint8", (len(part),), slices.STYPE, part) for i, part in enumerate(parts)}
     return Message(RecordDict({"fedveil": ArrayRecord(arrays)}), reply_to=message)
 
 
-def _take_part(message: Message, context: Context) -> list[bytes]:
+def _records(message: Message, context: Context) -> tuple[ArrayRecord, Assignment]:
     try:
         record = message.content.array_records["fedveil"]
         order = message.content.config_records["order"]
     except KeyError as error:
         raise WireError(f"message: expected the records fedveil and order, found none called {error}") from None
-    assignment = Assignment.of(order, context.run_config, context.node_config)
+    return record, Assignment.of(order, context.run_config, context.node_config)
+
+
+def _take_part(message: Message, context: Context) -> list[bytes]:
+    record, assignment = _records(message, context)
     down_bytes = sum(len(array.data) for array in record.values())
     policy.check(assignment, policy.Bundle.of_environment(), down_bytes)
     with PrivateStore.of(assignment.site.state_dir, assignment.order.run, assignment.name).in_turn():
         policy.count_round(assignment)
         upload = _trained(record, assignment)
     num_examples = header.of_slices(upload)["num_examples"]
-    policy.check_upload(assignment.site, down_bytes, sum(map(len, upload)), num_examples)
+    policy.check_upload(assignment, down_bytes, sum(map(len, upload)), num_examples)
     return upload
 
 

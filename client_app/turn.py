@@ -5,27 +5,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from logging import INFO, WARNING, getLogger
 from pathlib import Path
 
 from fedveil import rng, strategies, tasks
-from fedveil.client_app.site import policy
+from fedveil.client_app.site import policy, secure
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.data_sets import ID_FILE, DataSet, shelf_of
 from fedveil.client_app.site.private import PrivateStore, ledger_of
 from fedveil.client_app.site.received import Judged, Received
 from fedveil.client_app.site.witness import Witness
 from fedveil.contract.codec import Buffer
-from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.method import Method, RoundContext, State
 from fedveil.contract.task import Prepared, Share, Task, Watch, unwatched
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.exchange import Exchange
+from fedveil.federation.secure.uploads import Summed
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, checked_claim
 from fedveil.privacy.metered import MeteredRows, RowsOnly
 from fedveil.sealed import Seal
 from fedveil.training.per_sample import SampleLoss
 from fedveil.wire import header
 
+log = getLogger("fedveil.turn")
+
+Participates = Callable[[Buffer, State | None, Trainer, RoundContext, str], tuple[State | None, list[Buffer]]]
 Fingerprint = tuple[tuple[str, int, int], ...]
 
 
@@ -80,7 +85,8 @@ class Turns:
         witness = Witness(judged)
         trainer = self._bounded(witness, exchange.method, assignment, ctx, prepared)
         private, turn = store.load(order.last, order.is_new), ctx.new_turn()
-        private, parts = exchange.participate(_same(receive(), assignment), private, trainer, ctx, turn)
+        uploads = _uploads(exchange, assignment)
+        private, parts = uploads(_same(receive(), assignment), private, trainer, ctx, turn)
         policy.check_rows(assignment.site, witness.distinct, witness.least)
         store.save(turn, order.last, private)
         judged.keep()
@@ -137,6 +143,24 @@ class Turns:
             shelf = None if site.key_file else shelf_of(site.state_dir, data, site.data_set)
             self._rows = found, task.prepare(data, "train", share, shelf)
         return self._rows[1]
+
+
+def _uploads(exchange: Exchange, assignment: Assignment) -> Participates:
+    """How the turn is taken: with an upload in the clear, or masked for the order's plan, which is checked now."""
+    plan = secure.plan_of(assignment)
+    if plan is None:
+        return exchange.participate
+    summed, site = Summed.of(exchange, assignment.order.round, plan.bits), secure.site_of(assignment)
+    site.begin(plan)
+
+    def participate(
+        data: Buffer, private: State | None, trainer: Trainer, ctx: RoundContext, turn: str
+    ) -> tuple[State | None, list[Buffer]]:
+        private, parts, clipped = summed.participate(data, private, trainer, ctx, turn, site, plan)
+        log.log(WARNING if clipped else INFO, "masked; %s entries were clipped to +-%g", clipped, plan.bound)
+        return private, parts
+
+    return participate
 
 
 def _same(message: Buffer, assignment: Assignment) -> Buffer:

@@ -154,6 +154,7 @@ class SecureConfig(_Section):
         0, ge=0, le=10_000, description="sites, an even number, with which one shares masks; 0 = all, above 32 sites 32"
     )
     bound: float = Field(64.0, gt=0, le=1e9, description="values are clipped to it at the site; smaller is more exact")
+    roster: str = Field("", description="file at the server: all sites' signing keys (fedveil members roster)")
     max_examples: int = Field(
         1, ge=1, le=1_000_000, description="most that one site counts for; 1 = all count alike, whatever they have"
     )

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _FLOWER = "1.39."
 _HOOKS = ("pull_task_input", "install_from_fab", "push_message")
+_TURN = "train"  # Flower's type of a message that asks for a turn
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 _BUNDLED = ("client_app", "fedveil", "server_app", "strategies")
 _PUBLIC = ("PolicyError", "WireError")
@@ -151,7 +152,8 @@ class Guard:
             )
         if self._require_policy and not site.policy:
             raise Refused("policy: this site permits nothing without one; name it in the node config")
-        self._policy.check(assignment, self._policy.Bundle(digest, by), self._down_bytes)
+        bundle, serves = self._policy.Bundle(digest, by), message.metadata.message_type == _TURN
+        self._policy.check(assignment, bundle, self._down_bytes, serves=serves)
         self._assignment = assignment
         return digest
 
@@ -176,7 +178,7 @@ class Guard:
         header, size = self._header.of_slices(parts), sum(map(len, parts))
         if self._assignment is None:
             raise Refused("upload: expected one of an admitted message, found none")
-        self._policy.check_upload(self._assignment.site, self._down_bytes, size, header["num_examples"])
+        self._policy.check_upload(self._assignment, self._down_bytes, size, header["num_examples"])
         fields = [[entry[0], entry[3]] for entry in header["fields"]]
         head = self._note("sent", up_bytes=size, variant=header["variant"], fields=fields)
         return reply.of_upload(parts, str(head), self._task[0])

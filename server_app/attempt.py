@@ -33,7 +33,7 @@ from fedveil.foreign import shown
 from fedveil.records.audit_log import Head
 from fedveil.server_app import intake
 from fedveil.server_app.record import RoundRecord, RunFolder
-from fedveil.wire import parked, slices
+from fedveil.wire import envelope, parked, slices
 from fedveil.wire.tap import Tap
 
 _POLL_SECONDS = 0.25
@@ -96,17 +96,13 @@ class Attempt:
             if self.tap:
                 self._tapped(b"".join(message.parts), ctx, "down")
             record = shared.record(message.parts)
-            content = RecordDict({"fedveil": record, "order": self._order(ctx, anchor, deadline), "config": config})
+            content = RecordDict({"fedveil": record, "order": self.order(ctx, anchor, deadline), "config": config})
             messages.append(Message(content, nodes[ctx.client], MessageType.TRAIN, ttl=ttl, group_id=str(ctx.round)))
         return messages
 
-    def _order(self, ctx: RoundContext, anchor: str, deadline: float) -> ConfigRecord:
-        fields = json.dumps(fields_of(self.exchange.method))
-        order = ConfigRecord({"round": ctx.round, "is-new": ctx.is_new, "site": ctx.client, "run": self.run})
-        order["attempt"], order["last"] = ctx.address.attempt, self.last.get(ctx.client, "")
-        order["method"], order["fields"], order["log"] = self.exchange.name, fields, anchor
-        order["seconds"] = float(deadline)
-        return order
+    def order(self, ctx: RoundContext, anchor: str, deadline: float) -> ConfigRecord:
+        """What a site is asked beside a message."""
+        return order_of(self.exchange, self.run, ctx, deadline, anchor, self.last.get(ctx.client, ""))
 
     def streamed(
         self, grid: Grid, pending: dict[str, RoundContext], deadline: float, in_order: bool
@@ -167,9 +163,8 @@ class Attempt:
         sent, refused = 0, ""
         try:
             sent = sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
-            data = _message_bytes(reply, self.exchange.largest_upload, self.folder)
-            message = self.exchange.receive(data, ctx.round, ctx.address)
-            upload, norm = intake.judge(self.exchange, message, ctx, self.limits)
+            data = message_bytes(reply, self.largest_upload, self.folder)
+            message, upload, norm = self._read(data, ctx)
             site_log = _anchor(reply)
         except (WireError, UploadRefused) as error:
             refused = str(error)
@@ -189,12 +184,26 @@ class Attempt:
             self._accepted(found, upload)
         return upload
 
+    @property
+    def largest_upload(self) -> int:
+        """The most bytes that a client's message can have."""
+        return self.exchange.largest_upload
+
+    def _read(self, data: Buffer, ctx: RoundContext) -> tuple[envelope.Message, Upload, float]:
+        """The message in `data`, the upload that it is, and that upload's norm. Raises WireError, UploadRefused."""
+        message = self.exchange.receive(data, ctx.round, ctx.address)
+        return message, *intake.judge(self.exchange, message, ctx, self.limits)
+
     def _accepted(self, found: _Judged, upload: Upload) -> None:
         site = upload.ctx.client
         self._noted(found.disclosed, upload.ctx, "up", "accepted", site_log=found.site_log)
         self._tapped(found.data, upload.ctx, "up", accepted=True)
         self.record.accepted.append(site)
-        self.record.reports[site] = {"num_examples": upload.num_examples, **upload.report}
+        self.record.reports |= {site: report} if (report := self._report(upload)) else {}
+
+    def _report(self, upload: Upload) -> dict[str, float]:
+        """What is known of an upload beside its values."""
+        return {"num_examples": upload.num_examples, **upload.report}
 
     def _refused(self, data: Buffer, sent: int, ctx: RoundContext, reason: str) -> None:
         self._failed(ctx, f"refused: {reason}", up_bytes=sent)
@@ -223,6 +232,18 @@ class Attempt:
 
     def _where(self, ctx: RoundContext) -> dict[str, str | int]:
         return {"round": ctx.round, "attempt": self.record.attempt, "site": ctx.client}
+
+
+def order_of(
+    exchange: Exchange, run: str, ctx: RoundContext, deadline: float, anchor: str = "", last: str = ""
+) -> ConfigRecord:
+    """What a site is asked beside a message; `last`: its last turn whose upload is in the server's state."""
+    fields = json.dumps(fields_of(exchange.method))
+    order = ConfigRecord({"round": ctx.round, "is-new": ctx.is_new, "site": ctx.client, "run": run})
+    order["attempt"], order["last"] = ctx.address.attempt, last
+    order["method"], order["fields"], order["log"] = exchange.name, fields, anchor
+    order["seconds"] = float(deadline)
+    return order
 
 
 def _anchor(reply: Message) -> str:
@@ -257,7 +278,7 @@ def _array(part: bytes) -> Array:
     return Array("uint8", (len(part),), slices.STYPE, part)
 
 
-def _message_bytes(reply: Message, most: int, folder: RunFolder | None) -> Buffer:
+def message_bytes(reply: Message, most: int, folder: RunFolder | None) -> Buffer:
     """The message in a reply, of at most `most` bytes, which waits for its turn in a file of the run folder if it is
     long. Removes the reply's slices as it reads them.
     """

@@ -42,7 +42,7 @@ _PIECES, _PIECE_BYTES = 64, 1 << 20  # a file of up to 64 MiB is read whole
 
 def of(exchange: Exchange, settings: RunSettings) -> Terms:
     """The terms of a run, as JSON values by key."""
-    sections = {"cohort": settings.cohort, "aggregate": settings.aggregate}
+    sections = {"cohort": settings.cohort, "aggregate": settings.aggregate, "secure": settings.secure}
     own = {f"{s}.{k}": v for s, section in sections.items() for k, v in section.model_dump(by_alias=True).items()}
     config = {key: value for key, value in settings.config.items() if key not in _NOT_THE_RUNS}
     method = exchange.method

@@ -58,6 +58,8 @@ class RoundRecord:
         reports: what each accepted site reported, with its num_examples.
         cut: the examples that count, for a site which claimed more than cohort.max-share allows.
         left_out: accepted sites whose uploads the rule did not choose (aggregate.rule = "multi-krum").
+        unseen: of secure aggregation: sites in the sum, holders and threshold, who opened no shares and why, and why
+            there is no sum, if there is none; {} where uploads are added up in the clear.
         weights: digest of the deployed weights after the round.
     """
 
@@ -71,6 +73,7 @@ class RoundRecord:
     reports: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     cut: dict[str, int] = dataclasses.field(default_factory=dict)
     left_out: list[str] = dataclasses.field(default_factory=list)
+    unseen: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     weights: str = ""
     scores: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)

@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from logging import INFO, WARNING
 
@@ -32,6 +33,7 @@ from fedveil.server_app import fingerprint, sites
 from fedveil.server_app.attempt import Attempt
 from fedveil.server_app.record import RoundRecord, RunFolder
 from fedveil.server_app.settings import RunSettings
+from fedveil.server_app.unseen import Unseen, UnseenAttempt
 from fedveil.wire import parked
 
 Scores = dict[str, dict[str, float]]
@@ -64,9 +66,16 @@ class Rounds:
         self._spec = spec
         self._server: State | None = None
         self._exchange: Exchange | None = None
+        self._unseen: Unseen | None = None
         self._participated: set[str] = set()
         self._last: dict[str, str] = {}  # by site: the turn of its last upload that is in the state
         self._secret = rng.secret("server", settings.seed, settings.deterministic)
+
+    @property
+    def quorum(self) -> int:
+        """The accepted uploads that a round needs."""
+        secure, least = self.settings.secure, self.settings.cohort.min_sites
+        return max(least, secure.min_sites) if secure.enabled else least
 
     def initialise(self, weights: Mapping[str, Tensor]) -> None:
         """Makes the state before round 0."""
@@ -76,11 +85,14 @@ class Rounds:
             self.method, self.settings.method or type(self.method).__module__.rpartition(".")[2], spec
         )
         self._check_rule(self._exchange)
+        if self.settings.secure.enabled:
+            self._unseen = Unseen.of(self._exchange, self.settings.secure, self.run_name)
 
     def _check_rule(self, exchange: Exchange) -> None:
         """Raises ConfigError for a rule that method or cohort do not allow."""
         rule, cohort = self.settings.aggregate, self.settings.cohort
         rules.check(exchange, rule)
+        rules.check_secure(self.settings.secure, rule, cohort)
         rules.check_count(rule, "cohort.min-sites", cohort.min_sites)
         drawn = cohorts.size(cohort.fraction, max(cohort.sites, cohort.min_sites))
         rules.check_count(rule, "cohort.fraction of cohort.sites", drawn)
@@ -149,7 +161,7 @@ class Rounds:
                 return attempt.record
             before = attempt.record
         raise QuorumError(
-            f"round {round_}: expected at least {cohort.min_sites} accepted uploads, found "
+            f"round {round_}: expected at least {self.quorum} accepted uploads, found "
             f"{len(before.accepted) if before else 0} in the last of {cohort.repeats + 1} attempts "
             f"({_reasons(before) if before else 'none'}); see the sites' logs or lower cohort.min-sites"
         )
@@ -168,12 +180,12 @@ class Rounds:
             there = sites.connected(grid)
             drawn = cohorts.size(cohort.fraction, len(there))
             willing = min(drawn, len([site for site in there if site not in refusing]))
-            if willing >= cohort.min_sites:
+            if willing >= self.quorum:
                 return
             if time.monotonic() > end:
                 why = f"in the last attempt: {_reasons(before)}" if before else f"{drawn} of them would be drawn"
                 raise QuorumError(
-                    f"round {round_}: expected at least {cohort.min_sites} sites that take part within "
+                    f"round {round_}: expected at least {self.quorum} sites that take part within "
                     f"{cohort.wait_seconds:g} s, found {willing} (connected: {', '.join(there) or 'none'}; {why}); "
                     "start the missing sites, see the sites' logs, or lower cohort.min-sites"
                 )
@@ -190,19 +202,26 @@ class Rounds:
         rule, cohort = self.settings.aggregate, self.settings.cohort
         least = rules.fewest_sites(rule, cohort.fraction)
         nodes = sites.wait_for(grid, least, cohort.wait_seconds, "aggregate.hostile and aggregate.best")
-        chosen = cohorts.draw(nodes, cohort.fraction, self._secret, round_, number)
+        address, failed, questions = Address(self.run_name, number), dict[str, str](), None
+        if self._unseen:
+            questions = self._unseen.questions(grid, nodes, address, round_, config)
+            failed = self._unseen.ready(questions)
+            nodes = {site: node for site, node in nodes.items() if site not in failed}
+        chosen = cohorts.draw(nodes, cohort.fraction, self._secret, round_, number) if len(nodes) >= self.quorum else []
         contexts = [
             RoundContext(
                 round_, site, site not in self._participated, self._secret, self.settings.deterministic,
-                Address(self.run_name, number, site),
+                replace(address, site=site),
             )
             for site in chosen
         ]  # fmt: skip
-        record = RoundRecord(round_, number, chosen)
+        record = RoundRecord(round_, number, chosen, failed=failed)
         attempt = Attempt(
             self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap, self._last,
             cohort.norm_factor,
         )  # fmt: skip
+        if self._unseen and questions and chosen:
+            attempt = self._unseen.begin(attempt, questions)
         messages = attempt.messages(contexts, nodes, deadline, config)
         parked.leave(self.server.tensors)
         return attempt, messages, contexts
@@ -210,17 +229,14 @@ class Rounds:
     def finish(self, attempt: Attempt, uploads: Iterator[Upload], started: float) -> bool:
         """Adds up the uploads; with a quorum the result becomes the new state. Returns whether there was a quorum."""
         record = attempt.record
-        cohort, sums = self.settings.cohort, rules.sums_of(self.settings.aggregate)
-        if cohort.norm_factor:
-            uploads = attempt.within(uploads)
-        uploads = shares.bounded(uploads, cohort.max_share, record.cut.__setitem__)
-        new_state = self._begun.aggregate(self.server, uploads, lambda: sums, cohort.min_sites)
-        if record.cut:
-            log(WARNING, "round %s: cohort.max-share cut the examples that count: %s", record.round, record.cut)
+        if self._unseen and isinstance(attempt, UnseenAttempt):
+            ctx = RoundContext(record.round, "", False, self._secret, self.settings.deterministic)
+            new_state = self._unseen.settled(attempt, uploads, self.server, ctx)
+        else:
+            new_state = self._added(attempt, uploads)
         record.seconds = round(time.monotonic() - started, 3)
-        enough = len(record.accepted) >= cohort.min_sites
-        if enough:
-            record.left_out = sorted(set(record.accepted) - set(sums.chosen)) if isinstance(sums, KrumSums) else []
+        enough = new_state is not None and len(record.accepted) >= self.quorum
+        if new_state is not None and enough:
             self._server = new_state
             # A site that failed may have lost its state, so next time it gets everything, as a newcomer does.
             self._participated = (self._participated | set(record.accepted)) - set(record.failed)
@@ -228,15 +244,26 @@ class Rounds:
             record.weights = digest(self.deployed())
             record.scores = self.scores(new_state, record.round) if self.scores else {}
         self.history.append(record)
-        level, verdict = (
-            (INFO, "done") if enough else (WARNING, f"below the quorum of {self.settings.cohort.min_sites}")
-        )
+        level, verdict = (INFO, "done") if enough else (WARNING, f"below the quorum of {self.quorum}")
         log(level, "round %s %s: accepted %s, failed %s", record.round, verdict, record.accepted, record.failed)
         if self.folder:
             self.folder.round(record)
             if enough:
                 self._checkpoint(record.round)
         return enough
+
+    def _added(self, attempt: Attempt, uploads: Iterator[Upload]) -> State:
+        """The next state from uploads in the clear; the same with too few of them."""
+        record, cohort, sums = attempt.record, self.settings.cohort, rules.sums_of(self.settings.aggregate)
+        if cohort.norm_factor:
+            uploads = attempt.within(uploads)
+        uploads = shares.bounded(uploads, cohort.max_share, record.cut.__setitem__)
+        new_state = self._begun.aggregate(self.server, uploads, lambda: sums, cohort.min_sites)
+        if record.cut:
+            log(WARNING, "round %s: cohort.max-share cut the examples that count: %s", record.round, record.cut)
+        if isinstance(sums, KrumSums) and len(record.accepted) >= cohort.min_sites:
+            record.left_out = sorted(set(record.accepted) - set(sums.chosen))
+        return new_state
 
     def _checkpoint(self, round_: int) -> None:
         """Keeps on disk what the next round starts from, if there is a folder."""
@@ -253,4 +280,5 @@ class Rounds:
 
 def _reasons(record: RoundRecord) -> str:
     reasons = [f"{site}: {reason}" for site, reason in record.failed.items()]
+    reasons += [f"no sum: {record.unseen['reason']}"] if "reason" in record.unseen else []
     return "; ".join(reasons) or f"accepted: {', '.join(record.accepted) or 'none'}"

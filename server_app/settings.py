@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fedveil.config import AggregateConfig, CohortConfig, RunConfig
+from fedveil.config import AggregateConfig, CohortConfig, RunConfig, SecureConfig
 from fedveil.server_app.intake import Limits
 
 
@@ -22,6 +22,7 @@ class RunSettings:
         method: the name by which sites find the method; "" stands for the name of the file that defines it.
         tap: store every message in the run folder.
         limits: of the intake gate.
+        secure: whether the server sees single uploads, and how they are hidden else.
         config: the run config by key, which a resumed run must have again; {} for a caller that has none.
     """
 
@@ -34,6 +35,7 @@ class RunSettings:
     tap: bool = False
     limits: Limits = field(default_factory=Limits)
     config: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    secure: SecureConfig = field(default_factory=SecureConfig)
 
     @classmethod
     def of(cls, config: RunConfig, name: str) -> RunSettings:
@@ -41,5 +43,5 @@ class RunSettings:
         run = config.run
         return cls(
             config.cohort, config.aggregate, run.seed, run.deterministic, name, config.method.name, run.tap,
-            config=config.flat(),
+            config=config.flat(), secure=config.secure,
         )  # fmt: skip

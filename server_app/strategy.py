@@ -129,6 +129,8 @@ class MethodStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """The messages of one round (Flower counts from 1). The first call takes its weights from `arrays`."""
+        if self.rounds.settings.secure.enabled:
+            raise ConfigError("secure.enabled: expected false in a loop of the caller's own, found true; call start()")
         if not self._initialised:
             self._initialise(arrays)
         nodes = sites.wait_for(grid, self.cohort.min_sites, self.cohort.wait_seconds)

@@ -19,6 +19,7 @@ from fedveil.wire.header import TURN
 
 _MOST_SECONDS = 30 * 86_400.0
 _LONGEST = 100_000  # characters of a method's fields, which hold lists at times
+_LONGEST_PLAN = 8 << 20  # of a plan, which names every site of the cohort
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Order:
         attempt: at the round, from 0.
         last: the turn of this site's last upload that is in the server's state, whose private state this turn goes on
             from; "" for none, or where the method keeps none.
+        secure: the plan of a sum that nobody sees a single upload of (fedveil/federation/secure/statements.py), as its
+            text; "" where uploads are added up in the clear.
         seconds: after which the server does not wait for the upload; the turn then ends too.
     """
 
@@ -49,6 +52,7 @@ class Order:
     attempt: int = 0
     last: str = ""
     seconds: float = 86_400.0
+    secure: str = ""
 
     @property
     def address(self) -> Address:
@@ -119,9 +123,10 @@ def _require_form(order: Order) -> None:
             getattr(order, field.name),
             {"int": int, "bool": bool, "str": str, "float": float}[str(field.type)],
         )
-        if type(value) is not kind or (isinstance(value, str) and len(value) > _LONGEST):
+        most = _LONGEST_PLAN if field.name == "secure" else _LONGEST
+        if type(value) is not kind or (isinstance(value, str) and len(value) > most):
             raise WireError(
-                f"order: {field.name}: expected {field.type} of at most {_LONGEST} characters, found {shown(value, 80)}"
+                f"order: {field.name}: expected {field.type} of at most {most} characters, found {shown(value, 80)}"
             )
     try:
         for key in ("site", "run", "method"):

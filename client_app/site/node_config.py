@@ -20,6 +20,8 @@ class Site(BaseModel):
         data_set: the name of that data in the site's privacy ledger; "" = the id file in its folder (data_sets.py).
         state_dir: folder of its private state and its worker's socket.
         key_file: what the site keeps is sealed under the key in it (fedveil.sealed); "" = kept in the clear.
+        signing_key: the file by which other sites know this one in secure aggregation (fedveil site init makes it);
+            "" = one that this site makes for itself, which no roster names.
         policy: the file that says what this site permits; "" = everything is permitted.
         device: "auto", "cpu", "cuda", "cuda:1".
         worker_idle_seconds: a worker ends after so long without a turn.
@@ -37,6 +39,7 @@ class Site(BaseModel):
     data_set: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")
     state_dir: Path = Path("~/.local/state/fedveil")
     key_file: str = ""
+    signing_key: str = ""
     policy: str = ""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     worker_idle_seconds: float = Field(900.0, ge=0)

@@ -15,6 +15,10 @@ refuses.
     min-batch = 8                            # rows of each step that it was made from
     max-broadcast-norm = 50.0                # of what a turn is about to train from (received.py)
     max-broadcast-change = 10.0              # of it against what this site trained from last; 10 unless said
+    require-secure = true                    # uploads leave this site masked, in sums alone (secure.enabled)
+    min-cohort = 5                           # sites of a cohort, and of a sum
+    min-threshold = 4                        # holders that it takes to open a secret of this site
+    roster = "sha256:5f0c..."                # the signing keys of all sites: `fedveil members roster`
     app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
     signers = ["ssh-ed25519 AAAA..."]        # who may have signed the bundle: `fedveil app sign`
     hours = ["20:00-06:00"]                  # by this machine's clock; a turn must begin in one of these windows
@@ -83,6 +87,10 @@ class Policy(BaseModel):
     min_batch: int | None = Field(None, ge=1)
     max_broadcast_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
     max_broadcast_change: float = Field(10.0, gt=0, allow_inf_nan=False)
+    require_secure: bool = False
+    min_cohort: int | None = Field(None, ge=2)
+    min_threshold: int | None = Field(None, ge=2)
+    roster: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
     hours: list[Annotated[str, Field(pattern=WINDOW)]] | None = None
@@ -100,7 +108,7 @@ class Policy(BaseModel):
         bounds = {
             "method.name": self.methods, "task.name": self.tasks, "task.model": self.models,
             "run.rounds": self.max_rounds, "run.signature": self.signers, "run.name": self.signers,
-            "dp.noise": self.min_noise,
+            "dp.noise": self.min_noise, "secure.enabled": self.require_secure or None,
             "dp.epsilon": self.max_epsilon,
         }  # fmt: skip
         return {key for key, bound in bounds.items() if bound is not None}
@@ -131,11 +139,21 @@ class Bundle:
 
 
 def check(
-    assignment: Assignment, bundle: Bundle | None = None, down_bytes: int = 0, now: datetime | None = None
+    assignment: Assignment,
+    bundle: Bundle | None = None,
+    down_bytes: int = 0,
+    now: datetime | None = None,
+    serves: bool = True,
 ) -> None:
-    """Raises PolicyError, which names what the site does not permit. `down_bytes`: size of the server's message."""
+    """Raises PolicyError, which names what the site does not permit.
+
+    Args:
+        down_bytes: size of the server's message.
+        serves: the message asks for a turn; else for keys or shares of secure aggregation, which count as no round.
+    """
     policy = of(assignment.site)
-    served_of(assignment).check(assignment.order.round, assignment.config.run.rounds, policy.max_repeats)
+    if serves:
+        served_of(assignment).check(assignment.order.round, assignment.config.run.rounds, policy.max_repeats)
     if not assignment.site.policy:
         return
     order, config, bundle = assignment.order, assignment.config, bundle or Bundle()
@@ -149,6 +167,8 @@ def check(
     _require_bytes(policy, down_bytes, "in the server's message alone")
     _require_hour(policy, now or datetime.now())
     _require_noise(config, policy.min_noise)
+    if policy.require_secure and not config.secure.enabled:
+        raise PolicyError("secure.enabled: this site permits masked uploads alone, found false; set it to true")
     run_keys.check(policy.permits, policy.named, config)
     if policy.max_epsilon is not None:
         _require_epsilon(assignment, policy.max_epsilon, policy.delta)
@@ -170,14 +190,17 @@ def of(site: Site) -> Policy:
     return of_site(site) if site.policy else Policy()
 
 
-def check_upload(site: Site, down_bytes: int, up_bytes: int, num_examples: object) -> None:
+def check_upload(assignment: Assignment, down_bytes: int, up_bytes: int, num_examples: object) -> None:
     """Checks what only the upload shows. Raises PolicyError; the upload must then not leave the site."""
+    site, secure = assignment.site, assignment.config.secure.enabled
+    if secure and num_examples is not None:
+        raise PolicyError("num_examples: expected none beside a masked upload, found one; it is withheld")
     if not site.policy:
         return
     policy = of_site(site)
     _require_bytes(policy, down_bytes + up_bytes, f"({down_bytes} here, {up_bytes} back)")
     enough = policy.min_examples is None or (type(num_examples) is int and num_examples >= policy.min_examples)
-    if not enough:
+    if not enough and not secure:  # there the turn itself has counted its rows (check_rows)
         # The server must not learn the number: it learns only that it is below the bound.
         raise PolicyError(
             f"examples: this site takes part with at least {policy.min_examples}, found fewer; leave it out"

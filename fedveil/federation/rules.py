@@ -7,7 +7,7 @@ import math
 from fedveil.algebra.krum import KrumSums, fewest
 from fedveil.algebra.robust import HeldSums
 from fedveil.algebra.sums import RunningSums
-from fedveil.config import AggregateConfig
+from fedveil.config import AggregateConfig, CohortConfig, SecureConfig
 from fedveil.errors import ConfigError
 from fedveil.federation.cohort import size
 from fedveil.federation.exchange import Exchange
@@ -45,6 +45,23 @@ def check(exchange: Exchange, aggregate: AggregateConfig) -> None:
             f'aggregate.rule: expected a method whose uploads all hold the same entries for "multi-krum", found '
             f'{exchange.name}, which has {found}; choose "median" or "trimmed"'
         )
+
+
+def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: CohortConfig) -> None:
+    """Raises ConfigError for what cannot be done with uploads that nobody sees one by one."""
+    if not secure.enabled:
+        return
+    asked: tuple[tuple[str, object, object, str], ...] = (
+        ("aggregate.rule", aggregate.rule, "mean", "other rules compare single uploads"),
+        ("cohort.norm-factor", cohort.norm_factor, 0.0, "norms of single uploads are not known"),
+    )
+    if secure.neighbours:
+        asked += (("cohort.fraction", cohort.fraction, 1.0, "a cohort may leave out a site's neighbours"),)
+    for key, found, expected, why in asked:
+        if found != expected:
+            raise ConfigError(f"{key}: expected {expected!r} with secure.enabled ({why}), found {found!r}")
+    if secure.threshold == 1 or 0 < secure.neighbours < secure.threshold:
+        raise ConfigError(f"secure.threshold: expected 0, or from 2 to the number of holders, found {secure.threshold}")
 
 
 def check_count(aggregate: AggregateConfig, field: str, found: int) -> None:

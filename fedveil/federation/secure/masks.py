@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numpy.typing import NDArray
 
-from fedveil.federation.secure.ring import Integers
+Integers = NDArray[Any]  # unsigned, of one width
 
 KEY_BYTES = 32
 _CHUNK_BYTES = 1 << 18  # key stream, zeros and vector stay in the cache

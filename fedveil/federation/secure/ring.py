@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from numpy.typing import NDArray
 from torch import Tensor
 
-BLOCK = 1 << 16  # entries at a time, which stay in the cache in fp64
+from fedveil.federation.secure.masks import Integers
 
-Integers = NDArray[Any]
+BLOCK = 1 << 16  # entries at a time, which stay in the cache in fp64
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from fedveil.errors import QuorumError, WireError
 from fedveil.federation.secure import keys, masks, shamir
-from fedveil.federation.secure.ring import Integers
+from fedveil.federation.secure.masks import Integers
 from fedveil.federation.secure.site import How, negative, own_mask, pair_mask, partners
 from fedveil.federation.secure.statements import (
     ALL_PAIRS,

@@ -18,14 +18,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import Field
 
 from fedveil.errors import PolicyError, WireError
 from fedveil.federation.secure import keys, masks, shamir
-from fedveil.federation.secure.ring import Integers, Ring
+from fedveil.federation.secure.masks import Integers
 from fedveil.federation.secure.statements import (
     Attached,
     Bundle,
@@ -46,6 +47,9 @@ from fedveil.federation.secure.statements import (
     Unmask,
     roster_digest,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    from fedveil.federation.secure.ring import Ring
 
 How = Literal["heard", "silent"]
 
@@ -79,6 +83,10 @@ class Kept(Statement):
 
 class Store(Protocol):
     """Where a site keeps it."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Held from reading to writing: two questions at a time are answered one after the other."""
+        ...
 
     def load(self) -> Kept | None:
         """What was saved last; None at first."""
@@ -123,10 +131,11 @@ class Site:
     def hello(self, asked: Hello) -> Member:
         """This site's run key, made at the first call. Raises PolicyError for another run."""
         self._require_run(asked.run)
-        kept = self.store.load()
-        if kept is None:
-            kept = Kept(run_key=os.urandom(keys.KEY_BYTES).hex())
-            self.store.save(kept)
+        with self.store.alone():
+            kept = self.store.load()
+            if kept is None:
+                kept = Kept(run_key=os.urandom(keys.KEY_BYTES).hex())
+                self.store.save(kept)
         return self._member(kept)
 
     def _member(self, kept: Kept) -> Member:
@@ -138,6 +147,10 @@ class Site:
 
     def join(self, asked: Setup) -> Bundle:
         """A prekey for a membership. Raises PolicyError, WireError as the table above has it."""
+        with self.store.alone():
+            return self._joining(asked)
+
+    def _joining(self, asked: Setup) -> Bundle:
         membership = asked.membership
         self._require_run(membership.run)
         kept = self._kept()
@@ -228,11 +241,12 @@ class Site:
 
     def mask(self, plan: Plan, vector: Integers) -> Attached:
         """Masks a vector in place, and spends the prekey. Raises as `begin`."""
-        self.begin(plan)
-        kept, membership = self._joined(plan)
-        private = keys.private_of(bytes.fromhex(kept.seed))
-        bundle, after = self._bundle(kept)
-        self.store.save(after)  # from here on the old prekey is spent
+        with self.store.alone():
+            self.begin(plan)
+            kept, membership = self._joined(plan)
+            private = keys.private_of(bytes.fromhex(kept.seed))
+            bundle, after = self._bundle(kept)
+            self.store.save(after)  # from here on the old prekey is spent
         secret = os.urandom(shamir.SECRET_BYTES)
         context = bytes.fromhex(plan.digest)
         pairs = [
@@ -249,6 +263,10 @@ class Site:
 
     def unmask(self, asked: Unmask) -> Opened:
         """This holder's shares, of one half for each site. Raises PolicyError, WireError; then nothing is opened."""
+        with self.store.alone():
+            return self._unmasking(asked)
+
+    def _unmasking(self, asked: Unmask) -> Opened:
         plan = asked.plan
         self._require_run(plan.run)
         kept, membership = self._joined(plan)
@@ -316,6 +334,10 @@ class Site:
 
 class MemoryStore:
     """Keeps it in memory, for a federation in one process."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Nobody else is here."""
+        return nullcontext()
 
     def __init__(self) -> None:
         self._kept: Kept | None = None

@@ -10,14 +10,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedveil.errors import WireError
 from fedveil.federation.secure import keys
-from fedveil.federation.secure.ring import Ring
 from fedveil.foreign import shown
+
+if TYPE_CHECKING:
+    from fedveil.federation.secure.ring import Ring
 
 MOST_BYTES = 64 << 20
 MOST_SITES = 10_000
@@ -52,9 +54,7 @@ class Statement(BaseModel):
         try:
             return cls.model_validate_json(bytes(data))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = shown(".".join(map(str, first["loc"])), 100)
-            raise WireError(f"{cls.__name__}: {where}: expected another form of it ({first['type']})") from None
+            raise _malformed(cls.__name__, error) from None
 
     @cached_property
     def digest(self) -> str:
@@ -208,6 +208,8 @@ class Plan(Statement):
     @property
     def ring(self) -> Ring:
         """Of its vectors. Raises WireError where no sum of so many sites fits."""
+        from fedveil.federation.secure.ring import Ring  # it needs torch, which opening a share does not
+
         try:
             return Ring(self.bits, len(self.prekeys), self.most_weight, self.bound)
         except ValueError as error:
@@ -276,6 +278,37 @@ class Opened(Statement):
 
     heard: dict[Name, Share] = Field(max_length=MOST_SITES)
     silent: dict[Name, Share] = Field(max_length=MOST_SITES)
+
+
+class Roster(Statement):
+    """The signing keys of all sites of a federation.
+
+    Attributes:
+        signing_keys: by name.
+    """
+
+    signing_keys: dict[Name, Key] = Field(max_length=MOST_SITES)
+
+
+_QUESTIONS: TypeAdapter[Hello | Setup | Unmask] = TypeAdapter(
+    Annotated[Hello | Setup | Unmask, Field(discriminator="kind")]
+)
+
+
+def question_of(data: bytes) -> Hello | Setup | Unmask:
+    """What a server asks a site. Raises WireError for another form."""
+    if len(data) > MOST_BYTES:
+        raise WireError(f"question: expected at most {MOST_BYTES} bytes, found {len(data)}")
+    try:
+        return _QUESTIONS.validate_json(data)
+    except ValidationError as error:
+        raise _malformed("question", error) from None
+
+
+def _malformed(what: str, error: ValidationError) -> WireError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = shown(".".join(map(str, first["loc"])), 100)
+    return WireError(f"{what}: {where}: expected another form of it ({first['type']})")
 
 
 def roster_digest(roster: Mapping[str, str]) -> str:

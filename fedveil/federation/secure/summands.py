@@ -31,7 +31,8 @@ from fedveil.contract.method import RoundContext
 from fedveil.contract.sums import Term
 from fedveil.errors import ConfigError, WireError
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.secure.ring import Integers, Ring
+from fedveil.federation.secure.masks import Integers
+from fedveil.federation.secure.ring import Ring
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from fedveil.contract.method import RoundContext, State
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import WireError
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.secure.ring import Integers
+from fedveil.federation.secure.masks import Integers
 from fedveil.federation.secure.site import Site
 from fedveil.federation.secure.statements import MOST_SITES, Attached, Plan
 from fedveil.federation.secure.summands import Slots

@@ -133,18 +133,18 @@ def test_a_value_of_another_kind_closes_the_site(text, tmp_path):
 def test_bytes_are_bounded_before_and_with_the_upload(tmp_path):
     asked = assignment(tmp_path, "max-bytes-a-round = 1000")
     check(asked, down_bytes=1000)
-    check_upload(asked.site, 400, 600, 1)
+    check_upload(asked, 400, 600, 1)
     with pytest.raises(PolicyError, match="at most 1000, found 1001 in the server's message alone"):
         check(asked, down_bytes=1001)
     with pytest.raises(PolicyError, match=r"at most 1000, found 1001 \(400 here, 601 back\)"):
-        check_upload(asked.site, 400, 601, 1)
+        check_upload(asked, 400, 601, 1)
 
 
 @pytest.mark.parametrize(
     "found,permitted", [(30, True), (31, True), (29, False), ("31", False), (None, False), (True, False)]
 )
 def test_an_upload_needs_its_examples_and_the_server_does_not_learn_how_many(found, permitted, tmp_path):
-    site = assignment(tmp_path, "min-examples = 30").site
+    site = assignment(tmp_path, "min-examples = 30")
     if permitted:
         check_upload(site, 0, 0, found)
         return
@@ -154,7 +154,7 @@ def test_an_upload_needs_its_examples_and_the_server_does_not_learn_how_many(fou
 
 def test_a_truth_is_not_a_number_of_examples(tmp_path):
     with pytest.raises(PolicyError, match="with at least 1, found fewer"):
-        check_upload(assignment(tmp_path, "min-examples = 1").site, 0, 0, True)
+        check_upload(assignment(tmp_path, "min-examples = 1"), 0, 0, True)
 
 
 def test_an_upload_of_too_few_examples_does_not_leave(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def upload(data, at, text: str, **config) -> bytes:
     node = {"state-dir": str(at), "data": str(data), "policy": str(at / "policy.toml"), "device": "cpu"}
     asked = Assignment.of(order, flat, node)
     found = b"".join(turn.Turns().take(lambda: exchange.broadcast(state, CTX), asked).parts)
-    policy.check_upload(asked.site, 0, len(found), header.of_slices([found])["num_examples"])
+    policy.check_upload(asked, 0, len(found), header.of_slices([found])["num_examples"])
     return found
 
 

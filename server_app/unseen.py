@@ -1,0 +1,252 @@
+"""A round whose uploads nobody sees: its keys, its sum, and the two exchanges that it takes beside the clear one's.
+
+Everything of secure aggregation that is not Flower's stands in fedveil/federation/secure. Keys are asked for before a
+cohort is drawn, and a prekey is for one attempt. Nothing of them is kept for a resume: a server that starts again asks
+every site for new ones, so no key and no context is ever used twice.
+
+| a site ... | what happens |
+|---|---|
+| gives no keys | it is left out of the cohort; its reason stands in `record.failed` |
+| fails in the round | it is taken for one that has lost its keys |
+| opens no shares | nothing, while t others do |
+
+| the sum ... | what happens |
+|---|---|
+| cannot be opened, or is none that honest sites have | the attempt is thrown away; `record.unseen` has the reason |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from logging import WARNING
+from pathlib import Path
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore import log
+from typing_extensions import override
+
+from fedveil.config import SecureConfig
+from fedveil.contract.address import Address
+from fedveil.contract.codec import Buffer
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.errors import ConfigError, QuorumError, WireError
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.secure import server
+from fedveil.federation.secure.local import settings_of
+from fedveil.federation.secure.statements import MOST_BYTES, Bundle, Member, Opened, Roster, Statement
+from fedveil.federation.secure.summands import RingSums
+from fedveil.federation.secure.uploads import Summed
+from fedveil.foreign import shown
+from fedveil.server_app.attempt import Attempt, message_bytes, order_of
+from fedveil.wire import envelope, slices, statements
+
+_QUESTION = "query.secure"  # Flower's type of such a message
+_SECONDS = 120.0  # that a site has for an answer which needs no training
+_POLL_SECONDS = 0.1
+_REASON_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class UnseenAttempt(Attempt):
+    """An attempt whose uploads are masked vectors, added up as they come.
+
+    Attributes:
+        questions: to the sites that hold shares.
+        found: what they are added to.
+        summed: their form.
+        words: what each site says in clear, by site; filled in while the attempt runs.
+    """
+
+    questions: Questions = field(kw_only=True)
+    found: server.Attempt = field(kw_only=True)
+    summed: Summed = field(kw_only=True)
+    words: dict[str, dict[str, str]] = field(default_factory=dict, kw_only=True)
+
+    @override
+    def order(self, ctx: RoundContext, anchor: str, deadline: float) -> ConfigRecord:
+        order = super().order(ctx, anchor, deadline)
+        order["secure"] = self.found.plan.to_bytes().decode()
+        return order
+
+    @property
+    @override
+    def largest_upload(self) -> int:
+        return self.summed.largest_upload
+
+    @override
+    def _read(self, data: Buffer, ctx: RoundContext) -> tuple[envelope.Message, Upload, float]:
+        message, vector, attached = self.summed.receive(data, ctx.address)
+        self.found.add(ctx.client, vector, attached)
+        self.words[ctx.client] = dict(message.payload.scalars)
+        return message, Upload(Payload({}, scalars=message.payload.scalars), 1, ctx), 0.0
+
+    @override
+    def _report(self, upload: Upload) -> dict[str, float]:
+        return {}
+
+
+@dataclass
+class Questions:
+    """Questions to sites, and their answers.
+
+    Attributes:
+        nodes: by site.
+        order: what a site is asked beside a question.
+        round: and `address`: what the messages belong to.
+        up_bytes, down_bytes: of all of them so far.
+    """
+
+    grid: Grid
+    nodes: Mapping[str, int]
+    order: Callable[[RoundContext], ConfigRecord]
+    round: int
+    address: Address
+    config: ConfigRecord
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+    def ask(
+        self, asked: Mapping[str, Statement], take: Callable[[str, bytes], None], enough: Callable[[], bool] = bool
+    ) -> dict[str, str]:
+        """Hands each answer to `take`, until all sites have answered, or it is `enough`, or time is over.
+
+        Returns the reason by site for each that gave none, or one that `take` refused with a WireError.
+        """
+        waiting: dict[str, tuple[str, Address]] = {}
+        messages = [self._message(site, statement) for site, statement in asked.items() if site in self.nodes]
+        sites = [site for site in asked if site in self.nodes]
+        for site, message_id in zip(sites, self.grid.push_messages(messages), strict=True):
+            waiting[message_id] = site, replace(self.address, site=site)
+        failed = {site: "not connected" for site in asked if site not in self.nodes}
+        end = time.monotonic() + _SECONDS
+        while waiting and not enough() and time.monotonic() < end:
+            replies = list(self.grid.pull_messages(list(waiting)))
+            for reply in replies:
+                site, address = waiting.pop(reply.metadata.reply_to_message_id)
+                try:
+                    take(site, self._answer(reply, address))
+                except WireError as error:
+                    failed[site] = shown(str(error), _REASON_CHARACTERS)
+            if not replies:
+                time.sleep(_POLL_SECONDS)
+        return failed | {site: f"no answer within {_SECONDS:g} s" for site, _ in waiting.values() if not enough()}
+
+    def _message(self, site: str, statement: Statement) -> Message:
+        address = replace(self.address, site=site)
+        data = statements.packed(statement.to_bytes(), self.round, "down", address)
+        self.down_bytes += len(data)
+        parts = slices.sliced([data])
+        record = ArrayRecord({slices.name(i): Array("uint8", (len(p),), slices.STYPE, p) for i, p in enumerate(parts)})
+        order = self.order(RoundContext(self.round, site, False, b"", address=address))
+        content = RecordDict({"fedveil": record, "order": order, "config": self.config})
+        return Message(content, self.nodes[site], _QUESTION, ttl=2 * _SECONDS, group_id=str(self.round))
+
+    def _answer(self, reply: Message, address: Address) -> bytes:
+        if reply.has_error():
+            raise WireError(f"{reply.error.reason} (code {reply.error.code})")
+        data = bytes(message_bytes(reply, MOST_BYTES, None))
+        self.up_bytes += len(data)
+        return statements.unpacked(data, self.round, "up", address, MOST_BYTES)
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """Secure aggregation of one run.
+
+    Attributes:
+        coordinator: the sites' keys.
+    """
+
+    exchange: Exchange
+    coordinator: server.Coordinator
+
+    @classmethod
+    def of(cls, exchange: Exchange, config: SecureConfig, run: str) -> Unseen:
+        """Of a run's config. Raises ConfigError for a roster that cannot be read."""
+        return cls(exchange, server.Coordinator(run, settings_of(config), read_roster(config.roster)))
+
+    def ready(self, questions: Questions) -> dict[str, str]:
+        """Gets every connected site its keys. Returns why others have none."""
+        coordinator = self.coordinator
+        hello = dict.fromkeys(
+            (site for site in questions.nodes if site not in coordinator.members), coordinator.hello()
+        )
+        failed = questions.ask(hello, lambda site, data: coordinator.admit(site, Member.of(data)))
+        try:
+            setup = coordinator.settle_on(questions.nodes)
+        except QuorumError as error:
+            return failed | {site: str(error) for site in questions.nodes if site not in failed}
+        lacking = dict.fromkeys((s for s in setup.membership.by_name if s not in coordinator.bundles), setup)
+        failed |= questions.ask(lacking, lambda site, data: coordinator.keep(site, Bundle.of(data)))
+        for site in failed:
+            coordinator.forget(site)
+        return failed
+
+    def questions(
+        self, grid: Grid, nodes: Mapping[str, int], address: Address, round_: int, config: ConfigRecord
+    ) -> Questions:
+        """Questions to these sites in one attempt."""
+        order: Callable[[RoundContext], ConfigRecord] = lambda ctx: order_of(self.exchange, address.run, ctx, _SECONDS)  # noqa: E731
+        return Questions(grid, nodes, order, round_, address, config)
+
+    def begin(self, clear: Attempt, questions: Questions) -> UnseenAttempt:
+        """The same attempt, whose uploads nobody sees. All of its sites have prekeys."""
+        found = self.coordinator.attempt(clear.record.round, clear.record.attempt, clear.record.cohort)
+        summed = Summed.of(self.exchange, clear.record.round, found.plan.bits)
+        own = {f.name: getattr(clear, f.name) for f in fields(Attempt)}
+        return UnseenAttempt(**own, questions=questions, found=found, summed=summed)
+
+    def settled(
+        self, attempt: UnseenAttempt, uploads: Iterable[Upload], server: State, ctx: RoundContext
+    ) -> State | None:
+        """The next state from an attempt's uploads, which are added up as they come; None if there is no such sum."""
+        for _ in uploads:
+            continue
+        try:
+            return self.exchange.method.settle(server, self._opened(attempt), ctx)
+        except (QuorumError, WireError) as error:
+            attempt.record.unseen["reason"] = shown(str(error), _REASON_CHARACTERS)
+            log(WARNING, "round %s: no sum: %s", ctx.round, attempt.record.unseen["reason"])
+            return None
+        finally:
+            attempt.record.upload_bytes += attempt.questions.up_bytes
+            attempt.record.download_bytes += attempt.questions.down_bytes
+            for site in attempt.record.failed:  # it may have lost its keys
+                self.coordinator.forget(site)
+
+    def _opened(self, attempt: UnseenAttempt) -> RingSums:
+        found, record, questions = attempt.found, attempt.record, attempt.questions
+        membership = found.membership
+        record.unseen |= {"sites": len(found.uploads), "holders": membership.count, "threshold": membership.threshold}
+        if len(found.uploads) < found.plan.least:
+            raise QuorumError(f"expected a sum of at least {found.plan.least} sites, found {len(found.uploads)}")
+        asked = found.questions()
+        take: Callable[[str, bytes], None] = lambda site, data: found.answer(site, Opened.of(data))  # noqa: E731
+        record.unseen["deaf"] = questions.ask(asked, take, lambda: not found.wanting)
+        for site, attached in found.uploads.items():
+            if attached.next is not None:
+                self.coordinator.keep(site, attached.next)
+        clear = {site: attempt.words.get(site, {}) for site in found.uploads}
+        sums = RingSums(attempt.summed.slots, found.plan.ring, found.total(), clear)
+        sums.check(attempt.limits.max_norm)
+        return sums
+
+
+def read_roster(path: str) -> dict[str, str]:
+    """All sites' signing keys by name, from the file that `fedveil members roster` writes; {} for "".
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if not path:
+        return {}
+    try:
+        return dict(Roster.of(Path(path).expanduser().read_bytes()).signing_keys)
+    except (OSError, WireError) as error:
+        raise ConfigError(
+            f"secure.roster: expected a file that fedveil members roster has written, found none at {path} ({error})"
+        ) from None
