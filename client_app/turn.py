@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from logging import INFO, WARNING, getLogger
 from pathlib import Path
 
 from fedveil import rng, strategies, tasks
@@ -16,11 +15,11 @@ from fedveil.client_app.site.private import PrivateStore, ledger_of
 from fedveil.client_app.site.received import Judged, Received
 from fedveil.client_app.site.witness import Witness
 from fedveil.contract.codec import Buffer
-from fedveil.contract.method import Method, RoundContext, State
+from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.task import Prepared, Share, Task, Watch, unwatched
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, PolicyError
-from fedveil.federation.exchange import Exchange
+from fedveil.federation.exchange import Exchange, Participate
 from fedveil.federation.secure.uploads import Summed
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, checked_claim
 from fedveil.privacy.metered import MeteredRows, RowsOnly
@@ -28,9 +27,6 @@ from fedveil.sealed import Seal
 from fedveil.training.per_sample import SampleLoss
 from fedveil.wire import header
 
-log = getLogger("fedveil.turn")
-
-Participates = Callable[[Buffer, State | None, Trainer, RoundContext, str], tuple[State | None, list[Buffer]]]
 Fingerprint = tuple[tuple[str, int, int], ...]
 
 
@@ -145,22 +141,14 @@ class Turns:
         return self._rows[1]
 
 
-def _uploads(exchange: Exchange, assignment: Assignment) -> Participates:
+def _uploads(exchange: Exchange, assignment: Assignment) -> Participate:
     """How the turn is taken: with an upload in the clear, or masked for the order's plan, which is checked now."""
     plan = secure.plan_of(assignment)
     if plan is None:
         return exchange.participate
-    summed, site = Summed.of(exchange, assignment.order.round, plan.bits), secure.site_of(assignment)
+    site = secure.site_of(assignment)
     site.begin(plan)
-
-    def participate(
-        data: Buffer, private: State | None, trainer: Trainer, ctx: RoundContext, turn: str
-    ) -> tuple[State | None, list[Buffer]]:
-        private, parts, clipped = summed.participate(data, private, trainer, ctx, turn, site, plan)
-        log.log(WARNING if clipped else INFO, "masked; %s entries were clipped to +-%g", clipped, plan.bound)
-        return private, parts
-
-    return participate
+    return Summed.of(exchange, assignment.order.round, plan.bits).of_site(site, plan)
 
 
 def _same(message: Buffer, assignment: Assignment) -> Buffer:

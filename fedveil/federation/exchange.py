@@ -24,6 +24,9 @@ from fedveil.rng import Stream
 from fedveil.wire.conformity import bounds
 from fedveil.wire.envelope import Message, Packed, Stamp, packed, unpack
 
+# A client's turn: message, private state, trainer, context and the turn's name give the new state and the upload.
+Participate = Callable[[Buffer, State | None, Trainer, RoundContext, str], tuple[State | None, list[Buffer]]]
+
 
 @dataclass(frozen=True)
 class Exchange:

@@ -8,7 +8,7 @@ same bound on a site's weight (`max_share`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fedveil.config import RunConfig
 from fedveil.contract.budget import check_seeded
@@ -16,7 +16,9 @@ from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.contract.spec import Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.federation import cohort, rules
-from fedveil.federation.exchange import Exchange
+from fedveil.federation.exchange import Exchange, Participate
+from fedveil.federation.secure.local import LocalSums, settings_of
+from fedveil.federation.secure.uploads import Summed
 from fedveil.federation.shares import bounded
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, claim_of
 from fedveil.rng import secret
@@ -32,7 +34,7 @@ class Federation:
 
     Attributes:
         exchange: the method on its spec.
-        config: the sections cohort, aggregate, run and dp are read.
+        config: the sections cohort, aggregate, secure, run and dp are read.
         trainer_for: gives a site's trainer for one round.
         sites: names of the sites.
         server: the server's state.
@@ -63,6 +65,10 @@ class Federation:
         claim = claim_of(self.exchange.method, self._dp)
         check_seeded(claim.budget if claim else None, self.config.run.deterministic)
         rules.check(self.exchange, self.config.aggregate)
+        rules.check_secure(self.config.secure, self.config.aggregate, self.config.cohort)
+        self._unseen = (
+            LocalSums("run", settings_of(self.config.secure), self.sites) if self.config.secure.enabled else None
+        )
         drawn = cohort.size(self.config.cohort.fraction, len(self.sites))
         rules.check_count(self.config.aggregate, "sites in a cohort", drawn)
         self._server_secret = self._secret("server")
@@ -82,35 +88,52 @@ class Federation:
     def round(self, round_: int) -> None:
         """One round: draws a cohort, exchanges messages with each of its sites, and settles the sums."""
         chosen = cohort.draw(self.sites, self.config.cohort.fraction, self._server_secret, round_)
-        uploads = bounded(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
         self._next = {}
-        self.server = self.exchange.aggregate(self.server, uploads, lambda: rules.sums_of(self.config.aggregate))
+        if self._unseen:
+            self.server = self._summed_unseen(self._unseen, round_, chosen)
+        else:
+            uploads = bounded(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
+            self.server = self.exchange.aggregate(self.server, uploads, lambda: rules.sums_of(self.config.aggregate))
         self.private |= self._next  # with the server's state, or not at all
         self.participated |= set(chosen)
 
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[Upload]:
-        seeded = self.config.run.deterministic
         for site in chosen:
-            is_new = site not in self.participated
-            ctx = RoundContext(round_, site, is_new, self._server_secret, seeded)
-            down = self.exchange.broadcast(self.server, ctx)
-            up = self._client_turn(site, down, RoundContext(round_, site, is_new, self._client_secrets[site], seeded))
-            self.download_bytes += len(down)
-            self.upload_bytes += len(up)
-            if self.tap:
-                self.tap.write(down, round_, 0, site, "down")
-                self.tap.write(up, round_, 0, site, "up", accepted=True)
+            up = self._turn(round_, site, self.exchange.participate)
             message = self.exchange.receive(up, round_)
             self.reports[site] = message.report
+            ctx = self._context(round_, site, self._server_secret)
             yield Upload(message.payload, message.num_examples, ctx, message.report)
 
-    def _client_turn(self, site: str, down: bytes, ctx: RoundContext) -> bytes:
+    def _summed_unseen(self, unseen: LocalSums, round_: int, chosen: list[str]) -> State:
+        attempt, clear = unseen.begin(round_, 0, chosen), dict[str, Mapping[str, str]]()
+        summed = Summed.of(self.exchange, round_, attempt.plan.bits)
+        for site in chosen:
+            up = self._turn(round_, site, summed.of_site(unseen.sites[site], attempt.plan))
+            message, vector, attached = summed.receive(up)
+            attempt.add(site, vector, attached)
+            clear[site] = message.payload.scalars
+        ctx = replace(self._context(round_, "", self._server_secret), is_new=False)
+        return self.exchange.method.settle(self.server, unseen.sums(attempt, summed, clear), ctx)
+
+    def _context(self, round_: int, site: str, secret_: bytes) -> RoundContext:
+        return RoundContext(round_, site, site not in self.participated, secret_, self.config.run.deterministic)
+
+    def _turn(self, round_: int, site: str, participate: Participate) -> bytes:
+        """One site's turn: its upload, which is counted and tapped, as is the broadcast."""
+        down = self.exchange.broadcast(self.server, self._context(round_, site, self._server_secret))
+        ctx = self._context(round_, site, self._client_secrets[site])
         trainer = self.trainer_for(site, ctx)
         if self._dp:
             trainer = NoisyTrainer(trainer.spec, trainer.rows, self._dp, ctx)
-        private = self.private.get(site)
-        self._next[site], up = self.exchange.participate(down, private, trainer, ctx, ctx.new_turn())
-        return b"".join(up)
+        self._next[site], parts = participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())
+        up = b"".join(parts)
+        self.download_bytes += len(down)
+        self.upload_bytes += len(up)
+        if self.tap:
+            self.tap.write(down, round_, 0, site, "down")
+            self.tap.write(up, round_, 0, site, "up", accepted=True)
+        return up
 
     def deployed(self, site: str | None = None) -> Mapping[str, Weights]:
         """The current models by view; with `site` also that client's."""

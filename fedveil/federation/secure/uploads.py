@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from logging import INFO, WARNING, getLogger
 from typing import cast
 
 import numpy as np
@@ -22,7 +23,7 @@ from fedveil.contract.layout import Field, Layout, Payload
 from fedveil.contract.method import RoundContext, State
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import WireError
-from fedveil.federation.exchange import Exchange
+from fedveil.federation.exchange import Exchange, Participate
 from fedveil.federation.secure.masks import Integers
 from fedveil.federation.secure.site import Site
 from fedveil.federation.secure.statements import MOST_SITES, Attached, Plan
@@ -31,6 +32,8 @@ from fedveil.wire import integers
 from fedveil.wire.conformity import bounds
 from fedveil.wire.envelope import Message, Stamp, packed, unpack
 from fedveil.wire.opaque import Opaque
+
+log = getLogger("fedveil.secure")
 
 _SUM, _ATTACHED = "sum", "attached"
 _MOST_ATTACHED = MOST_SITES * 2 * (88 + 64 + 8) + 4096  # characters: names and closed shares of two secrets
@@ -70,33 +73,33 @@ class Summed:
         """The most bytes that a client's message can have."""
         return bounds(self.layout, "up").message
 
-    def participate(
-        self,
-        data: Buffer,
-        private: State | None,
-        trainer: Trainer,
-        ctx: RoundContext,
-        turn: str,
-        site: Site,
-        plan: Plan,
-    ) -> tuple[State | None, list[Buffer], int]:
-        """The client's whole turn, as `Exchange.participate`. Returns also how many entries were clipped.
+    def of_site(self, site: Site, plan: Plan) -> Participate:
+        """A client's whole turn under a plan, as `Exchange.participate`, with a masked upload.
 
-        Raises:
-            PolicyError, WireError: as `Site.begin`, before anything is trained.
-            ConfigError: the method cannot be summed unseen.
+        The turn raises PolicyError and WireError as `Site.begin` does, before anything is trained, and ConfigError for
+        a method that cannot be summed unseen.
         """
-        ring = site.begin(plan)
-        received = [self.exchange.opened(data, ctx)]
-        del data
-        private, payload, _ = self.exchange.trained(private, received, trainer, ctx)
-        vector, clipped = self.slots.vector(self.exchange, payload, trainer.num_examples, self.round, ring)
-        attached = site.mask(plan, vector)
+
+        def participate(
+            data: Buffer, private: State | None, trainer: Trainer, ctx: RoundContext, turn: str = ""
+        ) -> tuple[State | None, list[Buffer]]:
+            ring = site.begin(plan)
+            received = [self.exchange.opened(data, ctx)]
+            del data
+            private, payload, _ = self.exchange.trained(private, received, trainer, ctx)
+            vector, clipped = self.slots.vector(self.exchange, payload, trainer.num_examples, self.round, ring)
+            log.log(WARNING if clipped else INFO, "masked; %s entries were clipped to +-%g", clipped, ring.bound)
+            return private, self._packed(payload, vector, site.mask(plan, vector), ctx, turn if private else "")
+
+        return participate
+
+    def _packed(
+        self, payload: Payload, vector: Integers, attached: Attached, ctx: RoundContext, turn: str
+    ) -> list[Buffer]:
         signed = torch.from_numpy(vector.view(f"<i{self.bits // 8}"))
         sent = Payload({_SUM: signed, _ATTACHED: attached.to_bytes()}, scalars=payload.scalars)
         stamp = Stamp.of(self.exchange.method, self.exchange.name, ctx.round, "up", ctx.address)
-        turn = turn if private is not None else ""
-        return private, packed(self.layout, stamp, sent, turn=turn).parts, clipped
+        return packed(self.layout, stamp, sent, turn=turn).parts
 
     def receive(self, data: Buffer, address: Address = Address()) -> tuple[Message, Integers, Attached]:
         """A client's message, its masked vector, which is only to be read, and what is attached. Raises WireError."""
