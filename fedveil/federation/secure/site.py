@@ -183,25 +183,13 @@ class Site:
         def purpose(holder: str) -> bytes:
             return seed_purpose(membership, self.name, number, holder)
 
-        shares = self._closed_shares(membership, seed, private, purpose, b"")
+        shares = _closed_shares(kept, membership, self.name, seed, purpose)
         unsigned = Prekey(
             site=self.name, number=number, key=keys.public_of(private).hex(), shares=shares.digest, signature="0" * 128
         )
         signature = keys.signed(self.signing_key, unsigned.text(membership.digest)).hex()
         bundle = Bundle(prekey=unsigned.model_copy(update={"signature": signature}), shares=shares)
         return bundle, kept.model_copy(update={"prekeys": number + 1, "seed": seed.hex()})
-
-    def _closed_shares(
-        self, membership: Membership, secret: bytes, private: bytes, purpose: Callable[[str], bytes], salt: bytes
-    ) -> Shares:
-        holders = membership.holders(self.name)
-        shares = shamir.split(secret, membership.threshold, len(holders))
-        closed: dict[str, ClosedShare] = {}
-        for holder, share in zip(holders, shares, strict=True):
-            public = bytes.fromhex(membership.by_name[holder].run_key)
-            key = keys.agreed(private, public, purpose(holder), salt)
-            closed[holder] = keys.closed(key, share, purpose(holder)).hex()
-        return Shares(closed=closed)
 
     def begin(self, plan: Plan) -> Ring:
         """Checks a plan before anything is trained for it. Returns the ring. Raises PolicyError, WireError."""
@@ -234,7 +222,6 @@ class Site:
         bundle, after = self._bundle(kept)
         self.store.save(after)  # from here on the old prekey is spent
         secret = os.urandom(shamir.SECRET_BYTES)
-        context = bytes.fromhex(plan.digest)
         pairs = [
             pair_mask(plan, self.name, other.site, private, bytes.fromhex(other.key))
             for other in partners(plan, membership, self.name)
@@ -244,7 +231,7 @@ class Site:
         def purpose(holder: str) -> bytes:
             return mask_purpose(plan, self.name, holder)
 
-        shares = self._closed_shares(membership, secret, private, purpose, context)
+        shares = _closed_shares(kept, membership, self.name, secret, purpose)
         return Attached(mask=hashlib.sha256(secret).hexdigest(), shares=shares, next=bundle)
 
     def unmask(self, asked: Unmask) -> Opened:
@@ -291,11 +278,10 @@ class Site:
         prekey = plan.prekey_of(site)
         assert prekey is not None
         if how == "heard":
-            purpose, salt = mask_purpose(plan, site, self.name), bytes.fromhex(plan.digest)
+            purpose = mask_purpose(plan, site, self.name)
         else:
-            purpose, salt = seed_purpose(membership, site, prekey.number, self.name), b""
-        key = keys.agreed(bytes.fromhex(kept.run_key), bytes.fromhex(prekey.key), purpose, salt)
-        return keys.opened(key, closed, purpose)
+            purpose = seed_purpose(membership, site, prekey.number, self.name)
+        return keys.opened(_key_with(kept, membership, site, purpose), closed, purpose)
 
     def _require_run(self, run: str) -> None:
         if run != self.run:
@@ -327,6 +313,23 @@ class MemoryStore:
     def save(self, kept: Kept) -> None:
         """Keeps it as long as this object lives."""
         self._kept = kept
+
+
+def _closed_shares(
+    kept: Kept, membership: Membership, site: str, secret: bytes, purpose: Callable[[str], bytes]
+) -> Shares:
+    holders = membership.holders(site)
+    shares = shamir.split(secret, membership.threshold, len(holders))
+    closed: dict[str, ClosedShare] = {}
+    for holder, share in zip(holders, shares, strict=True):
+        text = purpose(holder)
+        closed[holder] = keys.closed(_key_with(kept, membership, holder, text), share, text).hex()
+    return Shares(closed=closed)
+
+
+def _key_with(kept: Kept, membership: Membership, other: str, purpose: bytes) -> bytes:
+    """Of both ends' run keys. Not of the prekey: who rebuilds that one would open the shares of the site's own mask."""
+    return keys.agreed(bytes.fromhex(kept.run_key), bytes.fromhex(membership.by_name[other].run_key), purpose)
 
 
 def partners(plan: Plan, membership: Membership, site: str) -> list[Prekey]:
