@@ -51,7 +51,7 @@ How = Literal["heard", "silent"]
 
 
 class Answered(Statement):
-    """The last prekey of a site of which this one has opened a share: which half, and for which plan."""
+    """The last prekey of a site of which this one has opened a share: which half, and for which plan and sum."""
 
     number: Number
     how: How
@@ -245,8 +245,12 @@ class Site:
             raise PolicyError(
                 f"secure: expected a sum of at least {least} sites of the plan, found {len(in_sum)}; no share is opened"
             )
-        if not (asked.heard.keys() <= in_sum and asked.silent.keys() <= set(plan.cohort) - in_sum):
-            raise PolicyError("secure: expected each site either in the sum or silent, found another; none is opened")
+        held = {site for site in plan.cohort if self.name in membership.holders(site)}
+        if asked.heard.keys() != held & in_sum or asked.silent.keys() != held - in_sum:
+            raise PolicyError(
+                "secure: expected each site that it holds a share of, either in the sum or silent, found others; none "
+                "is opened"
+            )
         own = plan.prekey_of(self.name)
         if own is not None and self.name not in in_sum and own.number < kept.prekeys - bool(kept.seed):
             raise PolicyError("secure: this site has masked for the plan, found itself called silent; none is opened")
@@ -255,18 +259,18 @@ class Site:
         both: tuple[tuple[How, dict[str, str]], ...] = (("heard", asked.heard), ("silent", asked.silent))
         for how, closed in both:
             for site, share in closed.items():
-                run_key, now = self._noted(kept, membership, plan, site, how)
+                run_key, now = self._noted(kept, membership, asked, site, how)
                 answered[run_key] = now
                 opened[how][site] = self._opened(kept, membership, plan, site, how, bytes.fromhex(share)).hex()
         self.store.save(kept.model_copy(update={"answered": answered}))
         return Opened(heard=opened["heard"], silent=opened["silent"])
 
-    def _noted(self, kept: Kept, membership: Membership, plan: Plan, site: str, how: How) -> tuple[str, Answered]:
-        prekey = plan.prekey_of(site)
+    def _noted(self, kept: Kept, membership: Membership, asked: Unmask, site: str, how: How) -> tuple[str, Answered]:
+        prekey = asked.plan.prekey_of(site)
         if prekey is None or not prekey.is_genuine(membership):
             raise WireError(f"secure: expected the prekey of {site} with its signature, found another")
         run_key = membership.by_name[site].run_key
-        now, before = Answered(number=prekey.number, how=how, context=plan.digest), kept.answered.get(run_key)
+        now, before = Answered(number=prekey.number, how=how, context=asked.context), kept.answered.get(run_key)
         if before is not None and (now.number < before.number or (now.number == before.number and now != before)):
             raise PolicyError(
                 f"secure: this site has opened its share of {site} for another list of sites, found it asked for once "

@@ -270,6 +270,11 @@ class Unmask(Statement):
     heard: dict[Name, ClosedShare] = Field(max_length=MOST_SITES)
     silent: dict[Name, ClosedShare] = Field(max_length=MOST_SITES)
 
+    @cached_property
+    def context(self) -> str:
+        """The digest of plan and sum: what a holder answers once."""
+        return hashlib.sha256(keys.about("sum", self.plan.digest, *sorted(self.in_sum))).hexdigest()
+
 
 class Opened(Statement):
     """A holder's shares."""

@@ -63,6 +63,17 @@ def test_a_prekey_that_is_opened_opens_no_share_of_the_sites_own_mask(round_of_s
             keys.opened(key, bytes.fromhex(closed), mask_purpose(plan, victim, holder))
 
 
+def test_one_holder_answers_one_list_of_a_plan_even_where_the_lists_share_no_site(round_of_six):
+    """Else three questions, each with three sites in the sum, open one site's mask and the prekeys of all others."""
+    local, attempt, uploads = round_of_six
+    victim, holder = SITES[0], SITES[1]
+    whole = question(attempt.plan, attempt, holder, SITES[:3], uploads)
+    with pytest.raises(PolicyError, match="each site that it holds a share of"):
+        local.sites[holder].unmask(changed(whole, heard={victim: whole.heard[victim]}, silent={}))
+    with pytest.raises(PolicyError, match="each site that it holds a share of"):
+        local.sites[holder].unmask(changed(whole, heard={}))
+
+
 def test_one_holder_is_asked_for_the_same_halves_with_another_list(round_of_six):
     """A share that the sites of the sum are not all asked for may not be asked again under another sum."""
     local, attempt, uploads = round_of_six
