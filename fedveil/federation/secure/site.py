@@ -285,7 +285,10 @@ class Site:
             purpose = mask_purpose(plan, site, self.name)
         else:
             purpose = seed_purpose(membership, site, prekey.number, self.name)
-        return keys.opened(_key_with(kept, membership, site, purpose), closed, purpose)
+        try:
+            return keys.opened(_key_with(kept, membership, site, purpose), closed, purpose)
+        except WireError as error:
+            raise WireError(f"secure: {site}: {error}; none is opened") from None
 
     def _require_run(self, run: str) -> None:
         if run != self.run:
