@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from fedveil.errors import QuorumError, WireError
-from fedveil.federation.secure import keys, masks, shamir
+from fedveil.federation.secure import keys, masks, parts, shamir
 from fedveil.federation.secure.ring import Integers
 from fedveil.federation.secure.site import How, negative, own_mask, pair_mask, partners
 from fedveil.federation.secure.statements import (
@@ -258,6 +258,11 @@ class Attempt:
         if len(self.uploads) < self.plan.least:
             raise QuorumError(
                 f"secure.min-sites: expected a sum of at least {self.plan.least} sites, found {len(self.uploads)}"
+            )
+        if (found := parts.smallest(self.membership, self.uploads)) < self.plan.least:
+            raise QuorumError(
+                f"secure.neighbours: expected masks that join at least {self.plan.least} sites, found {found} of the "
+                f"{len(self.uploads)} that have uploaded by themselves; raise it"
             )
 
     def _left_by(self, site: str, private: bytes) -> Iterator[masks.Mask]:

@@ -5,8 +5,9 @@
 | to join | run keys that their owners did not sign; another run key under its own name; a threshold of not more than
   half of the holders, or below the site's own; signing keys that are not those of the roster that the site names |
 | to mask | another membership than the one joined; prekeys that their owners did not sign; a prekey of its own that is
-  spent, or is not the last one; a cohort or a least sum below the site's own |
-| to open shares | a sum of fewer sites than the plan's or the site's least; anything about a prekey older than the last
+  spent, or is not the last one; a cohort, a part of it or a least sum below the site's own |
+| to open shares | a sum, or a part of it that masks do not join to the rest, of fewer sites than the plan's or the
+  site's least; anything about a prekey older than the last
   one of which it opened a share; another share, or the same for another plan, of one prekey: never both halves |
 
 What was answered is kept before the answer leaves, so that a crash does not make a site answer twice. A prekey is spent
@@ -24,7 +25,7 @@ from typing import Literal, Protocol
 from pydantic import Field
 
 from fedveil.errors import PolicyError, WireError
-from fedveil.federation.secure import keys, masks, shamir
+from fedveil.federation.secure import keys, masks, parts, shamir
 from fedveil.federation.secure.ring import Integers, Ring
 from fedveil.federation.secure.statements import (
     Attached,
@@ -197,14 +198,14 @@ class Site:
         kept, membership = self._joined(plan)
         self._require_threshold(membership)
         least = max(self.demands.min_cohort, 2)
-        if min(plan.least, len(plan.cohort)) < least:
-            raise PolicyError(
-                f"secure.min-sites: this site takes part in sums of at least {least}, found {plan.least} in a cohort "
-                f"of {len(plan.cohort)}; raise it"
-            )
         for prekey in plan.prekeys:
             if not prekey.is_genuine(membership):
                 raise WireError(f"secure: expected the prekey of {prekey.site} with its signature, found another")
+        if plan.least < least or parts.smallest(membership, plan.cohort) < plan.least:
+            raise PolicyError(
+                f"secure.min-sites: this site takes part in sums of at least {least}, found {plan.least} in a cohort "
+                f"of {len(plan.cohort)}, which masks join; raise it, the cohort or secure.neighbours"
+            )
         own = plan.prekey_of(self.name)
         seed = kept.seed
         if own is None or not seed or own.key != keys.public_of(keys.private_of(bytes.fromhex(seed))).hex():
@@ -241,9 +242,11 @@ class Site:
         kept, membership = self._joined(plan)
         in_sum = set(asked.in_sum)
         least = max(plan.least, self.demands.min_cohort, 2)
-        if len(in_sum) != len(asked.in_sum) or not in_sum <= set(plan.cohort) or len(in_sum) < least:
+        fits = len(in_sum) == len(asked.in_sum) and in_sum <= set(plan.cohort) <= membership.by_name.keys()
+        if not fits or parts.smallest(membership, in_sum) < least:
             raise PolicyError(
-                f"secure: expected a sum of at least {least} sites of the plan, found {len(in_sum)}; no share is opened"
+                f"secure: expected a sum of at least {least} sites of the plan, which masks join, found {len(in_sum)}; "
+                "no share is opened"
             )
         held = {site for site in plan.cohort if self.name in membership.holders(site)}
         if asked.heard.keys() != held & in_sum or asked.silent.keys() != held - in_sum:
