@@ -5,8 +5,9 @@
 | to join | run keys that their owners did not sign; another run key under its own name; a threshold of not more than
   half of the holders, or below the site's own; signing keys that are not those of the roster that the site names |
 | to mask | another membership than the one joined; prekeys that their owners did not sign; a prekey of its own that is
-  spent, or is not the last one; a cohort or a least sum below the site's own |
-| to open shares | a sum of fewer sites than the plan's or the site's least; anything about a prekey older than the last
+  spent, or is not the last one; a cohort, a part of it or a least sum below the site's own |
+| to open shares | a sum, or a part of it that masks do not join to the rest, of fewer sites than the plan's or the
+  site's least; anything about a prekey older than the last
   one of which it opened a share; another share, or the same for another plan, of one prekey: never both halves |
 
 What was answered is kept before the answer leaves, so that a crash does not make a site answer twice. A prekey is spent
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from pydantic import Field
 
 from fedveil.errors import PolicyError, WireError
-from fedveil.federation.secure import keys, masks, shamir
+from fedveil.federation.secure import keys, masks, parts, shamir
 from fedveil.federation.secure.masks import Integers
 from fedveil.federation.secure.statements import (
     Attached,
@@ -55,7 +56,7 @@ How = Literal["heard", "silent"]
 
 
 class Answered(Statement):
-    """The last prekey of a site of which this one has opened a share: which half, and for which plan."""
+    """The last prekey of a site of which this one has opened a share: which half, and for which plan and sum."""
 
     number: Number
     how: How
@@ -196,7 +197,7 @@ class Site:
         def purpose(holder: str) -> bytes:
             return seed_purpose(membership, self.name, number, holder)
 
-        shares = self._closed_shares(membership, seed, private, purpose, b"")
+        shares = _closed_shares(kept, membership, self.name, seed, purpose)
         unsigned = Prekey(
             site=self.name, number=number, key=keys.public_of(private).hex(), shares=shares.digest, signature="0" * 128
         )
@@ -204,32 +205,20 @@ class Site:
         bundle = Bundle(prekey=unsigned.model_copy(update={"signature": signature}), shares=shares)
         return bundle, kept.model_copy(update={"prekeys": number + 1, "seed": seed.hex()})
 
-    def _closed_shares(
-        self, membership: Membership, secret: bytes, private: bytes, purpose: Callable[[str], bytes], salt: bytes
-    ) -> Shares:
-        holders = membership.holders(self.name)
-        shares = shamir.split(secret, membership.threshold, len(holders))
-        closed: dict[str, ClosedShare] = {}
-        for holder, share in zip(holders, shares, strict=True):
-            public = bytes.fromhex(membership.by_name[holder].run_key)
-            key = keys.agreed(private, public, purpose(holder), salt)
-            closed[holder] = keys.closed(key, share, purpose(holder)).hex()
-        return Shares(closed=closed)
-
     def begin(self, plan: Plan) -> Ring:
         """Checks a plan before anything is trained for it. Returns the ring. Raises PolicyError, WireError."""
         self._require_run(plan.run)
         kept, membership = self._joined(plan)
         self._require_threshold(membership)
         least = max(self.demands.min_cohort, 2)
-        if min(plan.least, len(plan.cohort)) < least:
-            raise PolicyError(
-                f"secure.min-sites: this site takes part in sums of at least {least}, found {plan.least} in a cohort "
-                f"of {len(plan.cohort)}; raise it"
-            )
         for prekey in plan.prekeys:
             if not prekey.is_genuine(membership):
                 raise WireError(f"secure: expected the prekey of {prekey.site} with its signature, found another")
+        if plan.least < least or parts.smallest(membership, plan.cohort) < plan.least:
+            raise PolicyError(
+                f"secure.min-sites: this site takes part in sums of at least {least}, found {plan.least} in a cohort "
+                f"of {len(plan.cohort)}, which masks join; raise it, the cohort or secure.neighbours"
+            )
         own = plan.prekey_of(self.name)
         seed = kept.seed
         if own is None or not seed or own.key != keys.public_of(keys.private_of(bytes.fromhex(seed))).hex():
@@ -248,7 +237,6 @@ class Site:
             bundle, after = self._bundle(kept)
             self.store.save(after)  # from here on the old prekey is spent
         secret = os.urandom(shamir.SECRET_BYTES)
-        context = bytes.fromhex(plan.digest)
         pairs = [
             pair_mask(plan, self.name, other.site, private, bytes.fromhex(other.key))
             for other in partners(plan, membership, self.name)
@@ -258,7 +246,7 @@ class Site:
         def purpose(holder: str) -> bytes:
             return mask_purpose(plan, self.name, holder)
 
-        shares = self._closed_shares(membership, secret, private, purpose, context)
+        shares = _closed_shares(kept, membership, self.name, secret, purpose)
         return Attached(mask=hashlib.sha256(secret).hexdigest(), shares=shares, next=bundle)
 
     def unmask(self, asked: Unmask) -> Opened:
@@ -272,12 +260,18 @@ class Site:
         kept, membership = self._joined(plan)
         in_sum = set(asked.in_sum)
         least = max(plan.least, self.demands.min_cohort, 2)
-        if len(in_sum) != len(asked.in_sum) or not in_sum <= set(plan.cohort) or len(in_sum) < least:
+        fits = len(in_sum) == len(asked.in_sum) and in_sum <= set(plan.cohort) <= membership.by_name.keys()
+        if not fits or parts.smallest(membership, in_sum) < least:
             raise PolicyError(
-                f"secure: expected a sum of at least {least} sites of the plan, found {len(in_sum)}; no share is opened"
+                f"secure: expected a sum of at least {least} sites of the plan, which masks join, found {len(in_sum)}; "
+                "no share is opened"
             )
-        if not (asked.heard.keys() <= in_sum and asked.silent.keys() <= set(plan.cohort) - in_sum):
-            raise PolicyError("secure: expected each site either in the sum or silent, found another; none is opened")
+        held = {site for site in plan.cohort if self.name in membership.holders(site)}
+        if asked.heard.keys() != held & in_sum or asked.silent.keys() != held - in_sum:
+            raise PolicyError(
+                "secure: expected each site that it holds a share of, either in the sum or silent, found others; none "
+                "is opened"
+            )
         own = plan.prekey_of(self.name)
         if own is not None and self.name not in in_sum and own.number < kept.prekeys - bool(kept.seed):
             raise PolicyError("secure: this site has masked for the plan, found itself called silent; none is opened")
@@ -286,18 +280,18 @@ class Site:
         both: tuple[tuple[How, dict[str, str]], ...] = (("heard", asked.heard), ("silent", asked.silent))
         for how, closed in both:
             for site, share in closed.items():
-                run_key, now = self._noted(kept, membership, plan, site, how)
+                run_key, now = self._noted(kept, membership, asked, site, how)
                 answered[run_key] = now
                 opened[how][site] = self._opened(kept, membership, plan, site, how, bytes.fromhex(share)).hex()
         self.store.save(kept.model_copy(update={"answered": answered}))
         return Opened(heard=opened["heard"], silent=opened["silent"])
 
-    def _noted(self, kept: Kept, membership: Membership, plan: Plan, site: str, how: How) -> tuple[str, Answered]:
-        prekey = plan.prekey_of(site)
+    def _noted(self, kept: Kept, membership: Membership, asked: Unmask, site: str, how: How) -> tuple[str, Answered]:
+        prekey = asked.plan.prekey_of(site)
         if prekey is None or not prekey.is_genuine(membership):
             raise WireError(f"secure: expected the prekey of {site} with its signature, found another")
         run_key = membership.by_name[site].run_key
-        now, before = Answered(number=prekey.number, how=how, context=plan.digest), kept.answered.get(run_key)
+        now, before = Answered(number=prekey.number, how=how, context=asked.context), kept.answered.get(run_key)
         if before is not None and (now.number < before.number or (now.number == before.number and now != before)):
             raise PolicyError(
                 f"secure: this site has opened its share of {site} for another list of sites, found it asked for once "
@@ -309,11 +303,13 @@ class Site:
         prekey = plan.prekey_of(site)
         assert prekey is not None
         if how == "heard":
-            purpose, salt = mask_purpose(plan, site, self.name), bytes.fromhex(plan.digest)
+            purpose = mask_purpose(plan, site, self.name)
         else:
-            purpose, salt = seed_purpose(membership, site, prekey.number, self.name), b""
-        key = keys.agreed(bytes.fromhex(kept.run_key), bytes.fromhex(prekey.key), purpose, salt)
-        return keys.opened(key, closed, purpose)
+            purpose = seed_purpose(membership, site, prekey.number, self.name)
+        try:
+            return keys.opened(_key_with(kept, membership, site, purpose), closed, purpose)
+        except WireError as error:
+            raise WireError(f"secure: {site}: {error}; none is opened") from None
 
     def _require_run(self, run: str) -> None:
         if run != self.run:
@@ -349,6 +345,23 @@ class MemoryStore:
     def save(self, kept: Kept) -> None:
         """Keeps it as long as this object lives."""
         self._kept = kept
+
+
+def _closed_shares(
+    kept: Kept, membership: Membership, site: str, secret: bytes, purpose: Callable[[str], bytes]
+) -> Shares:
+    holders = membership.holders(site)
+    shares = shamir.split(secret, membership.threshold, len(holders))
+    closed: dict[str, ClosedShare] = {}
+    for holder, share in zip(holders, shares, strict=True):
+        text = purpose(holder)
+        closed[holder] = keys.closed(_key_with(kept, membership, holder, text), share, text).hex()
+    return Shares(closed=closed)
+
+
+def _key_with(kept: Kept, membership: Membership, other: str, purpose: bytes) -> bytes:
+    """Of both ends' run keys. Not of the prekey: who rebuilds that one would open the shares of the site's own mask."""
+    return keys.agreed(bytes.fromhex(kept.run_key), bytes.fromhex(membership.by_name[other].run_key), purpose)
 
 
 def partners(plan: Plan, membership: Membership, site: str) -> list[Prekey]:

@@ -81,8 +81,8 @@ class Member(Statement):
         return keys.about("run key", run, self.name, self.run_key)
 
     def is_genuine(self, run: str) -> bool:
-        """Whether the owner of the signing key has said so."""
-        return _is_signed(self.signing_key, self.signature, self.text(run))
+        """Whether the owner of the signing key has said so, of a key that is one."""
+        return _is_signed(self.signing_key, self.signature, self.text(run)) and _is_point(self.run_key)
 
 
 class Membership(Statement):
@@ -161,9 +161,9 @@ class Prekey(Statement):
         return keys.about("prekey", membership, self.site, self.number, self.key, self.shares)
 
     def is_genuine(self, membership: Membership) -> bool:
-        """Whether the member of that name has said so for this membership."""
-        member = membership.by_name.get(self.site)
-        return member is not None and _is_signed(member.signing_key, self.signature, self.text(membership.digest))
+        """Whether the member of that name has said so for this membership, of a key that is one."""
+        member, text = membership.by_name.get(self.site), self.text(membership.digest)
+        return member is not None and _is_signed(member.signing_key, self.signature, text) and _is_point(self.key)
 
 
 class Shares(Statement):
@@ -272,6 +272,11 @@ class Unmask(Statement):
     heard: dict[Name, ClosedShare] = Field(max_length=MOST_SITES)
     silent: dict[Name, ClosedShare] = Field(max_length=MOST_SITES)
 
+    @cached_property
+    def context(self) -> str:
+        """The digest of plan and sum: what a holder answers once."""
+        return hashlib.sha256(keys.about("sum", self.plan.digest, *sorted(self.in_sum))).hexdigest()
+
 
 class Opened(Statement):
     """A holder's shares."""
@@ -318,3 +323,7 @@ def roster_digest(roster: Mapping[str, str]) -> str:
 
 def _is_signed(key: str, signature: str, text: bytes) -> bool:
     return keys.is_signed(bytes.fromhex(key), bytes.fromhex(signature), text)
+
+
+def _is_point(key: str) -> bool:
+    return keys.is_point(bytes.fromhex(key))
