@@ -132,6 +132,24 @@ def plan_of(assignment: Assignment) -> Plan | None:
     return plan
 
 
+@dataclass(frozen=True)
+class Unseen:
+    """A turn whose upload nobody sees."""
+
+    site: Site
+    plan: Plan
+
+
+def begun(assignment: Assignment) -> Unseen | None:
+    """The turn's plan, which this site agrees to; None for one in the clear. Raises PolicyError, WireError."""
+    plan = plan_of(assignment)
+    if plan is None:
+        return None
+    site = site_of(assignment)
+    site.begin(plan)
+    return Unseen(site, plan)
+
+
 def answered(assignment: Assignment, statement: bytes) -> bytes:
     """The answer to a question about keys or shares. Raises PolicyError, WireError, StateError."""
     config, site = assignment.config.secure, site_of(assignment)
