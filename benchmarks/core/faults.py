@@ -114,7 +114,8 @@ class _Bench:
             resumed, end = _RESUMED, f"did not end: {error}"
         killer.over()
         self._restored(killer)
-        end = end or _compared(self._whole[point.case], self._facts(name, spent))
+        again = point.site if point.victim == "worker" and killer.killed else ""
+        end = end or _compared(self._whole[point.case], self._facts(name, spent), again)
         seconds = round(time.monotonic() - began, 1)
         return {"end": end, "killed": killer.killed, "resumed": resumed, "seconds": seconds}
 
@@ -147,16 +148,21 @@ class _Bench:
         raise ConfigError(f"{name}: expected a completed run, found: {'; then '.join(reasons)}")
 
     def _restored(self, killer: Killer) -> None:
-        """Starts again what the killer has killed for good: a site's or the server's machine."""
-        if not killer.killed or killer.restored:
+        """Starts again what the killer has killed for good: a site's or the server's machine.
+
+        A site's as often as its SuperNode ends, as compose does: a SuperLink that has the dead one online still, until
+        its heartbeat is missed, sends the new one away.
+        """
+        victim, site = killer.point.victim, killer.point.site
+        if not killer.killed or (killer.restored and victim != "site"):
             return
-        killer.restored = True
-        if killer.point.victim == "site":
-            self._federation.kill_site(killer.point.site)  # what it had started meanwhile
-            self._federation.start_site(killer.point.site)
-        if killer.point.victim == "superlink":
+        if victim == "site" and (not killer.restored or self._federation.processes.ended(site) is not None):
+            self._federation.kill_site(site)  # what it had started meanwhile
+            self._federation.start_site(site)
+        if victim == "superlink":
             self._federation.processes.kill("superlink")
             self._federation.start_superlink()
+        killer.restored = True
 
     def _victims(self, point: Point) -> Callable[[], list[int]]:
         whose = "superlink" if point.victim in ("serverapp", "superlink") else point.site
@@ -219,14 +225,14 @@ class _Bench:
         }  # fmt: skip
 
 
-def _compared(whole: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Either "equal" or what differs."""
+def _compared(whole: Mapping[str, Any], found: Mapping[str, Any], again: str = "") -> str:
+    """Either "equal" or what differs. `again`: a site whose worker was killed: its client process repeats that turn."""
     keys = ["rounds", *(["weights", "private states", "uploads"] if not any(whole["charged"].values()) else [])]
     for key in keys:
         if whole[key] != found[key]:
             return f"different {key}"
     for site, steps in whole["charged"].items():
-        a_turn, turns = steps // ROUNDS, found["orders"][site]
+        a_turn, turns = steps // ROUNDS, found["orders"][site] + (site == again)
         charged = found["charged"].get(site, 0)
         if steps and not (charged % a_turn == 0 and steps <= charged <= a_turn * turns):
             return f"different ledger of {site}: {charged} steps charged, {turns} turns of {a_turn} asked for"
