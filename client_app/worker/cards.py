@@ -2,9 +2,10 @@
 
     <state-dir>/workers/<site>/<id>.sock     the worker's gRPC socket, mode 0600, in folders of mode 0700
                                <id>.json     its card: its owner, and the run it is for
+                               <id>.noted    its memory, as it notes it while it lives, for who asks what ended it
                                lock          held by a process that looks for a worker or starts one
                                worker.log    the log of all workers
-                               turns.jsonl   one line a turn
+                               turns.jsonl   one line a turn, and one a turn that failed, with the reason
 
 A worker belongs to one SuperNode process, its owner, and ends with it. It refuses messages of another SuperNode. A
 worker without a run (`key` is empty) is a spare: it was started before the first message, or it has finished the last
@@ -24,6 +25,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
 import subprocess
@@ -32,6 +34,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -41,8 +44,12 @@ from fedveil.client_app.site.private import safe
 from fedveil.client_app.worker.owner import Owner
 from fedveil.client_app.worker.sockets import listens
 from fedveil.errors import WorkerError
+from fedveil.foreign import shown
 
 _START_SECONDS = 60.0
+_REASON_CHARACTERS = 1000
+
+log = logging.getLogger("fedveil.worker")
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,17 @@ class Folder:
 
     @property
     def turns(self) -> Path:
-        """JSON lines, one for each turn."""
+        """JSON lines, one for each turn, whole or failed."""
         return self.path / "turns.jsonl"
+
+    def failed(self, what: Mapping[str, Any], reason: str) -> None:
+        """Appends that a turn has failed. The reason is in the log too, so a full disk does not hide it."""
+        line = {"time": time.time(), **what, "failed": shown(reason, _REASON_CHARACTERS)}
+        try:
+            with self.turns.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log.warning("%s: expected to append a line, found %s; free space", self.turns, error)
 
     def socket(self, worker: str) -> Path:
         """The socket of a worker."""
@@ -99,19 +115,42 @@ class Folder:
                 self.forget(file.stem)
         for card in list(found):
             if not listens(self.socket(card.id)):
-                self.forget(card.id)
+                self._unlist(card.id)  # what it had noted stays until somebody has asked what ended it
                 found.remove(card)
         return sorted(found, key=lambda card: card.since)
 
     def write(self, card: Card) -> None:
         """Writes a worker's card, whole or not at all."""
-        partial = self.path / f".{card.id}.part"
+        self._put(f"{card.id}.json", asdict(card))
+
+    def note(self, worker: str, about: Mapping[str, Any]) -> None:
+        """Writes what a worker says of its memory, in the form of `fedveil.records.process.noted`."""
+        self._put(f"{worker}.noted", about)
+
+    def noted(self, worker: str) -> dict[str, Any]:
+        """What it wrote last, which is removed; {} where there is none: it has ended in order, or at once."""
+        file = self.path / f"{worker}.noted"
+        try:
+            about = json.loads(file.read_text())
+        except (OSError, ValueError):
+            return {}
+        finally:
+            file.unlink(missing_ok=True)
+        return about if isinstance(about, dict) else {}
+
+    def _put(self, name: str, content: Mapping[str, Any]) -> None:
+        partial = self.path / f".{name}.part"
         partial.touch(mode=0o600)
-        partial.write_text(json.dumps(asdict(card)))
-        partial.replace(self.path / f"{card.id}.json")
+        partial.write_text(json.dumps(content))
+        partial.replace(self.path / name)
 
     def forget(self, worker: str) -> None:
         """Removes a worker's files."""
+        self._unlist(worker)
+        for name in (f"{worker}.noted", f".{worker}.noted.part"):
+            (self.path / name).unlink(missing_ok=True)
+
+    def _unlist(self, worker: str) -> None:
         for file in (self.path / f"{worker}.json", self.socket(worker)):
             file.unlink(missing_ok=True)
 
@@ -151,13 +190,13 @@ class Folder:
         command += ["--owner", str(whose), "--idle-seconds", str(site.worker_idle_seconds)]
         command += ["--memory-mb", str(site.worker_memory_mb), *([] if key else ["--preload"])]
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(descriptor, "ab") as log:
+        with os.fdopen(descriptor, "ab") as output:
             env = {**(os.environ if env is None else env), "PYTHONPATH": str(root or places.root())}
             # Flower's processes have a lower one, which would slow training. With none, freed weights and gradients
             # stay in the heap, in holes.
             env["MALLOC_MMAP_THRESHOLD_"] = str(4 << 20)
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=env
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
             )
         card = Card(worker, process.pid, whose, app_digest(root), key, time.time())
         deadline = time.monotonic() + _START_SECONDS
