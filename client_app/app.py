@@ -22,6 +22,7 @@ from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker import link
+from fedveil.client_app.worker.cards import DiedError
 from fedveil.client_app.worker.owner import owner_of_this_process
 from fedveil.errors import BudgetError, OutOfMemoryError, PolicyError, WireError, WorkerError
 from fedveil.records import process
@@ -105,7 +106,7 @@ def _drained(record: ArrayRecord) -> Iterator[bytes]:
 def public_reason(error: Exception) -> str:
     """What the server may learn about an error at this site."""
     kind = error.kind if isinstance(error, link.TurnError) else type(error).__name__
-    if isinstance(error, link.DiedError):
+    if isinstance(error, DiedError):
         return f"{_ENDED}: {error.cause}"
     if kind == OutOfMemoryError.__name__ or process.is_out_of_memory(error):
         return f"{_ENDED}: {process.Cause.MEMORY}"

@@ -28,6 +28,7 @@ import json
 import logging
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -45,8 +46,10 @@ from fedveil.client_app.worker.owner import Owner
 from fedveil.client_app.worker.sockets import listens
 from fedveil.errors import WorkerError
 from fedveil.foreign import shown
+from fedveil.records import process
 
 _START_SECONDS = 60.0
+_KEPT_SECONDS = 3600.0
 _REASON_CHARACTERS = 1000
 
 log = logging.getLogger("fedveil.worker")
@@ -62,6 +65,14 @@ class Card:
     app: str
     key: str
     since: float
+
+
+class DiedError(WorkerError):
+    """A worker ended without a word. `cause` is what the server may know of it."""
+
+    def __init__(self, cause: process.Cause, text: str) -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 class Folder:
@@ -117,6 +128,9 @@ class Folder:
             if not listens(self.socket(card.id)):
                 self._unlist(card.id)  # what it had noted stays until somebody has asked what ended it
                 found.remove(card)
+        for file in self.path.glob("*.noted"):  # of workers that died between two turns, so nobody asks
+            if file.stem not in {card.id for card in found} and time.time() - file.stat().st_mtime > _KEPT_SECONDS:
+                file.unlink(missing_ok=True)
         return sorted(found, key=lambda card: card.since)
 
     def write(self, card: Card) -> None:
@@ -157,9 +171,9 @@ class Folder:
     def kill(self, card: Card) -> None:
         """Kills a worker that does not answer, and removes its files."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(card.pid)
-            if card.id in process.cmdline():  # another process may have the number by now
-                process.kill()
+            found = psutil.Process(card.pid)
+            if card.id in found.cmdline():  # another process may have the number by now
+                found.kill()
         self.forget(card.id)
 
     def adopt(self, card: Card, key: str) -> Card:
@@ -174,9 +188,10 @@ class Folder:
         """Starts a worker on the app in folder `root`. Returns once it listens; a spare then imports its libraries.
 
         Raises:
-            WorkerError: the worker ended, or does not listen in time.
+            DiedError: the worker ended.
+            WorkerError: it does not listen in time.
         """
-        worker = secrets.token_hex(4)
+        worker, before = secrets.token_hex(4), process.noted()
         command = [
             sys.executable,
             "-P",
@@ -195,17 +210,25 @@ class Folder:
             # Flower's processes have a lower one, which would slow training. With none, freed weights and gradients
             # stay in the heap, in holes.
             env["MALLOC_MMAP_THRESHOLD_"] = str(4 << 20)
-            process = subprocess.Popen(
+            started = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
             )
-        card = Card(worker, process.pid, whose, app_digest(root), key, time.time())
+        card = Card(worker, started.pid, whose, app_digest(root), key, time.time())
         deadline = time.monotonic() + _START_SECONDS
         while not listens(self.socket(worker)):
-            if process.poll() is not None or time.monotonic() > deadline:
-                process.kill()
+            if (code := started.poll()) is not None:
                 self.forget(worker)
-                how = f"exit code {process.wait()}"
-                raise WorkerError(f"worker: expected it to start, found that it ended with {how}; see {self.log}")
+                # It is in this process's cgroup, whose count of memory kills has gone up if that was the reason.
+                cause = process.cause({**before, "peak_mb": 0}) if code == -signal.SIGKILL else process.Cause.OTHER
+                lower = f", {cause}; {process.LOWER_AT_SITE}" if cause is process.Cause.MEMORY else ""
+                found = f"found that it ended with exit code {code}{lower}"
+                raise DiedError(cause, f"worker: expected it to start, {found}; see {self.log}")
+            if time.monotonic() > deadline:
+                started.kill()
+                self.forget(worker)
+                raise WorkerError(
+                    f"worker: expected it to start within {_START_SECONDS:g} s, found none that listens; see {self.log}"
+                )
             time.sleep(0.02)
         self.write(card)
         return card

@@ -1,8 +1,8 @@
 """The client process's link to the worker: it finds or starts it, sends it the message and receives the upload.
 
 A worker that dies in a turn (SIGKILL, out of memory) is replaced once, and the turn is repeated from the same private
-state, which the order names (fedveil/client_app/site/private.py). What ended it is found out from its exit signal, if this
-is its parent, and from what it noted of its memory; the site's log and its record of turns say it.
+state, which the order names (fedveil/client_app/site/private.py). What ended it is found out from its exit signal, if
+it was started here, and from what it noted of its memory; the site's log and its record of turns say it.
 
 | a worker ... | what happens |
 |---|---|
@@ -31,7 +31,7 @@ import grpc
 
 from fedveil import places
 from fedveil.client_app.site.assignment import Assignment
-from fedveil.client_app.worker.cards import Card, Folder, app_digest
+from fedveil.client_app.worker.cards import Card, DiedError, Folder, app_digest
 from fedveil.client_app.worker.owner import Owner
 from fedveil.client_app.worker.service import CHUNK_BYTES, NAME
 from fedveil.client_app.worker.sockets import address, listens
@@ -57,21 +57,13 @@ class TurnError(FedVeilError):
         self.kind = kind
 
 
-class DiedError(WorkerError):
-    """A worker ended in a turn without a word. `cause` is what the server may know of it."""
-
-    def __init__(self, cause: process.Cause, text: str) -> None:
-        super().__init__(text)
-        self.cause = cause
-
-
 def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, root: Path | None = None) -> list[bytes]:
     """Runs this site's turn in its worker. Returns the upload in slices.
 
     Raises:
         TurnError: the turn failed, or was not over in the order's time.
         DiedError: the worker ended twice.
-        WorkerError: it could not be started.
+        WorkerError: it did not start in time, or not end when it had to.
         ConfigError: this site's worker belongs to another SuperNode that runs.
     """
     end = time.monotonic() + assignment.order.seconds

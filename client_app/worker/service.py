@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 NAME = "fedveil.Worker"
 CHUNK_BYTES = 1 << 20
 _REASON_CHARACTERS = 1000
+_CLIENT_GONE = "turn: expected the client process to wait for it, found it gone; nothing is kept"
 
 log = logging.getLogger("fedveil.worker")
 
@@ -101,6 +102,8 @@ class Service:
         kind, text = type(error).__name__, str(error)[:_REASON_CHARACTERS]
         if process.is_out_of_memory(error):
             kind, text = OutOfMemoryError.__name__, f"{text}; {process.LOWER_AT_SITE}"
+        if isinstance(error, grpc.RpcError):  # while the message was on its way; it has no text
+            kind, text = WorkerError.__name__, _CLIENT_GONE
         turn = {} if self._status["state"] in ("idle", "spare") else self._status  # else it had not begun
         where = {key: turn[key] for key in ("run", "round", "rounds", "method", "task", "model") if key in turn}
         self.folder.failed({"pid": os.getpid(), **where}, f"{kind}: {text}")
@@ -135,7 +138,7 @@ class Service:
     def _watch(self, what: dict[str, Any], context: grpc.ServicerContext) -> Callable[[Step], None]:
         def watch(step: Step) -> None:
             if not context.is_active():
-                raise WorkerError("turn: expected the client process to wait for it, found it gone; nothing is kept")
+                raise WorkerError(_CLIENT_GONE)
             self._require_memory()
             rate = round(step.tokens / step.seconds) if step.seconds else 0
             now = {"step": step.step, "steps": step.steps, "loss": step.loss, "tokens_per_second": rate}

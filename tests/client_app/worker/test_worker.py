@@ -123,11 +123,11 @@ def bench(tmp_path, app):
 
 
 def kill(bench: Bench) -> None:
-    for process in psutil.Process().children(recursive=True):
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if str(bench.folder.path) in process.cmdline():
-                process.kill()
-                process.wait()
+            if str(bench.folder.path) in child.cmdline():
+                child.kill()
+                child.wait()
 
 
 def until(condition, seconds=10.0) -> bool:
@@ -315,6 +315,15 @@ def test_killed_at_start_twice_is_an_error_that_names_the_log(bench, tmp_path, m
     assert bench.workers() == []
 
 
+def test_killed_for_memory_before_it_listens_the_server_is_told_too(bench, tmp_path, monkeypatch):
+    with memory_group(10) as group:
+        monkeypatch.setattr(sys, "executable", grouped_python(tmp_path, group))
+        monkeypatch.setattr(process, "_group", lambda: group)  # that of this process, as in a container
+        with pytest.raises(cards.DiedError, match="exit code -9, out of memory; give the site more memory") as error:
+            bench.turn()
+    assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
+
+
 def test_killed_in_training_the_turn_is_repeated_once_and_ends_as_if_unbroken(bench, tmp_path):
     whole = unbroken(tmp_path / "whole", bench.app, rounds=2)
     uploads = [bench.turn(0)]
@@ -330,7 +339,7 @@ def test_killed_in_training_twice_is_an_error_and_the_private_state_stays(bench)
     before = bench.private()
     bench.orders(deaths=2)
     gone = r"expected an upload, found it gone after .* \(UNAVAILABLE\): SIGKILL: killed, .* MB when it last wrote; its"
-    with pytest.raises(link.DiedError, match=gone) as error:
+    with pytest.raises(cards.DiedError, match=gone) as error:
         bench.turn(1)
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: killed or crashed"
     assert [line["round"] for line in bench.ends() if re.search(gone, line.get("failed", ""))] == [1, 1]
@@ -346,9 +355,11 @@ def test_killed_for_memory_by_the_kernel_the_site_is_told_what_to_lower_and_the_
     bench.orders(hold_mb=3000)
     with memory_group(800) as group:
         monkeypatch.setattr(sys, "executable", grouped_python(tmp_path, group))
-        with pytest.raises(link.DiedError) as error:
+        with pytest.raises(cards.DiedError) as error:
             bench.turn(0)
-    said = r"SIGKILL: killed by the kernel for want of memory: \d+ of (799|800) MB when it last wrote; .* train.batch-size"
+    said = (
+        r"SIGKILL: killed by the kernel for want of memory: \d+ of (799|800) MB when it last wrote; .* train.batch-size"
+    )
     assert re.search(said, str(error.value)), error.value
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
     assert [bool(re.search(said, line["failed"])) for line in bench.ends()] == [True, True]
@@ -361,7 +372,7 @@ def test_a_worker_that_nobody_here_started_is_judged_by_what_it_noted(bench, mon
     much = process.noted() | {"peak_mb": 980, "limit_mb": 1000}
     monkeypatch.setattr(Folder, "noted", lambda self, worker: much)
     monkeypatch.setattr(link, "_exit_code", lambda pid: None)
-    with pytest.raises(link.DiedError, match="killed, probably for want of memory: 980 of 1000 MB") as error:
+    with pytest.raises(cards.DiedError, match="killed, probably for want of memory: 980 of 1000 MB") as error:
         bench.turn(1)
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: probably out of memory"
     assert link._exit_code(os.getppid()) is None
@@ -371,7 +382,7 @@ def test_a_crash_is_not_taken_for_want_of_memory(bench, monkeypatch):
     bench.turn(0)
     bench.orders(deaths=2, die_by="SIGSEGV")
     monkeypatch.setattr(Folder, "noted", lambda self, worker: process.noted() | {"peak_mb": 980, "limit_mb": 1000})
-    with pytest.raises(link.DiedError, match="SIGSEGV: it was not killed for want of memory") as error:
+    with pytest.raises(cards.DiedError, match="SIGSEGV: it was not killed for want of memory") as error:
         bench.turn(1)
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: killed or crashed"
 
@@ -388,6 +399,10 @@ def test_a_worker_s_memory_stands_beside_its_card_until_it_ends_or_is_asked_for(
     assert bench.folder.noted(worker.id) == {}
     file.write_text("torn {")
     assert bench.folder.noted(worker.id) == {}
+    file.write_text("{}")
+    os.utime(file, (0, 0))
+    assert bench.workers() == []
+    assert not file.exists()
 
 
 def test_killed_while_replying_the_turn_is_repeated_from_the_same_private_state(bench, tmp_path, monkeypatch):
@@ -607,9 +622,9 @@ def test_a_worker_seals_under_the_sites_key_which_no_argument_or_environment_has
     assert is_sealed(bench.file())
     processes = [psutil.Process(card.pid) for card in bench.workers()]
     assert processes
-    for process in processes:
-        said = [*process.cmdline(), *process.environ().values()]
+    for one in processes:
+        said = [*one.cmdline(), *one.environ().values()]
         assert not [text for text in said if "state.key" in text or seal.key.hex() in text]
-        assert seal.key not in Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert seal.key not in Path(f"/proc/{one.pid}/environ").read_bytes()
     with pytest.raises(link.TurnError, match="found a sealed one; name its key"):
         bench.turn(2)

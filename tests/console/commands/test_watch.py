@@ -42,6 +42,7 @@ def ended(states, said=(), timeout=0.0):
 
 
 RUNNING, DONE, FAILED = {"state": "running"}, {"state": "completed"}, {"state": "failed", "reason": "round 1: too few"}
+LONG = {"state": "failed", "reason": "x" * 900 + "resume it: fedveil submit"}
 DIED = {"state": "died", "reason": "killed by the kernel"}
 
 
@@ -50,6 +51,7 @@ DIED = {"state": "died", "reason": "killed by the kernel"}
     [
         ([RUNNING, DONE], [], 0, "completed"),
         ([RUNNING, FAILED], [], 1, "failed round 1: too few"),
+        ([LONG], [], 1, "resume it: fedveil submit"),
         ([RUNNING], ["running", "finished:failed"], 1, "failed: so says Flower"),
         ([RUNNING], ["running", "finished:stopped"], 3, "stopped: so says Flower"),
         ([RUNNING], ["finished:completed"], 1, "does not say that it completed"),
