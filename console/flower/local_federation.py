@@ -9,7 +9,6 @@ Everything that it starts it stops, also after Ctrl-C or an error.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
@@ -31,6 +30,8 @@ from fedveil.console.flower.operators import write_registry
 from fedveil.console.flower.processes import LaunchError, Processes, environment, named_error
 from fedveil.console.flower.programs import ONLINE, superlink, supernode
 from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare
+from fedveil.console.runs.folder import status_of
+from fedveil.errors import StateError
 
 SUPERLINK = "superlink"
 SERVER_APP = "flwr-serverapp"
@@ -110,10 +111,7 @@ class LocalFederation:
     # Runs
 
     def run(self, app: Path | None, overrides: Mapping[str, Value]) -> int:
-        """Submits the app in folder `app` with `overrides` of its run config; returns the run's id.
-
-        None is this installation's own app.
-        """
+        """Submits the app in folder `app`, or this installation's own, with `overrides`; returns the run's id."""
         submitted = time.time()
         run = int(self.flower.submit(app, overrides))
         if overrides.get("run.dir") and overrides.get("run.name"):
@@ -145,11 +143,11 @@ class LocalFederation:
             time.sleep(0.5)
 
     def status(self, run: int) -> dict[str, Any]:
-        """The run's status.json, {} as long as there is none (one of an earlier run does not count)."""
+        """What became of the run, {} as long as that is not said (what an earlier run said does not count)."""
         file, submitted = self._status_files.get(run, (Path(), 0.0))
-        with suppress(OSError, ValueError):
+        with suppress(OSError, StateError):
             if file.stat().st_mtime >= submitted:
-                return dict(json.loads(file.read_text()))
+                return status_of(file.parent)
         return {}
 
     def server_log(self, run: int, lines: int = 15) -> str:
