@@ -105,7 +105,8 @@ class Service:
         if isinstance(error, grpc.RpcError):  # while the message was on its way; it has no text
             kind, text = WorkerError.__name__, _CLIENT_GONE
         turn = {} if self._status["state"] in ("idle", "spare") else self._status  # else it had not begun
-        where = {key: turn[key] for key in ("run", "round", "rounds", "method", "task", "model") if key in turn}
+        keys: tuple[str, ...] = ("run", "round", "rounds", "method", "task", "model")
+        where = {key: turn[key] for key in keys if key in turn}
         self.folder.failed({"pid": os.getpid(), **where}, f"{kind}: {text}")
         return kind, text
 

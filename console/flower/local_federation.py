@@ -9,6 +9,7 @@ Everything that it starts it stops, also after Ctrl-C or an error.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import tempfile
@@ -30,8 +31,7 @@ from fedveil.console.flower.operators import write_registry
 from fedveil.console.flower.processes import LaunchError, Processes, environment, named_error
 from fedveil.console.flower.programs import ONLINE, superlink, supernode
 from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare
-from fedveil.console.runs.folder import status_of
-from fedveil.errors import StateError
+from fedveil.records import process
 
 SUPERLINK = "superlink"
 SERVER_APP = "flwr-serverapp"
@@ -143,11 +143,11 @@ class LocalFederation:
             time.sleep(0.5)
 
     def status(self, run: int) -> dict[str, Any]:
-        """What became of the run, {} as long as that is not said (what an earlier run said does not count)."""
+        """The run's status.json, {} as long as there is none (one of an earlier run does not count)."""
         file, submitted = self._status_files.get(run, (Path(), 0.0))
-        with suppress(OSError, StateError):
+        with suppress(OSError, ValueError):
             if file.stat().st_mtime >= submitted:
-                return status_of(file.parent)
+                return dict(json.loads(file.read_text()))
         return {}
 
     def server_log(self, run: int, lines: int = 15) -> str:
@@ -254,6 +254,8 @@ class LocalFederation:
         status = self.status(run)
         completed = flower_status == "finished:completed" and status.get("state", "completed") == "completed"
         reason = str(status.get("reason") or "")
+        if status.get("state") == "running" and process.is_dead(self._status_files[run][0].parent):
+            reason = f"its ServerApp ended without a word: {process.ending(status.get('process') or {})}"
         if not completed and not reason:
             with suppress(LaunchError):
                 log = self.server_log(run, 60)
