@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from fedveil.errors import ConfigError, QuorumError, StateError
 from fedveil.federation.exchange import Exchange
 from fedveil.records.state import digest, load_state
 from fedveil.sealed import VARIABLE, is_sealed, new_key
-from fedveil.server_app import sites
+from fedveil.server_app import ending, rounds, sites
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
@@ -293,6 +294,35 @@ def test_a_reason_from_another_node_is_shown_as_text_and_says_what_was_cut(grid,
     found = ours.history[0].failed["east"]
     assert found.startswith("gone\\x1b[2J\\n\\u202exxx")
     assert found.endswith("x... (5019 characters)")
+
+
+@pytest.mark.parametrize(
+    "code,words",
+    [
+        (8, r"its client process \(flwr-clientapp\) ended without a word: killed, perhaps .*; see its log \(code 8\)"),
+        (5, r"its SuperNode has shown no sign of life for a minute: .* \(code 5\)"),
+        (4, r"its reply was lost, or came too late \(code 4\)"),
+        (3, r"its message was lost before it came: .* \(code 3\)"),
+    ],
+)
+def test_what_flower_says_of_a_lost_reply_is_put_in_words(code, words, grid, task):
+    ours = strategy(FedAvg())
+    lost = grid(tamper={"east": lambda m, r: Message(Error(code, "ClientApp stopped responding."), reply_to=m)})
+    ours.start(lost, initial(task), num_rounds=1)
+    assert re.fullmatch(words, ours.history[0].failed["east"])
+
+
+def test_a_run_that_ends_for_sites_out_of_memory_says_so_and_what_to_lower(grid, task, tmp_path, monkeypatch):
+    ended = "WorkerError: the site's worker ended: probably out of memory"
+    monkeypatch.setattr(rounds, "_NAMED", 2)
+    ours = strategy(FedAvg(), cohort={"repeats": 0, "min_sites": 3})
+    g = grid(tamper={site: lambda m, r: Message(Error(2, ended), reply_to=m) for site in ("east", "north", "west")})
+    with pytest.raises(QuorumError) as error:
+        ours.start(g, initial(task), num_rounds=1)
+    said = ending.reason(error.value, tmp_path)
+    assert f"east: {ended} (code 2); north: {ended} (code 2); and 1 more)" in said
+    assert said.endswith("give the site more memory, or lower train.batch-size, or set train.quantized-base or "
+                         'train.optimiser = "adamw-8bit"')  # fmt: skip
 
 
 def test_a_site_that_fails_is_a_newcomer_again(grid, task):
