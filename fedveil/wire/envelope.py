@@ -275,7 +275,7 @@ def _explain_layout(layout: Layout, direction: Direction, header: Mapping[str, A
 
 
 def describe(data: Buffer) -> dict[str, Any]:
-    """What a message discloses, from its header alone, for the run folder's disclosure.jsonl.
+    """What a message discloses, from its header alone, for the run folder's record of it.
 
     Returns the keys bytes (of the whole message), payload_bytes, variant, scalars, and fields as [name, codec, shape,
     bytes].
