@@ -24,6 +24,7 @@ from fedveil.contract.layout import Field, Layout, Payload
 from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, QuorumError, StateError
 from fedveil.federation.exchange import Exchange
+from fedveil.records import disclosure
 from fedveil.records.state import digest, load_state
 from fedveil.sealed import VARIABLE, is_sealed, new_key
 from fedveil.server_app import ending, rounds, sites
@@ -351,7 +352,7 @@ def test_run_folder_holds_metrics_ledger_checkpoint_and_final_weights(grid, task
     result = ours.start(grid(), initial(task), num_rounds=3)
     metrics = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(m["round"], m["scores"]["server"]["loss"]) for m in metrics] == [(-1, -1.0), (0, 0.0), (1, 1.0), (2, 2.0)]
-    ledger = [json.loads(x) for x in (tmp_path / "run" / "disclosure.jsonl").read_text().splitlines()]
+    ledger = disclosure.messages(tmp_path / "run" / "disclosure.jsonl")
     assert len(ledger) == 3 * 4 * 2
     for way, key in (("up", "upload_bytes"), ("down", "download_bytes")):
         assert sum(x["bytes"] for x in ledger if x["direction"] == way) == sum(m.get(key, 0) for m in metrics)
@@ -375,7 +376,7 @@ def test_a_tap_is_sealed_where_the_servers_environment_names_a_key_file(grid, ta
     files = [tap.folder / message.file for message in tap.messages()]
     assert len(files) == 8
     assert all(is_sealed(file) for file in files)
-    ledger = [json.loads(x) for x in (tmp_path / "run" / "disclosure.jsonl").read_text().splitlines()]
+    ledger = disclosure.messages(tmp_path / "run" / "disclosure.jsonl")
     assert sum(len(tap.read(m)) for m in tap.messages()) == sum(x["bytes"] for x in ledger)
 
 
