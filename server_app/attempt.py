@@ -3,7 +3,8 @@
 | a site ... | its entry in `record.failed` |
 |---|---|
 | does not answer by the deadline | "no reply within 900 s" |
-| is killed | Flower's reason for the node |
+| loses its client process, its SuperNode or its reply | what that means, in place of Flower's words |
+| loses its worker, twice in a turn | "WorkerError: the site's worker ended: out of memory", or what else ended it |
 | raises | the kind of its error; the text stays in the site's log |
 | sends what the envelope or the intake gate refuses | "refused: " field, expected, found |
 | sends what makes this server's own code fail | "refused: " the kind of the error; its text is in the server's log |
@@ -40,6 +41,12 @@ _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 60.0  # a message outlives its round, so that the round says who was late and not Flower
 _REASON_CHARACTERS = 300
 _FEWEST_FOR_A_MEDIAN = 3
+_LOST = {  # by Flower's ErrorCode
+    3: "its message was lost before it came: the site was removed from the federation, or the SuperLink's state was",
+    4: "its reply was lost, or came too late",
+    5: "its SuperNode has shown no sign of life for a minute: its machine, its network or the process is gone",
+    8: "its client process (flwr-clientapp) ended without a word: killed, perhaps for want of memory; see its log",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +164,8 @@ class Attempt:
         It counts as accepted from here on, or, where there is a `norm_factor`, once `within` has passed it on.
         """
         if reply.has_error():
-            self._failed(ctx, f"{reply.error.reason} (code {reply.error.code})")
+            why = _LOST.get(reply.error.code, reply.error.reason)
+            self._failed(ctx, f"{why} (code {reply.error.code})")
             return None
         data: Buffer = b""
         sent, refused = 0, ""

@@ -16,9 +16,14 @@ from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.contract.spec import Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.federation import cohort, rules
+<<<<<<< HEAD
 from fedveil.federation.exchange import Exchange, Participate
 from fedveil.federation.secure.local import LocalSums, settings_of
 from fedveil.federation.secure.uploads import Summed
+=======
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.private_states import PrivateStates
+>>>>>>> main
 from fedveil.federation.shares import bounded
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, claim_of
 from fedveil.rng import secret
@@ -38,12 +43,13 @@ class Federation:
         trainer_for: gives a site's trainer for one round.
         sites: names of the sites.
         server: the server's state.
-        private: each site's private state; a site that never took part has none.
         participated: sites whose upload the server has accepted.
         upload_bytes, download_bytes: bytes of all messages of the run so far.
         reports: the last report of each site.
         tap: records every message; None records nothing.
         max_share: as cohort.max-share of a run over gRPC. No site here is hostile: by default none is cut.
+        private_bytes: of the sites' private states, as many are held in memory; the others lie in temporary files.
+        private: each site's private state; a site that never took part has none.
     """
 
     exchange: Exchange
@@ -51,16 +57,17 @@ class Federation:
     trainer_for: TrainerFor
     sites: list[str]
     server: State
-    private: dict[str, State | None] = field(default_factory=dict)
     participated: set[str] = field(default_factory=set)
     upload_bytes: int = 0
     download_bytes: int = 0
     reports: dict[str, Mapping[str, float]] = field(default_factory=dict)
     tap: Tap | None = None
     max_share: float = 1.0
+    private_bytes: int = 10**9
+    private: PrivateStates = field(init=False)
 
     def __post_init__(self) -> None:
-        self._next: dict[str, State | None] = {}  # of a round that is under way
+        self.private = PrivateStates(self.private_bytes)
         self._dp = DpSgd.of(self.config.dp)
         claim = claim_of(self.exchange.method, self._dp)
         check_seeded(claim.budget if claim else None, self.config.run.deterministic)
@@ -88,6 +95,7 @@ class Federation:
     def round(self, round_: int) -> None:
         """One round: draws a cohort, exchanges messages with each of its sites, and settles the sums."""
         chosen = cohort.draw(self.sites, self.config.cohort.fraction, self._server_secret, round_)
+<<<<<<< HEAD
         self._next = {}
         if self._unseen:
             self.server = self._summed_unseen(self._unseen, round_, chosen)
@@ -95,6 +103,12 @@ class Federation:
             uploads = bounded(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
             self.server = self.exchange.aggregate(self.server, uploads, lambda: rules.sums_of(self.config.aggregate))
         self.private |= self._next  # with the server's state, or not at all
+=======
+        uploads = bounded(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
+        self.private.discard()
+        self.server = self.exchange.aggregate(self.server, uploads, lambda: rules.sums_of(self.config.aggregate))
+        self.private.commit()  # with the server's state, or not at all
+>>>>>>> main
         self.participated |= set(chosen)
 
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[Upload]:
@@ -126,6 +140,7 @@ class Federation:
         trainer = self.trainer_for(site, ctx)
         if self._dp:
             trainer = NoisyTrainer(trainer.spec, trainer.rows, self._dp, ctx)
+<<<<<<< HEAD
         self._next[site], parts = participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())
         up = b"".join(parts)
         self.download_bytes += len(down)
@@ -134,6 +149,11 @@ class Federation:
             self.tap.write(down, round_, 0, site, "down")
             self.tap.write(up, round_, 0, site, "up", accepted=True)
         return up
+=======
+        state, up = self.exchange.participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())
+        self.private.stage(site, state)
+        return b"".join(up)
+>>>>>>> main
 
     def deployed(self, site: str | None = None) -> Mapping[str, Weights]:
         """The current models by view; with `site` also that client's."""
