@@ -24,15 +24,10 @@ from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker import link
 from fedveil.client_app.worker.cards import DiedError
 from fedveil.client_app.worker.owner import owner_of_this_process
-<<<<<<< HEAD
-from fedveil.errors import BudgetError, PolicyError, WireError, WorkerError
-from fedveil.federation.secure.statements import MOST_BYTES
-from fedveil.wire import header, slices, statements
-=======
 from fedveil.errors import BudgetError, OutOfMemoryError, PolicyError, WireError, WorkerError
+from fedveil.federation.secure.statements import MOST_BYTES
 from fedveil.records import process
-from fedveil.wire import header, slices
->>>>>>> main
+from fedveil.wire import header, slices, statements
 
 if TYPE_CHECKING:
     from fedveil.contract.task import Step, Watch

@@ -34,7 +34,7 @@ from fedveil.foreign import shown
 from fedveil.records.audit_log import Head
 from fedveil.server_app import intake
 from fedveil.server_app.record import RoundRecord, RunFolder
-from fedveil.wire import envelope, parked, slices
+from fedveil.wire import envelope, slices
 from fedveil.wire.tap import Tap
 
 _POLL_SECONDS = 0.25
@@ -171,7 +171,7 @@ class Attempt:
         sent, refused = 0, ""
         try:
             sent = sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
-            data = message_bytes(reply, self.largest_upload, self.folder)
+            data = intake.message_bytes(reply, self.largest_upload, self.folder.folder if self.folder else None)
             message, upload, norm = self._read(data, ctx)
             site_log = _anchor(reply)
         except (WireError, UploadRefused) as error:
@@ -284,22 +284,3 @@ class _Shared:
 
 def _array(part: bytes) -> Array:
     return Array("uint8", (len(part),), slices.STYPE, part)
-
-
-def message_bytes(reply: Message, most: int, folder: RunFolder | None) -> Buffer:
-    """The message in a reply, of at most `most` bytes, which waits for its turn in a file of the run folder if it is
-    long. Removes the reply's slices as it reads them.
-    """
-    if not {"fedveil"} <= set(reply.content) <= {"fedveil", "log"}:
-        raise WireError(f"reply: expected the record fedveil, and perhaps log, found {sorted(reply.content)[:8]}")
-    record = reply.content.array_records.get("fedveil", ArrayRecord())
-    for array in record.values():
-        if array.stype != slices.STYPE:
-            raise WireError(f"reply: expected arrays of type {slices.STYPE}, found {array.stype[:40]!r}")
-    total = sum(len(array.data) for array in record.values())
-    if total > most:
-        raise WireError(f"reply: expected at most {most} bytes for the run's layout, found {total}")
-    if len(record) != (count := -(-total // slices.SLICE_BYTES)):
-        raise WireError(f"reply: expected {count} slices for {total} bytes, found {len(record)}")
-    parts = (record.pop(name).data for name in slices.in_order(list(record)))
-    return slices.filled(parked.room(folder.folder, total) if folder else bytearray(total), parts)

@@ -281,10 +281,7 @@ class Rounds:
 
 def _reasons(record: RoundRecord) -> str:
     reasons = [f"{site}: {reason}" for site, reason in record.failed.items()]
-<<<<<<< HEAD
-    reasons += [f"no sum: {record.unseen['reason']}"] if "reason" in record.unseen else []
-=======
     if len(reasons) > _NAMED:
         reasons[_NAMED:] = [f"and {len(reasons) - _NAMED} more"]
->>>>>>> main
+    reasons += [f"no sum: {record.unseen['reason']}"] if "reason" in record.unseen else []
     return "; ".join(reasons) or f"accepted: {', '.join(record.accepted) or 'none'}"

@@ -41,7 +41,8 @@ from fedveil.federation.secure.statements import MOST_BYTES, Bundle, Member, Ope
 from fedveil.federation.secure.summands import RingSums
 from fedveil.federation.secure.uploads import Summed
 from fedveil.foreign import shown
-from fedveil.server_app.attempt import Attempt, message_bytes, order_of
+from fedveil.server_app import intake
+from fedveil.server_app.attempt import Attempt, order_of
 from fedveil.wire import envelope, slices, statements
 
 _QUESTION = "query.secure"  # Flower's type of such a message
@@ -148,7 +149,7 @@ class Questions:
     def _answer(self, reply: Message, address: Address) -> bytes:
         if reply.has_error():
             raise WireError(f"{reply.error.reason} (code {reply.error.code})")
-        data = bytes(message_bytes(reply, MOST_BYTES, None))
+        data = bytes(intake.message_bytes(reply, MOST_BYTES, None))
         self.up_bytes += len(data)
         return statements.unpacked(data, self.round, "up", address, MOST_BYTES)
 

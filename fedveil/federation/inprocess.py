@@ -16,14 +16,10 @@ from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.contract.spec import Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.federation import cohort, rules
-<<<<<<< HEAD
 from fedveil.federation.exchange import Exchange, Participate
+from fedveil.federation.private_states import PrivateStates
 from fedveil.federation.secure.local import LocalSums, settings_of
 from fedveil.federation.secure.uploads import Summed
-=======
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.private_states import PrivateStates
->>>>>>> main
 from fedveil.federation.shares import bounded
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, claim_of
 from fedveil.rng import secret
@@ -95,20 +91,13 @@ class Federation:
     def round(self, round_: int) -> None:
         """One round: draws a cohort, exchanges messages with each of its sites, and settles the sums."""
         chosen = cohort.draw(self.sites, self.config.cohort.fraction, self._server_secret, round_)
-<<<<<<< HEAD
-        self._next = {}
+        self.private.discard()
         if self._unseen:
             self.server = self._summed_unseen(self._unseen, round_, chosen)
         else:
             uploads = bounded(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
             self.server = self.exchange.aggregate(self.server, uploads, lambda: rules.sums_of(self.config.aggregate))
-        self.private |= self._next  # with the server's state, or not at all
-=======
-        uploads = bounded(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
-        self.private.discard()
-        self.server = self.exchange.aggregate(self.server, uploads, lambda: rules.sums_of(self.config.aggregate))
         self.private.commit()  # with the server's state, or not at all
->>>>>>> main
         self.participated |= set(chosen)
 
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[Upload]:
@@ -140,8 +129,8 @@ class Federation:
         trainer = self.trainer_for(site, ctx)
         if self._dp:
             trainer = NoisyTrainer(trainer.spec, trainer.rows, self._dp, ctx)
-<<<<<<< HEAD
-        self._next[site], parts = participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())
+        state, parts = participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())
+        self.private.stage(site, state)
         up = b"".join(parts)
         self.download_bytes += len(down)
         self.upload_bytes += len(up)
@@ -149,11 +138,6 @@ class Federation:
             self.tap.write(down, round_, 0, site, "down")
             self.tap.write(up, round_, 0, site, "up", accepted=True)
         return up
-=======
-        state, up = self.exchange.participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())
-        self.private.stage(site, state)
-        return b"".join(up)
->>>>>>> main
 
     def deployed(self, site: str | None = None) -> Mapping[str, Weights]:
         """The current models by view; with `site` also that client's."""
