@@ -76,7 +76,11 @@ def test_the_circle_changes_with_one_run_key():
     membership = membership_of(40, 8)
     first = membership.members[0]
     other = changed(
-        membership, members=[{**first.model_dump(), "run_key": stranger().hex()}, *(m.model_dump() for m in membership.members[1:])]
+        membership,
+        members=[
+            {**first.model_dump(), "run_key": stranger().hex()},
+            *(m.model_dump() for m in membership.members[1:]),
+        ],
     )
     moved = [name for name in membership.by_name if membership.holders(name) != other.holders(name)]
     assert len(moved) > 30  # the chance that a site keeps its eight neighbours is 1 in 61 million

@@ -24,7 +24,12 @@ from tests.fedveil.federation.secure.sites import (
 )  # fmt: skip
 
 SITES = names(7)
-LOW_ORDER = (bytes(32), bytes([1, *[0] * 31]), (2**255 - 20).to_bytes(32, "little"), (2**255 - 19).to_bytes(32, "little"))
+LOW_ORDER = (
+    bytes(32),
+    bytes([1, *[0] * 31]),
+    (2**255 - 20).to_bytes(32, "little"),
+    (2**255 - 19).to_bytes(32, "little"),
+)
 
 
 def sum_of(vectors) -> list[int]:
@@ -73,7 +78,7 @@ def test_shares_that_no_five_holders_can_make_fit_throw_the_attempt_away(round_o
 
 
 def test_a_site_that_shares_another_secret_than_it_masked_with_is_named(round_of_seven):
-    local, attempt, vectors, _ = round_of_seven
+    local, attempt, _vectors, _ = round_of_seven
     liar = local.sites["s06"]
     seed = liar.store.load().run_key
     attached = liar.mask(attempt.plan, drawn(9, 6))
@@ -136,7 +141,7 @@ def test_an_upload_without_a_share_for_each_holder_is_refused(round_of_seven, ho
     local, attempt, _, _ = round_of_seven
     (hidden, attached) = masked(local, attempt, {"s06": drawn(9, 6)})["s06"]
     with pytest.raises(WireError, match="each of its holders"):
-        attempt.add("s06", hidden, changed(attached, shares={"closed": {holder: "00" * 44 for holder in holders}}))
+        attempt.add("s06", hidden, changed(attached, shares={"closed": dict.fromkeys(holders, "00" * 44)}))
 
 
 def test_below_the_least_nobody_is_asked_and_nothing_is_opened():

@@ -113,9 +113,7 @@ def test_a_run_key_that_its_owner_did_not_sign(lied):
 @pytest.mark.parametrize("u", POINTS)
 def test_points_of_low_order(lied, u):
     member = changed(lied.setup.membership.by_name["s03"], run_key=low_order(u))
-    refused(
-        lied.site, lied.members(s03=signed(member, lied.key("s03"), member.text(RUN))), "run key of s03", WireError
-    )
+    refused(lied.site, lied.members(s03=signed(member, lied.key("s03"), member.text(RUN))), "run key of s03", WireError)
     plan = lied.plan()
     prekey = changed(plan.prekey_of("s03"), key=low_order(u))
     prekey = signed(prekey, lied.key("s03"), prekey.text(plan.membership))
@@ -154,7 +152,10 @@ def test_a_roster_that_is_not_theirs_or_a_member_that_is_not_on_it():
 def test_the_roster_digest_tells_every_name_and_key():
     one = roster_digest({"a": "0" * 64, "b": "1" * 64})
     assert one == roster_digest({"b": "1" * 64, "a": "0" * 64})
-    assert len({one, roster_digest({"a": "1" * 64, "b": "0" * 64}), roster_digest({"a": "0" * 64}), roster_digest({})}) == 4
+    assert (
+        len({one, roster_digest({"a": "1" * 64, "b": "0" * 64}), roster_digest({"a": "0" * 64}), roster_digest({})})
+        == 4
+    )
 
 
 def test_a_plan_of_another_membership(lied):
@@ -221,9 +222,10 @@ def test_a_prekey_is_spent_before_anything_of_it_leaves(lied, monkeypatch):
     def dies(vector, masks):
         raise SystemExit
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+    with monkeypatch.context() as patch:
         patch.setattr("fedveil.federation.secure.masks.apply", dies)
-        lied.site.mask(plan, drawn(4, 0))
+        with pytest.raises(SystemExit):
+            lied.site.mask(plan, drawn(4, 0))
     no_mask(lied.site, plan, "not spent")
 
 

@@ -105,9 +105,7 @@ def test_a_site_under_anothers_run_key_has_no_share_opened(round_of_six):
         shared = keys.agreed(private, bytes.fromhex(membership.by_name[holder].run_key), purpose)
         closed[holder] = keys.closed(shared, share, purpose).hex()
     shares = Shares(closed=closed)
-    prekey = Prekey(
-        site=liar, number=0, key=keys.public_of(private).hex(), shares=shares.digest, signature="0" * 128
-    )
+    prekey = Prekey(site=liar, number=0, key=keys.public_of(private).hex(), shares=shares.digest, signature="0" * 128)
     coordinator.keep(liar, Bundle(prekey=signed(prekey, key, prekey.text(membership.digest)), shares=shares))
     attempt = coordinator.attempt(0, 0, SITES)
     uploads = masked(local, attempt, {s: drawn(5, i) for i, s in enumerate(SITES[:5])})
@@ -130,7 +128,7 @@ def test_each_site_of_the_sum_is_asked_as_what_it_is(round_of_six):
         changed(whole, in_sum=[*SITES[:5], SITES[0]]),
         changed(whole, heard=whole.heard | {"s99": heard}),
         changed(whole, in_sum=SITES[:1], heard={SITES[0]: heard}),
-        changed(whole, in_sum=[], heard={}, silent={s: silent for s in SITES}),
+        changed(whole, in_sum=[], heard={}, silent=dict.fromkeys(SITES, silent)),
         changed(whole, plan=whole.plan.model_dump() | {"run": "another"}),
         changed(whole, plan=whole.plan.model_dump() | {"membership": "0" * 64}),
     ):
