@@ -222,9 +222,10 @@ def test_a_prekey_is_spent_before_anything_of_it_leaves(lied, monkeypatch):
     def dies(vector, masks):
         raise SystemExit
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+    with monkeypatch.context() as patch:
         patch.setattr("fedveil.federation.secure.masks.apply", dies)
-        lied.site.mask(plan, drawn(4, 0))
+        with pytest.raises(SystemExit):
+            lied.site.mask(plan, drawn(4, 0))
     no_mask(lied.site, plan, "not spent")
 
 
