@@ -80,10 +80,8 @@ class Both:
             trainer = ToyTrainer(self.exchange.spec, 3 + i, 0.25 + 0.375 * i)
             _, parts = self.exchange.participate(down, private, trainer, theirs)
             uploads.append(as_upload(self.exchange, b"".join(parts), ours))
-            self.private[site], parts, clipped = summed.participate(
-                down, private, trainer, theirs, "", self.local.sites[site], attempt.plan
-            )
-            assert clipped == 0
+            turn = summed.of_site(self.local.sites[site], attempt.plan)
+            self.private[site], parts = turn(down, private, trainer, theirs, "")
             message, vector, attached = summed.receive(b"".join(parts))
             attempt.add(site, vector, attached)
             clear[site] = dict(message.payload.scalars)
@@ -152,9 +150,8 @@ def test_an_upload_says_nothing_beside_its_sum(name):
     for i, site in enumerate(SITES):
         down = exchange.broadcast(both.server, RoundContext(0, site, True, SECRET, True))
         ctx = RoundContext(0, site, True, bytes([i + 7]) * 32, True)
-        _, parts, _ = summed.participate(
-            down, None, ToyTrainer(exchange.spec, 3 + i), ctx, "", both.local.sites[site], attempt.plan
-        )
+        turn = summed.of_site(both.local.sites[site], attempt.plan)
+        _, parts = turn(down, None, ToyTrainer(exchange.spec, 3 + i), ctx, "")
         message, vector, _ = summed.receive(b"".join(parts))
         assert (message.num_examples, message.report, message.payload.variant) == (None, {}, "")
         assert len(vector) == summed.slots.length

@@ -35,13 +35,14 @@ def upload(turn, step: float = 0.5, plan=None, trainer=None):
     exchange, local, attempt, down = turn
     summed, ctx = Summed.of(exchange, 0, 32), RoundContext(0, "s00", True, SECRET)
     trainer = trainer or ToyTrainer(SPEC, 3, step)
-    _, parts, clipped = summed.participate(down, None, trainer, ctx, "", local.sites["s00"], plan or attempt.plan)
-    return summed, b"".join(parts), clipped
+    _, parts = summed.of_site(local.sites["s00"], plan or attempt.plan)(down, None, trainer, ctx, "")
+    return summed, b"".join(parts)
 
 
-def test_an_upload_is_one_vector_and_what_is_attached(turn):
-    summed, data, clipped = upload(turn)
-    assert clipped == 0
+def test_an_upload_is_one_vector_and_what_is_attached(turn, caplog):
+    caplog.set_level("INFO", "fedveil.secure")
+    summed, data = upload(turn)
+    assert "masked; 0 entries were clipped" in caplog.text
     assert len(data) <= summed.largest_upload
     message, vector, attached = summed.receive(data)
     assert set(message.payload.fields) == {"sum", "attached"}
@@ -50,8 +51,10 @@ def test_an_upload_is_one_vector_and_what_is_attached(turn):
     assert attached.shares.closed.keys() == set(SITES)
 
 
-def test_entries_beyond_the_bound_are_counted(turn):
-    assert upload(turn, step=4.5)[2] == 35
+def test_entries_beyond_the_bound_are_counted_in_the_site_s_log(turn, caplog):
+    upload(turn, step=4.5)
+    assert "masked; 35 entries were clipped to +-4" in caplog.text
+    assert caplog.records[-1].levelname == "WARNING"
 
 
 def test_a_plan_that_is_refused_is_not_trained_for(turn):
@@ -65,7 +68,7 @@ def test_a_plan_that_is_refused_is_not_trained_for(turn):
     ("examples", "report"), [(3, {}), (None, {"loss_trained": 0.5})], ids=["num_examples", "report"]
 )
 def test_figures_beside_the_vector_are_refused(turn, examples, report):
-    summed, data, _ = upload(turn)
+    summed, data = upload(turn)
     message, _, _ = summed.receive(data)
     stamp = Stamp.of(summed.exchange.method, "fedavg", 0, "up")
     again = pack(summed.layout, stamp, message.payload, examples, report)
@@ -74,7 +77,7 @@ def test_figures_beside_the_vector_are_refused(turn, examples, report):
 
 
 def test_a_vector_of_another_length_or_round_or_another_statement_is_refused(turn):
-    summed, data, _ = upload(turn)
+    summed, data = upload(turn)
     fields = summed.receive(data)[0].payload.fields
     stamp = Stamp.of(summed.exchange.method, "fedavg", 0, "up")
     with pytest.raises(WireError):
