@@ -25,7 +25,7 @@ from fedveil.client_app.worker import link
 from fedveil.client_app.worker.cards import DiedError
 from fedveil.client_app.worker.owner import owner_of_this_process
 from fedveil.errors import BudgetError, OutOfMemoryError, PolicyError, WireError, WorkerError
-from fedveil.federation.secure.statements import MOST_BYTES
+from fedveil.federation.secure.forms import MOST_BYTES
 from fedveil.records import process
 from fedveil.wire import header, slices, statements
 

@@ -36,8 +36,10 @@ from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.errors import ConfigError, QuorumError, WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.secure import server
+from fedveil.federation.secure.forms import MOST_BYTES, Statement
 from fedveil.federation.secure.local import settings_of
-from fedveil.federation.secure.statements import MOST_BYTES, Bundle, Member, Opened, Roster, Statement
+from fedveil.federation.secure.membership import Bundle, Member, Roster
+from fedveil.federation.secure.statements import Opened
 from fedveil.federation.secure.summands import RingSums
 from fedveil.federation.secure.uploads import Summed
 from fedveil.foreign import shown

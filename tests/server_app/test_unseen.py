@@ -13,8 +13,9 @@ from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.federation.secure import keys
+from fedveil.federation.secure.membership import Roster
 from fedveil.federation.secure.ring import Ring
-from fedveil.federation.secure.statements import Roster, question_of
+from fedveil.federation.secure.statements import question_of
 from fedveil.records.state import digest
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings

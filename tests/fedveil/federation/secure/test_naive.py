@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.federation.secure import keys
-from fedveil.federation.secure.site import MemoryStore
+from fedveil.federation.secure.kept import MemoryStore
 from tests.fedveil.federation.secure.sites import add, names, run, unmasked
 
 SITES = names(4)

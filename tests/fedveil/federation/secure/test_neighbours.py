@@ -9,9 +9,10 @@ import pytest
 
 from fedveil.errors import PolicyError, QuorumError, WireError
 from fedveil.federation.secure import parts
+from fedveil.federation.secure.agreed import partners
+from fedveil.federation.secure.membership import Member, Membership
 from fedveil.federation.secure.server import Settings
-from fedveil.federation.secure.site import partners
-from fedveil.federation.secure.statements import Member, Membership, Unmask
+from fedveil.federation.secure.statements import Unmask
 from tests.fedveil.federation.secure.sites import (
     RUN,
     add,

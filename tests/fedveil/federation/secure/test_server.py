@@ -9,8 +9,9 @@ import pytest
 
 from fedveil.errors import QuorumError, WireError
 from fedveil.federation.secure import keys, shamir
-from fedveil.federation.secure.site import mask_purpose
-from fedveil.federation.secure.statements import Opened, Shares
+from fedveil.federation.secure.agreed import mask_purpose
+from fedveil.federation.secure.membership import Shares
+from fedveil.federation.secure.statements import Opened
 from tests.fedveil.federation.secure.sites import (
     add,
     changed,

@@ -7,8 +7,10 @@ import pytest
 
 from fedveil.errors import PolicyError, WireError
 from fedveil.federation.secure import keys
-from fedveil.federation.secure.site import Demands, MemoryStore, Site
-from fedveil.federation.secure.statements import Hello, Setup, roster_digest
+from fedveil.federation.secure.kept import MemoryStore
+from fedveil.federation.secure.membership import roster_digest
+from fedveil.federation.secure.site import Demands, Site
+from fedveil.federation.secure.statements import Hello, Setup
 from tests.fedveil.federation.secure.sites import RUN, changed, drawn, names, run, signed, stranger
 
 SITES = names(5)

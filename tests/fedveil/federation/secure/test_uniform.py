@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from fedveil.federation.secure import masks
-from fedveil.federation.secure.site import negative, own_mask
+from fedveil.federation.secure.agreed import negative, own_mask
 from tests.fedveil.federation.secure.sites import masked, names, run
 
 P, LENGTH, SITES = 1e-6, 200_000, names(4)
