@@ -126,6 +126,17 @@ def test_a_sum_that_falls_apart_is_not_asked_for_and_not_opened(forty):
         forty.sites[holder].unmask(question(attempt.plan, attempt, holder, uploads, uploads))
 
 
+def test_a_holder_answers_one_sum_also_of_sites_that_it_holds_nothing_of(forty):
+    attempt = forty.begin(6, 0, FORTY)
+    uploads = masked(forty, attempt, {s: drawn(3, i) for i, s in enumerate(FORTY)})
+    far = next(s for s in FORTY if s not in ("s00", *attempt.membership.holders("s00")))
+    first, other = (question(attempt.plan, attempt, "s00", set(FORTY) - out, uploads) for out in (set(), {far}))
+    assert first.heard == other.heard
+    forty.sites["s00"].unmask(first)
+    with pytest.raises(PolicyError, match="never both halves"):
+        forty.sites["s00"].unmask(other)
+
+
 def test_a_site_that_nobody_near_has_uploaded_beside_leaves_no_mask_to_take_off(forty):
     """Its prekey need not be opened; the sum is exact all the same."""
     attempt = forty.begin(4, 0, FORTY)
