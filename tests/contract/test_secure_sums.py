@@ -20,7 +20,7 @@ from tests.contract.test_contract import METHODS, SECRET, as_upload, spec_for, s
 SITES = list("abcde")  # t = 4
 MOST_EXAMPLES = 10
 # Silent before the upload, deaf at the unmasking, round by round: nobody, some, as many as there may be.
-PATTERNS = [("", ""), ("b", ""), ("ae", "b"), ("cd", "d"), ("", "c")]
+PATTERNS = [("", ""), ("b", ""), ("e", "b"), ("c", "c"), ("", "d")]
 VARIANTS = {
     "fedavg": [{"wire_dtype": "bfloat16"}],
     "fedlpp": [{"update": "replace", "bits": 4}],

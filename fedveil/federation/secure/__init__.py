@@ -22,7 +22,9 @@ Formal guarantees, for N holders of a site's secrets of which t open one, and an
 the holders, where the signing keys of the others are known to each other (a roster):
 1. A server that keeps to the protocol learns of the sites in a sum, the adversary's own apart, their sum alone, if
    c < t. With neighbours: the sum of each part of them that masks join, which has as many sites as a sum must have.
-2. So does a server that does not, if 2 t > N + c: no honest holder opens both halves of one site's secrets.
+2. So does a server that does not, if 2 t > N + c: no t holders open both halves of one site's secrets; and whatever it
+   opens by telling holders of different sums has at least `parts.fewest_honest` honest sites, so that must be two. Not
+   with neighbours, where no holder sees the whole sum.
 3. Without a roster only the first holds, for the server could put its own keys in the place of the sites'.
 It guarantees nothing of what the sum and the model themselves show, and nothing against a site that sends another
 vector than it should: that spoils the sum.

@@ -200,9 +200,9 @@ class Attempt:
         return asked
 
     def answer(self, holder: str, opened: Opened) -> None:
-        """Takes a holder's shares. Raises WireError for shares that it was not asked for."""
+        """Takes a holder's shares, but those it could not open. Raises WireError for others than it was asked for."""
         asked = self._asked[holder]
-        if opened.heard.keys() != asked.heard.keys() or opened.silent.keys() != asked.silent.keys():
+        if not (opened.heard.keys() <= asked.heard.keys() and opened.silent.keys() <= asked.silent.keys()):
             raise WireError("secure: expected the shares that were asked for, found others")
         for site, share in opened.heard.items():
             self._opened.setdefault(("heard", site), {})[holder] = bytes.fromhex(share)
@@ -250,6 +250,12 @@ class Attempt:
         if len(self.uploads) < self.plan.least:
             raise QuorumError(
                 f"secure.min-sites: expected a sum of at least {self.plan.least} sites, found {len(self.uploads)}"
+            )
+        missing, most = len(self.plan.cohort) - len(self.uploads), parts.most_silent(self.membership)
+        if missing > most:
+            raise QuorumError(
+                f"secure.threshold: expected at most {most} silent sites of {len(self.plan.cohort)}, found {missing}: "
+                "no holder opens such a sum"
             )
         if (found := parts.smallest(self.membership, self.uploads)) < self.plan.least:
             raise QuorumError(

@@ -7,8 +7,8 @@
 | to mask | another membership than the one joined; prekeys that their owners did not sign; a prekey of its own that is
   spent, or is not the last one; a cohort, a part of it or a least sum below the site's own |
 | to open shares | a sum, or a part of it that masks do not join to the rest, of fewer sites than the plan's or the
-  site's least; anything about a prekey older than the last
-  one of which it opened a share; another share, or the same for another plan, of one prekey: never both halves |
+  site's least; one with more silent sites than holders may be silent (parts.py); anything about a prekey older than the
+  last one of which it opened a share; another share, or the same for another plan or sum, of one prekey |
 
 What was answered is kept before the answer leaves, so that a crash does not make a site answer twice. A prekey is spent
 as soon as its site has masked with it, whatever becomes of the round.
@@ -17,6 +17,7 @@ as soon as its site has masked with it, whatever becomes of the round.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,6 +40,9 @@ from fedveil.federation.secure.statements import Attached, Hello, Opened, Plan, 
 
 if TYPE_CHECKING:
     from fedveil.federation.secure.ring import Ring
+
+
+log = logging.getLogger("fedveil.secure")
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,11 @@ class Site:
         return Attached(mask=hashlib.sha256(secret).hexdigest(), shares=shares, next=bundle)
 
     def unmask(self, asked: Unmask) -> Opened:
-        """This holder's shares, of one half for each site. Raises PolicyError, WireError; then nothing is opened."""
+        """This holder's shares, of one half for each site; none of a site whose share it cannot open.
+
+        Raises:
+            PolicyError, WireError: as the table above has it; then nothing is opened.
+        """
         with self.store.alone():
             return self._unmasking(asked)
 
@@ -208,6 +216,11 @@ class Site:
             raise PolicyError(
                 f"secure: expected a sum of at least {least} sites of the plan, which masks join, found {len(in_sum)}; "
                 "no share is opened"
+            )
+        if (missing := len(plan.cohort) - len(in_sum)) > (most := parts.most_silent(membership)):
+            raise PolicyError(
+                f"secure: expected at most {most} silent sites of {len(plan.cohort)}, found {missing}: holders that "
+                "are told of different sums could open one site's; none is opened"
             )
         held = {site for site in plan.cohort if self.name in membership.holders(site)}
         if asked.heard.keys() != held & in_sum or asked.silent.keys() != held - in_sum:
@@ -225,7 +238,10 @@ class Site:
             for site, share in closed.items():
                 run_key, now = self._noted(kept, membership, asked, site, how)
                 answered[run_key] = now
-                opened[how][site] = self._opened(kept, membership, plan, site, how, bytes.fromhex(share)).hex()
+                try:
+                    opened[how][site] = self._opened(kept, membership, plan, site, how, bytes.fromhex(share)).hex()
+                except WireError as error:  # that site's own fault, or the server's: the others' shares are good
+                    log.warning("%s", error)
         self.store.save(kept.model_copy(update={"answered": answered}))
         return Opened(heard=opened["heard"], silent=opened["silent"])
 
@@ -252,7 +268,7 @@ class Site:
         try:
             return keys.opened(key_with(kept, membership, site, purpose), closed, purpose)
         except WireError as error:
-            raise WireError(f"secure: {site}: {error}; none is opened") from None
+            raise WireError(f"secure: {site}: {error}; it is left out") from None
 
     def _require_run(self, run: str) -> None:
         if run != self.run:

@@ -28,7 +28,7 @@ def hexes(digits: int):
 @pytest.fixture(scope="module")
 def said():
     """One genuine statement of each kind, from a round of three."""
-    sites = names(3)
+    sites = names(4)
     local = run(sites)
     attempt = local.begin(0, 0, sites)
     uploads = masked(local, attempt, {s: drawn(2, i) for i, s in enumerate(sites[:2])})
