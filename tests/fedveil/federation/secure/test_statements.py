@@ -27,12 +27,12 @@ def hexes(digits: int):
 
 @pytest.fixture(scope="module")
 def said():
-    """One genuine statement of each kind, from a round of three."""
+    """One genuine statement of each kind, from a round of four."""
     sites = names(4)
     local = run(sites)
     attempt = local.begin(0, 0, sites)
-    uploads = masked(local, attempt, {s: drawn(2, i) for i, s in enumerate(sites[:2])})
-    asked = question(attempt.plan, attempt, "s01", sites[:2], uploads)
+    uploads = masked(local, attempt, {s: drawn(2, i) for i, s in enumerate(sites[:3])})
+    asked = question(attempt.plan, attempt, "s01", sites[:3], uploads)
     site, attached = local.sites["s01"], uploads["s01"][1]
     opened = site.unmask(asked)
     setup = local.coordinator.settle_on(sites)
