@@ -108,6 +108,14 @@ def test_a_worker_started_for_a_container_is_shown_and_ends_with_its_owner(tmp_p
             ["start", "--ca", __file__, "--key", __file__, "--data", "/nowhere/d"],
             "--data: expected a folder .* /nowhere/d",
         ),
+        (
+            ["start", "--ca", __file__, "--key", __file__, "--signing-key", "/nowhere/signing.key"],
+            "--signing-key: expected a file, found none at /nowhere/signing.key",
+        ),
+        (
+            ["start", "--ca", __file__, "--key", __file__, "--signing-key", __file__],
+            "signing-key: expected 32 bytes that only their owner can read",
+        ),
         (["start", "--ca", __file__, "--key", __file__, "--device", "tpu"], "node config: device: .* found 'tpu'"),
         (["start", "--ca", __file__, "--key", __file__, "--worker-memory-mb", "-1"], "worker-memory-mb: .* found -1"),
         (["start", "--ca", __file__, "--key", __file__], "--policy: expected a policy file, .* found neither; "),
