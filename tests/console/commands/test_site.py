@@ -182,3 +182,20 @@ def test_a_supernode_that_the_server_ended_is_not_taken_for_one_that_was_stopped
     processes.ended = lambda name: next(states)
     with pytest.raises(ConfigError, match="the server has ended the connection: .*start it again"):
         site._watch(processes, "north", 0)
+
+
+def test_the_node_config_of_a_start_names_policy_and_signing_key_where_they_are(tmp_path, monkeypatch):
+    for name, size in (("ca.crt", 1), ("node.key", 1), ("policy.toml", 0), ("signing.key", 32)):
+        (tmp_path / name).write_bytes(bytes(size))
+        (tmp_path / name).chmod(0o600)
+    monkeypatch.chdir(tmp_path)
+
+    def stopped(*args, **kwargs):
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(site, "start_isolated", stopped)
+    options = ["--superlink", "h:1", "--ca", "ca.crt", "--key", "node.key", "--name", "north", "--state-dir", "state"]
+    assert main(["site", "start", *options, "--policy", "policy.toml", "--signing-key", "signing.key"]) == 2
+    node = tomllib.loads((tmp_path / "state" / "north.toml").read_text())
+    assert (node["policy"], node["signing-key"]) == (str(tmp_path / "policy.toml"), str(tmp_path / "signing.key"))
+    assert "key-file" not in node

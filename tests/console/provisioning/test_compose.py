@@ -85,7 +85,7 @@ def test_what_runs_apps_sees_the_signing_key_or_the_roster_and_no_other_key():
     writers = [name for name, s in TRIAL["services"].items() if "roster:/roster" in s.get("volumes", ())]
     assert writers == ["enrol"]
     folders = (ROOT / "docker" / "Dockerfile").read_text()
-    assert " roster " in next(line for line in folders.splitlines() if "for folder in" in line)
+    assert " roster " in next(line for line in folders.splitlines() if "for folder in federation" in line)
 
 
 def test_a_name_fits_a_compose_project():
