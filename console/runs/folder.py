@@ -106,6 +106,11 @@ class Run:
         return sorted(asked | {str(message["site"]) for message in self.messages})
 
     @property
+    def unseen(self) -> list[Row]:
+        """The attempts of secure aggregation, whose uploads nobody saw one by one."""
+        return [attempt for attempt in self.attempts if attempt.get("unseen")]
+
+    @property
     def _by_round(self) -> dict[int, Row]:
         return {int(attempt["round"]): attempt for attempt in self._valid if attempt.get("weights")}
 
@@ -114,7 +119,7 @@ class Run:
         return [attempt for attempt in self.attempts if not attempt.get("void")]
 
     def _bytes(self, direction: str, total: str) -> int:
-        if self.messages:
+        if self.messages and not self.unseen:  # there questions about keys and shares count too, which it does not list
             return sum(int(message["bytes"]) for message in self.messages if message["direction"] == direction)
         return sum(int(attempt.get(total, 0)) for attempt in self.attempts)
 

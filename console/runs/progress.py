@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fedveil.console.runs import unseen
 from fedveil.console.runs.folder import Row, loss_of, new_lines
 from fedveil.foreign import shown
 
@@ -60,7 +61,8 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         else:
             accepted = f"{len(row['accepted'])}/{len(row['cohort'])} sites"
             failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
-            note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B  {note}{failures}"
+            masked = f"; {unseen.note(row['unseen'])}" if row.get("unseen") else ""
+            note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B  {note}{masked}{failures}"
         done = row["round"] + 1 if row["round"] < 0 or row.get("weights") else row["round"]
         self._tell(done, note)
 

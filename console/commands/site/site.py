@@ -36,6 +36,7 @@ from fedveil.console.runs import sealing
 from fedveil.console.runs.kept import kept
 from fedveil.console.runs.prepared import prepared
 from fedveil.console.runs.purging import line, offer
+from fedveil.console.runs.unseen import of_site
 from fedveil.console.runs.workers import described, follow, workers
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
@@ -105,6 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     guard.set_defaults(run=_guard)
     status = actions.add_parser("status", help="what the workers of this machine's sites hold, and since when")
     status.add_argument("--follow", action="store_true", help="stay, and show the training as it goes")
+    status.add_argument("--policy", default="", metavar="FILE", help="where fedveil site start has not noted it")
+    status.add_argument("--key-file", default="", metavar="FILE", help="the same, where what it keeps is sealed")
     status.set_defaults(run=_status)
     warm = actions.add_parser("warm", help="start a worker before the first message: for a container's entry point")
     warm.add_argument("--name", required=True, help="the site's name")
@@ -270,6 +273,8 @@ def _status(args: argparse.Namespace) -> int:
     found = workers(args.state_dir)
     for run in [run for run in kept(args.state_dir) if run.bytes]:
         print(line(run))
+        for words in of_site(args.state_dir, run, args.policy, args.key_file):
+            print(f"  {words}")
     if sets := prepared(args.state_dir):
         print(f"prepared rows: {sum(of.bytes for of in sets):,} bytes in {len(sets)} sets")
     if not found:
