@@ -23,7 +23,7 @@ class Masked:
     Attributes:
         sites: that take part.
         length: integers of a vector.
-        in_clear: names of what a method says beside it, equal for all sites.
+        in_clear: names of the words that the method's payload carries beside it.
     """
 
     secure: SecureConfig
@@ -66,7 +66,7 @@ class Masked:
         """What leaves the site and against whom that holds; `roster`: the site's policy names one."""
         secure, ring = self.secure, self.ring
         claim = Claim(self.holders, self.threshold, secure.min_sites, roster)
-        clear = f"; and, as every site's: {', '.join(self.in_clear)}" if self.in_clear else ""
+        clear = f"; and the words {', '.join(self.in_clear)}" if self.in_clear else ""
         counts = (
             "every site counts alike, whatever number of rows it has (secure.max-examples = 1)"
             if secure.max_examples == 1

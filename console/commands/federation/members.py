@@ -132,7 +132,10 @@ def _roster(args: argparse.Namespace) -> int:
     write_atomic(out, Roster(signing_keys=keys_).to_bytes())
     seen = "" if args.out else f", in containers {_SEEN}"
     print(f"{out}: {len(keys_)} sites; for secure.roster of the run config{seen}")
-    print("the sites read the next line to each other, not to the server, and each puts it into its site-policy.toml:")
+    print(
+        "each site finds its own key above (fedveil doctor shows it there); then the sites read the next line to each"
+    )
+    print("other, without the server, and put it into their site-policy.toml:")
     print(f'roster = "{roster_digest(keys_)}"')
     return 0
 

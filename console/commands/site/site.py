@@ -57,31 +57,7 @@ _MEANINGS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    start = actions.add_parser("start", help="start the site's SuperNode and a warm worker; Ctrl-C stops both")
-    start.add_argument("--superlink", required=True, metavar="HOST:PORT", help="the server's fleet port")
-    start.add_argument("--ca", required=True, type=Path, help="the server's ca.crt")
-    start.add_argument(
-        "--key", required=True, type=Path, help="this site's private key, whose public half is registered"
-    )
-    start.add_argument("--name", required=True, help="the site's name, as registered")
-    start.add_argument("--data", default="", help="folder of the site's rows; else the run config names it")
-    start.add_argument("--policy", default="", help="TOML file that says what the site permits")
-    start.add_argument("--key-file", default="", metavar="FILE", help="seal what the site keeps under the key in it")
-    start.add_argument(
-        "--signing-key",
-        default="",
-        metavar="FILE",
-        help="by which other sites know this one: made by fedveil site init",
-    )
-    start.add_argument(
-        "--permit-everything", action="store_true", help="run whatever the server sends, in place of a policy"
-    )
-    start.add_argument("--device", default="auto", help='"auto", "cpu", "cuda" or "cuda:1"')
-    start.add_argument(
-        "--worker-idle-seconds", type=float, default=900.0, help="a worker without a turn ends after so long"
-    )
-    start.add_argument("--worker-memory-mb", type=int, default=0, help="bound on the worker's memory; 0 = none")
-    start.set_defaults(run=_start)
+    start = _starting(actions)
     init = actions.add_parser("init", help="make this site's keys, and the request that the operator registers")
     init.add_argument("--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default .")
     init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go; default: keys, in the kit")
@@ -121,6 +97,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seal, purge = _keeping(actions)
     for action in (start, status, warm, seal, purge):
         action.add_argument("--state-dir", type=Path, default=_STATE, help=f"the site's own folder; default {_STATE}")
+
+
+def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    start = actions.add_parser("start", help="start the site's SuperNode and a warm worker; Ctrl-C stops both")
+    start.add_argument("--superlink", required=True, metavar="HOST:PORT", help="the server's fleet port")
+    start.add_argument("--ca", required=True, type=Path, help="the server's ca.crt")
+    start.add_argument(
+        "--key", required=True, type=Path, help="this site's private key, whose public half is registered"
+    )
+    start.add_argument("--name", required=True, help="the site's name, as registered")
+    start.add_argument("--data", default="", help="folder of the site's rows; else the run config names it")
+    start.add_argument("--policy", default="", help="TOML file that says what the site permits")
+    start.add_argument("--key-file", default="", metavar="FILE", help="seal what the site keeps under the key in it")
+    start.add_argument(
+        "--signing-key",
+        default="",
+        metavar="FILE",
+        help="by which other sites know this one: made by fedveil site init",
+    )
+    start.add_argument(
+        "--permit-everything", action="store_true", help="run whatever the server sends, in place of a policy"
+    )
+    start.add_argument("--device", default="auto", help='"auto", "cpu", "cuda" or "cuda:1"')
+    start.add_argument(
+        "--worker-idle-seconds", type=float, default=900.0, help="a worker without a turn ends after so long"
+    )
+    start.add_argument("--worker-memory-mb", type=int, default=0, help="bound on the worker's memory; 0 = none")
+    start.set_defaults(run=_start)
+    return start
 
 
 def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Sequence[argparse.ArgumentParser]:

@@ -13,6 +13,7 @@ from fedveil.client_app.site.policy import check
 from fedveil.config import parse
 from fedveil.contract.task import Example
 from fedveil.errors import PolicyError, WireError
+from fedveil.federation.secure import keys
 from fedveil.federation.secure.server import Settings
 from fedveil.federation.secure.site import Demands
 from fedveil.federation.secure.statements import Hello, Member, Setup, roster_digest
@@ -84,10 +85,10 @@ def asked(tmp_path, text: str, roster: dict[str, str], name: str = "north") -> b
     sites = {n: _site(tmp_path / n, text if n == name else "", config, n) for n in names}
     hello = Hello(run="r").to_bytes()
     members = [Member.of(secure.answered(site, hello)) for site in sites.values()]
-    keys = {member.name: member.signing_key for member in members}
+    known = {member.name: member.signing_key for member in members}
     if "DIGEST" in text:
-        sites[name] = _site(tmp_path / name, text.replace("DIGEST", roster_digest(keys)), config, name)
-    setup = Setup(membership=Settings(3).membership("r", members), roster={**keys, **roster} if roster else keys)
+        sites[name] = _site(tmp_path / name, text.replace("DIGEST", roster_digest(known)), config, name)
+    setup = Setup(membership=Settings(3).membership("r", members), roster=known | roster)
     return secure.answered(sites[name], setup.to_bytes())
 
 
@@ -101,6 +102,26 @@ def test_a_roster_that_the_sites_agree_on_is_joined_and_another_is_refused(tmp_p
     assert joined["prekey"]["site"] == "north"
     with pytest.raises(PolicyError, match="roster: this site permits sha256:.*, found sha256:"):
         asked(tmp_path / "b", 'roster = "DIGEST"', {"further": "ab" * 32})
+
+
+def test_a_roster_that_all_agree_on_and_in_which_the_sites_own_key_is_the_servers_is_refused(tmp_path):
+    """Each site finds its own key, and all have one digest: then all keys are the sites'."""
+    config = SECURE | {"secure.threshold": 0, "secure.min-sites": 3}
+    sites = {n: _site(tmp_path / n, "", config, n) for n in ("east", "north", "south")}
+    hello = Hello(run="r")
+    members = {n: Member.of(secure.answered(site, hello.to_bytes())) for n, site in sites.items()}
+    servers = bytes(range(32))
+    run_key = members["north"].run_key
+    unsigned = members["north"].model_copy(update={"signing_key": keys.verifying_key(servers).hex()})
+    members["north"] = unsigned.model_copy(update={"signature": keys.signed(servers, unsigned.text("r")).hex()})
+    assert members["north"].is_genuine("r")
+    assert members["north"].run_key == run_key
+    roster = {n: member.signing_key for n, member in members.items()}
+    setup = Setup(membership=Settings(3).membership("r", members.values()), roster=roster)
+    for text in (f'roster = "{roster_digest(roster)}"', ""):
+        north = _site(tmp_path / "north", text, config, "north")
+        with pytest.raises(PolicyError, match="signing-key: expected this site's own in the membership"):
+            secure.answered(north, setup.to_bytes())
 
 
 def test_a_membership_with_a_lower_threshold_than_the_sites_own_is_refused(tmp_path):
