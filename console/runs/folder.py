@@ -101,8 +101,8 @@ class Run:
 
     @cached_property
     def sites(self) -> list[str]:
-        """Every site that was asked to take part."""
-        asked = {site for attempt in self.attempts for site in attempt.get("cohort", [])}
+        """Every site that was asked to take part, or for its keys."""
+        asked = {site for attempt in self.attempts for key in ("cohort", "failed") for site in attempt.get(key, [])}
         return sorted(asked | {str(message["site"]) for message in self.messages})
 
     @property

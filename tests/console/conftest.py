@@ -124,6 +124,7 @@ def masked(folder: Path) -> Path:
         "scores": {},
         "unseen": {"reason": "expected 3, found <1>"},
     }
+    rows[2]["failed"] = {"site-9": "PolicyError: it gave no keys, so it was in no cohort"}
     lines = [first, rows[0], void, *[row | {"attempt": 1} for row in rows[1:2]], *rows[2:]]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder

@@ -1,4 +1,4 @@
-"""`fedveil members`: lets sites' keys in, shuts them out, renews the server's; writes the roster of signing keys.
+"""`fedveil members`: lets keys in and out, renews the server's, writes the roster.
 
 The registry is changed after Flower has been: what it says of a key is what Flower does. Flower is asked through its
 command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database

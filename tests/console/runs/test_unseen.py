@@ -37,6 +37,7 @@ def test_the_report_shows_the_sums_and_has_no_column_for_what_nobody_saw(make_ru
     assert "Does not hold against a server that deviates: no roster in the policy" in page
     assert "site-3: no answer within &lt;120&gt; s" in page
     assert "expected 3, found &lt;1&gt;" in page
+    assert "round 2: PolicyError: it gave no keys, so it was in no cohort" in page
 
 
 def test_an_epsilon_is_left_to_the_sites_own_ledgers(make_run):
@@ -47,7 +48,8 @@ def test_an_epsilon_is_left_to_the_sites_own_ledgers(make_run):
     (folder / "config.json").write_text(json.dumps(content))
     said = privacy.statements(load(folder))
     words = "its uploads were added up unseen, so its number of rows is not known here; its own ledger tells."
-    assert said[1:] == [f"{site}: {words}" for site in ("site-0", "site-1", "site-2", "site-3")]
+    assert said[1:5] == [f"{site}: {words}" for site in ("site-0", "site-1", "site-2", "site-3")]
+    assert said[5].startswith("site-9: no accepted upload")
 
 
 def test_each_attempt_is_a_row(make_run):
