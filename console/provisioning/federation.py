@@ -39,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fedveil import __version__
 from fedveil.errors import ConfigError
-from fedveil.federation.secure.statements import Roster
+from fedveil.federation.secure.membership import Roster
 from fedveil.records.files import write_atomic
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]

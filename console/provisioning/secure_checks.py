@@ -12,7 +12,7 @@ from fedveil.console.provisioning.enrol import SIGNING_KEY, short
 from fedveil.console.provisioning.federation import Members, roster_file
 from fedveil.errors import FedVeilError
 from fedveil.federation.secure import keys
-from fedveil.federation.secure.statements import Roster, roster_digest
+from fedveil.federation.secure.membership import Roster, roster_digest
 
 _WEAKER = "a masked run then holds against an honest but curious server alone, for it says whose keys are whose"
 

@@ -8,7 +8,7 @@ from fedveil.config import RunConfig, SecureConfig
 from fedveil.errors import ConfigError
 from fedveil.federation import rules
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.secure.claim import Claim
+from fedveil.federation.secure_claim import Claim
 from fedveil.federation.secure.local import settings_of
 from fedveil.federation.secure.ring import Ring
 from fedveil.federation.secure.uploads import Summed

@@ -62,7 +62,8 @@ class RunProgress(AbstractContextManager["RunProgress"]):
             accepted = f"{len(row['accepted'])}/{len(row['cohort'])} sites"
             failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
             masked = f"; {unseen.note(row['unseen'])}" if row.get("unseen") else ""
-            note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B  {note}{masked}{failures}"
+            loss_too = f"  {note}" if note else ""
+            note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B{loss_too}{masked}{failures}"
         done = row["round"] + 1 if row["round"] < 0 or row.get("weights") else row["round"]
         self._tell(done, note)
 

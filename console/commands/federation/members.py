@@ -20,7 +20,7 @@ from fedveil.console.flower.command_line import Flower
 from fedveil.console.provisioning import enrol
 from fedveil.console.provisioning.federation import Members, roster_file
 from fedveil.errors import ConfigError
-from fedveil.federation.secure.statements import Roster, roster_digest
+from fedveil.federation.secure.membership import Roster, roster_digest
 from fedveil.records.files import write_atomic
 
 _SOON = timedelta(days=30)

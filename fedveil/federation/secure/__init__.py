@@ -5,7 +5,12 @@
     masks.py       what hides a vector, and is taken off the sum
     keys.py        signatures, agreed keys, shares that one holder alone can read
     shamir.py      secrets in shares
-    statements.py  what goes over the wire beside the vectors, each checked before it is believed
+    parts.py       which sites of a sum masks join
+    forms.py       the form of what goes over the wire beside the vectors, bounded before it is believed
+    membership.py  who holds whose shares
+    statements.py  what a server asks, and what sites answer
+    agreed.py      what two ends agree on
+    kept.py        what a site keeps
     site.py        a site's half: what it answers, and what it refuses
     server.py      the server's half
 
@@ -16,7 +21,7 @@ Aggregation with (Poly)Logarithmic Overhead, 2020.
 Formal guarantees, for N holders of a site's secrets of which t open one, and an adversary who has the server and c of
 the holders, where the signing keys of the others are known to each other (a roster):
 1. A server that keeps to the protocol learns of the sites in a sum, the adversary's own apart, their sum alone, if
-   c < t.
+   c < t. With neighbours: the sum of each part of them that masks join, which has as many sites as a sum must have.
 2. So does a server that does not, if 2 t > N + c: no honest holder opens both halves of one site's secrets.
 3. Without a roster only the first holds, for the server could put its own keys in the place of the sites'.
 It guarantees nothing of what the sum and the model themselves show, and nothing against a site that sends another

@@ -42,6 +42,15 @@ def public_of(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
+def is_point(public: bytes) -> bool:
+    """Whether an X25519 key is one that two ends can agree by: with a point of low order, everybody has the same."""
+    try:
+        X25519PrivateKey.from_private_bytes(bytes(KEY_BYTES)).exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        return False
+    return True
+
+
 def agreed(private: bytes, public: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
     """32 bytes that two ends agree on. Raises WireError for a public key that agrees with everybody's."""
     try:

@@ -1,10 +1,10 @@
 """Values as integers modulo 2^w, so that a uniform mask hides them and a sum of masked ones is exact.
 
-    integer = round(S w clip(x, -C, C)),    S = (2^(w-1) - 1 - K) / (K M C)
+    integer = round(S w clip(x, -C, C)),    S = (2^(w-1) - 1 - K - 2^(w-51)) / (K M C)
 
-C is the bound, K the most summands, M the largest weight. No sum of K integers wraps: each is at most
-S M C + 1/2 in absolute value. Rounding moves a weighted mean by at most K / (2 S W) with W the sum of the weights: for
-equal weights, by K C 2^-w.
+C is the bound, K the most summands, M the largest weight. No sum of K integers wraps: each is at most S M C + 1/2 in
+absolute value; the last term is what fp64 may round up by, 0 for w = 32. Rounding moves a weighted mean by at most
+K / (2 S W) with W the sum of the weights: for equal weights, by K C 2^-w.
 
 | case | what happens |
 |---|---|
@@ -55,6 +55,8 @@ class Ring:
                 f"expected at most {1 << (self.bits - 2)} for summands times weight in {self.bits} bits, found "
                 f"{self.most_summands * self.most_weight}"
             )
+        if not math.isfinite(self.scale * self.most_weight):
+            raise ValueError(f"bound: expected one whose integers can be counted, found {self.bound}; raise it")
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -64,12 +66,12 @@ class Ring:
     @property
     def scale(self) -> float:
         """S, integers a unit of weight times value."""
-        room = (1 << (self.bits - 1)) - 1 - self.most_summands
-        return math.floor(room / (self.most_summands * self.most_weight)) / self.bound
+        room = (1 << (self.bits - 1)) - 1 - self.most_summands - ((1 << self.bits) >> 51)
+        return room // (self.most_summands * self.most_weight) / self.bound
 
     @property
     def step(self) -> float:
-        """The most by which rounding moves a mean of sites that have the largest weight each."""
+        """The most by which rounding moves a mean of sites with the largest weight; for w = 64, fp64 adds 2^-51 C."""
         return 1 / (2 * self.scale * self.most_weight)
 
     def encode(self, value: Float[Tensor, "*s"], weight: int, mask: Bool[Tensor, "*s"] | None, into: Integers) -> int:

@@ -19,21 +19,13 @@ from typing import Literal
 import numpy as np
 
 from fedveil.errors import QuorumError, WireError
-from fedveil.federation.secure import keys, masks, shamir
+from fedveil.federation.secure import keys, masks, parts, shamir
+from fedveil.federation.secure.agreed import negative, own_mask, pair_mask, partners
+from fedveil.federation.secure.forms import ALL_PAIRS
+from fedveil.federation.secure.kept import How
 from fedveil.federation.secure.masks import Integers
-from fedveil.federation.secure.site import How, negative, own_mask, pair_mask, partners
-from fedveil.federation.secure.statements import (
-    ALL_PAIRS,
-    Attached,
-    Bundle,
-    Hello,
-    Member,
-    Membership,
-    Opened,
-    Plan,
-    Setup,
-    Unmask,
-)  # fmt: skip
+from fedveil.federation.secure.membership import Bundle, Member, Membership
+from fedveil.federation.secure.statements import Attached, Hello, Opened, Plan, Setup, Unmask
 
 
 @dataclass(frozen=True)
@@ -94,8 +86,10 @@ class Coordinator:
         return Hello(run=self.run)
 
     def admit(self, site: str, member: Member) -> None:
-        """Takes a run key. Raises WireError for one of another name, or one that its owner did not sign."""
+        """Takes a run key. Raises WireError for one of another name or site, or that its owner did not sign."""
         known = self.roster.get(site)
+        if any(other.run_key == member.run_key for name, other in self.members.items() if name != site):
+            raise WireError(f"secure: expected a run key of {site}'s own, found another site's")
         if member.name != site or not member.is_genuine(self.run) or known not in (None, member.signing_key):
             raise WireError(
                 f"secure: expected the run key of {site}, signed with its key of the registry, found another"
@@ -118,6 +112,11 @@ class Coordinator:
             raise QuorumError(
                 f"secure.min-sites: expected at least {self.settings.least} sites with keys, found {len(there)}; start "
                 "the missing sites, or see why they refuse"
+            )
+        if self.settings.threshold > (holders := self.settings.holders(len(there))):
+            raise QuorumError(
+                f"secure.threshold: expected at least {self.settings.threshold} holders of a secret, found {holders}; "
+                "start the missing sites, or lower it"
             )
         found = self.settings.membership(self.run, there)
         if self.membership is None or found.digest != self.membership.digest:
@@ -169,8 +168,10 @@ class Attempt:
     _asked: dict[str, Unmask] = field(default_factory=dict)
 
     def check(self, site: str, attached: Attached) -> None:
-        """Raises WireError unless the upload's shares are for the site's holders."""
-        if site not in self.bundles or self._asked or list(attached.shares.closed) != self.membership.holders(site):
+        """Raises WireError unless it is the site's one upload, in time, and its shares are for the site's holders."""
+        if site not in self.bundles or site in self.uploads or self._asked:
+            raise WireError(f"secure: expected one upload of each site, before the sum is closed; found one of {site}")
+        if list(attached.shares.closed) != self.membership.holders(site):
             raise WireError(f"secure: expected shares of {site}'s mask for each of its holders, found others")
 
     def add(self, site: str, vector: Integers, attached: Attached) -> None:
@@ -180,8 +181,13 @@ class Attempt:
         self.uploads[site] = attached
 
     def questions(self) -> dict[str, Unmask]:
-        """What each holder is asked. The list of uploads is closed from here on."""
+        """What each holder is asked. The list of uploads is closed from here on.
+
+        Raises:
+            QuorumError: fewer uploads than it takes; nobody is to be asked.
+        """
         plan, asked = self.plan, self._asked
+        self._require_least()
         silent = [site for site in plan.cohort if site not in self.uploads]
         heard = {site: attached.shares.closed for site, attached in self.uploads.items()}
         quiet = {site: self.bundles[site].shares.closed for site in silent}
@@ -222,10 +228,8 @@ class Attempt:
         Raises:
             QuorumError: fewer uploads or shares than it takes, or shares that do not fit; nothing was opened.
         """
-        if len(self.uploads) < self.plan.least or self._total is None:
-            raise QuorumError(
-                f"secure.min-sites: expected a sum of at least {self.plan.least} sites, found {len(self.uploads)}"
-            )
+        self._require_least()
+        assert self._total is not None, "a total is taken once"
         if wanting := self.wanting:
             raise QuorumError(
                 f"secure.threshold: expected {self.membership.threshold} holders that open their shares of "
@@ -241,6 +245,17 @@ class Attempt:
         total, self._total = self._total, None
         masks.apply(total, off)
         return total
+
+    def _require_least(self) -> None:
+        if len(self.uploads) < self.plan.least:
+            raise QuorumError(
+                f"secure.min-sites: expected a sum of at least {self.plan.least} sites, found {len(self.uploads)}"
+            )
+        if (found := parts.smallest(self.membership, self.uploads)) < self.plan.least:
+            raise QuorumError(
+                f"secure.neighbours: expected masks that join at least {self.plan.least} sites, found {found} of the "
+                f"{len(self.uploads)} that have uploaded by themselves; raise it"
+            )
 
     def _left_by(self, site: str, private: bytes) -> Iterator[masks.Mask]:
         """What takes off the masks that a silent site's partners have added for the pair."""

@@ -5,8 +5,9 @@
 | to join | run keys that their owners did not sign; another run key under its own name; a threshold of not more than
   half of the holders, or below the site's own; signing keys that are not those of the roster that the site names |
 | to mask | another membership than the one joined; prekeys that their owners did not sign; a prekey of its own that is
-  spent, or is not the last one; a cohort or a least sum below the site's own |
-| to open shares | a sum of fewer sites than the plan's or the site's least; anything about a prekey older than the last
+  spent, or is not the last one; a cohort, a part of it or a least sum below the site's own |
+| to open shares | a sum, or a part of it that masks do not join to the rest, of fewer sites than the plan's or the
+  site's least; anything about a prekey older than the last
   one of which it opened a share; another share, or the same for another plan, of one prekey: never both halves |
 
 What was answered is kept before the answer leaves, so that a crash does not make a site answer twice. A prekey is spent
@@ -17,84 +18,27 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
-
-from pydantic import Field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fedveil.errors import PolicyError, WireError
-from fedveil.federation.secure import keys, masks, shamir
+from fedveil.federation.secure import keys, masks, parts, shamir
+from fedveil.federation.secure.agreed import (
+    closed_shares,
+    key_with,
+    mask_purpose,
+    own_mask,
+    pair_mask,
+    partners,
+    seed_purpose,
+)
+from fedveil.federation.secure.kept import Answered, How, Kept, Store
 from fedveil.federation.secure.masks import Integers
-from fedveil.federation.secure.statements import (
-    Attached,
-    Bundle,
-    ClosedShare,
-    Digest,
-    Hello,
-    Key,
-    Member,
-    Membership,
-    Number,
-    Opened,
-    Plan,
-    Prekey,
-    Setup,
-    Share,
-    Shares,
-    Statement,
-    Unmask,
-    roster_digest,
-)  # fmt: skip
+from fedveil.federation.secure.membership import Bundle, Member, Membership, Prekey, roster_digest
+from fedveil.federation.secure.statements import Attached, Hello, Opened, Plan, Setup, Unmask
 
 if TYPE_CHECKING:
     from fedveil.federation.secure.ring import Ring
-
-How = Literal["heard", "silent"]
-
-
-class Answered(Statement):
-    """The last prekey of a site of which this one has opened a share: which half, and for which plan."""
-
-    number: Number
-    how: How
-    context: Digest
-
-
-class Kept(Statement):
-    """What a site keeps of a run.
-
-    Attributes:
-        run_key: private.
-        prekeys: made so far.
-        seed: of the last prekey; "" once it is spent.
-        membership: joined last.
-        answered: by the run key of the site whose share it was: one that lost its keys begins anew, and no old answer
-            is forgotten.
-    """
-
-    run_key: Key
-    prekeys: Number = 0
-    seed: Share | Literal[""] = ""
-    membership: Membership | None = None
-    answered: dict[Key, Answered] = Field(default_factory=dict)
-
-
-class Store(Protocol):
-    """Where a site keeps it."""
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Held from reading to writing: two questions at a time are answered one after the other."""
-        ...
-
-    def load(self) -> Kept | None:
-        """What was saved last; None at first."""
-        ...
-
-    def save(self, kept: Kept) -> None:
-        """Keeps it, on disk when this returns."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -196,7 +140,7 @@ class Site:
         def purpose(holder: str) -> bytes:
             return seed_purpose(membership, self.name, number, holder)
 
-        shares = self._closed_shares(membership, seed, private, purpose, b"")
+        shares = closed_shares(kept, membership, self.name, seed, purpose)
         unsigned = Prekey(
             site=self.name, number=number, key=keys.public_of(private).hex(), shares=shares.digest, signature="0" * 128
         )
@@ -204,32 +148,20 @@ class Site:
         bundle = Bundle(prekey=unsigned.model_copy(update={"signature": signature}), shares=shares)
         return bundle, kept.model_copy(update={"prekeys": number + 1, "seed": seed.hex()})
 
-    def _closed_shares(
-        self, membership: Membership, secret: bytes, private: bytes, purpose: Callable[[str], bytes], salt: bytes
-    ) -> Shares:
-        holders = membership.holders(self.name)
-        shares = shamir.split(secret, membership.threshold, len(holders))
-        closed: dict[str, ClosedShare] = {}
-        for holder, share in zip(holders, shares, strict=True):
-            public = bytes.fromhex(membership.by_name[holder].run_key)
-            key = keys.agreed(private, public, purpose(holder), salt)
-            closed[holder] = keys.closed(key, share, purpose(holder)).hex()
-        return Shares(closed=closed)
-
     def begin(self, plan: Plan) -> Ring:
         """Checks a plan before anything is trained for it. Returns the ring. Raises PolicyError, WireError."""
         self._require_run(plan.run)
         kept, membership = self._joined(plan)
         self._require_threshold(membership)
         least = max(self.demands.min_cohort, 2)
-        if min(plan.least, len(plan.cohort)) < least:
-            raise PolicyError(
-                f"secure.min-sites: this site takes part in sums of at least {least}, found {plan.least} in a cohort "
-                f"of {len(plan.cohort)}; raise it"
-            )
         for prekey in plan.prekeys:
             if not prekey.is_genuine(membership):
                 raise WireError(f"secure: expected the prekey of {prekey.site} with its signature, found another")
+        if plan.least < least or parts.smallest(membership, plan.cohort) < plan.least:
+            raise PolicyError(
+                f"secure.min-sites: this site takes part in sums of at least {least}, found {plan.least} in a cohort "
+                f"of {len(plan.cohort)}, which masks join; raise it, the cohort or secure.neighbours"
+            )
         own = plan.prekey_of(self.name)
         seed = kept.seed
         if own is None or not seed or own.key != keys.public_of(keys.private_of(bytes.fromhex(seed))).hex():
@@ -248,7 +180,6 @@ class Site:
             bundle, after = self._bundle(kept)
             self.store.save(after)  # from here on the old prekey is spent
         secret = os.urandom(shamir.SECRET_BYTES)
-        context = bytes.fromhex(plan.digest)
         pairs = [
             pair_mask(plan, self.name, other.site, private, bytes.fromhex(other.key))
             for other in partners(plan, membership, self.name)
@@ -258,7 +189,7 @@ class Site:
         def purpose(holder: str) -> bytes:
             return mask_purpose(plan, self.name, holder)
 
-        shares = self._closed_shares(membership, secret, private, purpose, context)
+        shares = closed_shares(kept, membership, self.name, secret, purpose)
         return Attached(mask=hashlib.sha256(secret).hexdigest(), shares=shares, next=bundle)
 
     def unmask(self, asked: Unmask) -> Opened:
@@ -272,12 +203,18 @@ class Site:
         kept, membership = self._joined(plan)
         in_sum = set(asked.in_sum)
         least = max(plan.least, self.demands.min_cohort, 2)
-        if len(in_sum) != len(asked.in_sum) or not in_sum <= set(plan.cohort) or len(in_sum) < least:
+        fits = len(in_sum) == len(asked.in_sum) and in_sum <= set(plan.cohort) <= membership.by_name.keys()
+        if not fits or parts.smallest(membership, in_sum) < least:
             raise PolicyError(
-                f"secure: expected a sum of at least {least} sites of the plan, found {len(in_sum)}; no share is opened"
+                f"secure: expected a sum of at least {least} sites of the plan, which masks join, found {len(in_sum)}; "
+                "no share is opened"
             )
-        if not (asked.heard.keys() <= in_sum and asked.silent.keys() <= set(plan.cohort) - in_sum):
-            raise PolicyError("secure: expected each site either in the sum or silent, found another; none is opened")
+        held = {site for site in plan.cohort if self.name in membership.holders(site)}
+        if asked.heard.keys() != held & in_sum or asked.silent.keys() != held - in_sum:
+            raise PolicyError(
+                "secure: expected each site that it holds a share of, either in the sum or silent, found others; none "
+                "is opened"
+            )
         own = plan.prekey_of(self.name)
         if own is not None and self.name not in in_sum and own.number < kept.prekeys - bool(kept.seed):
             raise PolicyError("secure: this site has masked for the plan, found itself called silent; none is opened")
@@ -286,18 +223,18 @@ class Site:
         both: tuple[tuple[How, dict[str, str]], ...] = (("heard", asked.heard), ("silent", asked.silent))
         for how, closed in both:
             for site, share in closed.items():
-                run_key, now = self._noted(kept, membership, plan, site, how)
+                run_key, now = self._noted(kept, membership, asked, site, how)
                 answered[run_key] = now
                 opened[how][site] = self._opened(kept, membership, plan, site, how, bytes.fromhex(share)).hex()
         self.store.save(kept.model_copy(update={"answered": answered}))
         return Opened(heard=opened["heard"], silent=opened["silent"])
 
-    def _noted(self, kept: Kept, membership: Membership, plan: Plan, site: str, how: How) -> tuple[str, Answered]:
-        prekey = plan.prekey_of(site)
+    def _noted(self, kept: Kept, membership: Membership, asked: Unmask, site: str, how: How) -> tuple[str, Answered]:
+        prekey = asked.plan.prekey_of(site)
         if prekey is None or not prekey.is_genuine(membership):
             raise WireError(f"secure: expected the prekey of {site} with its signature, found another")
         run_key = membership.by_name[site].run_key
-        now, before = Answered(number=prekey.number, how=how, context=plan.digest), kept.answered.get(run_key)
+        now, before = Answered(number=prekey.number, how=how, context=asked.context), kept.answered.get(run_key)
         if before is not None and (now.number < before.number or (now.number == before.number and now != before)):
             raise PolicyError(
                 f"secure: this site has opened its share of {site} for another list of sites, found it asked for once "
@@ -309,11 +246,13 @@ class Site:
         prekey = plan.prekey_of(site)
         assert prekey is not None
         if how == "heard":
-            purpose, salt = mask_purpose(plan, site, self.name), bytes.fromhex(plan.digest)
+            purpose = mask_purpose(plan, site, self.name)
         else:
-            purpose, salt = seed_purpose(membership, site, prekey.number, self.name), b""
-        key = keys.agreed(bytes.fromhex(kept.run_key), bytes.fromhex(prekey.key), purpose, salt)
-        return keys.opened(key, closed, purpose)
+            purpose = seed_purpose(membership, site, prekey.number, self.name)
+        try:
+            return keys.opened(key_with(kept, membership, site, purpose), closed, purpose)
+        except WireError as error:
+            raise WireError(f"secure: {site}: {error}; none is opened") from None
 
     def _require_run(self, run: str) -> None:
         if run != self.run:
@@ -330,55 +269,3 @@ class Site:
         if kept.membership is None or kept.membership.digest != plan.membership:
             raise PolicyError("secure: expected the membership that this site has joined last, found another; set up")
         return kept, kept.membership
-
-
-class MemoryStore:
-    """Keeps it in memory, for a federation in one process."""
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Nobody else is here."""
-        return nullcontext()
-
-    def __init__(self) -> None:
-        self._kept: Kept | None = None
-
-    def load(self) -> Kept | None:
-        """What was saved last."""
-        return self._kept
-
-    def save(self, kept: Kept) -> None:
-        """Keeps it as long as this object lives."""
-        self._kept = kept
-
-
-def partners(plan: Plan, membership: Membership, site: str) -> list[Prekey]:
-    """The cohort's sites with which a site has a mask in common."""
-    near = set(membership.holders(site)) - {site}
-    return [prekey for prekey in plan.prekeys if prekey.site in near]
-
-
-def pair_mask(plan: Plan, site: str, other: str, private: bytes, public: bytes) -> masks.Mask:
-    """The mask that `site` adds for the pair; the other one subtracts it."""
-    first, second = sorted((site, other))
-    key = keys.agreed(private, public, keys.about("pair mask", first, second), bytes.fromhex(plan.digest))
-    return masks.Mask(key, 1 if site == first else -1)
-
-
-def own_mask(secret: bytes, plan: Plan, site: str) -> masks.Mask:
-    """The mask that `site` adds for itself alone."""
-    return masks.Mask(keys.derived(secret, keys.about("own mask", site), bytes.fromhex(plan.digest)), 1)
-
-
-def negative(mask: masks.Mask) -> masks.Mask:
-    """What takes a mask off."""
-    return replace(mask, sign=-mask.sign)
-
-
-def seed_purpose(membership: Membership, site: str, number: int, holder: str) -> bytes:
-    """Of a share of a prekey's seed."""
-    return keys.about("prekey share", membership.digest, site, number, holder)
-
-
-def mask_purpose(plan: Plan, site: str, holder: str) -> bytes:
-    """Of a share of the secret of a site's own mask."""
-    return keys.about("mask share", plan.digest, site, holder)

@@ -24,9 +24,10 @@ from fedveil.contract.method import RoundContext, State
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import WireError
 from fedveil.federation.exchange import Exchange, Participate
+from fedveil.federation.secure.forms import MOST_SITES
 from fedveil.federation.secure.masks import Integers
 from fedveil.federation.secure.site import Site
-from fedveil.federation.secure.statements import MOST_SITES, Attached, Plan
+from fedveil.federation.secure.statements import Attached, Plan
 from fedveil.federation.secure.summands import Slots
 from fedveil.wire import integers
 from fedveil.wire.conformity import bounds

@@ -14,9 +14,10 @@ from fedveil.config import parse
 from fedveil.contract.task import Example
 from fedveil.errors import PolicyError, WireError
 from fedveil.federation.secure import keys
+from fedveil.federation.secure.membership import Member, roster_digest
 from fedveil.federation.secure.server import Settings
 from fedveil.federation.secure.site import Demands
-from fedveil.federation.secure.statements import Hello, Member, Setup, roster_digest
+from fedveil.federation.secure.statements import Hello, Setup
 from tests.client_app.site.test_policy import assignment
 from tests.server_app.grid import LocalGrid, use_toy_task
 from tests.server_app.test_strategy import initial, strategy

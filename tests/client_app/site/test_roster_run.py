@@ -8,7 +8,7 @@ from fedveil.client_app import app as client
 from fedveil.config import parse
 from fedveil.errors import QuorumError
 from fedveil.federation.secure import keys
-from fedveil.federation.secure.statements import Roster, roster_digest
+from fedveil.federation.secure.membership import Roster, roster_digest
 from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
 from fedveil.strategies.fedavg import FedAvg

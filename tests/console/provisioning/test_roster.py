@@ -11,7 +11,7 @@ from fedveil.client_app.site.policy import Policy
 from fedveil.console.main import main
 from fedveil.console.provisioning.federation import Members, roster_file
 from fedveil.errors import ConfigError
-from fedveil.federation.secure.statements import roster_digest
+from fedveil.federation.secure.membership import roster_digest
 from fedveil.server_app.unseen import read_roster
 from tests.console.provisioning.test_provision import enrolled, federation, public_signing, register  # noqa: F401
 

@@ -1,0 +1,232 @@
+"""The server's half: what it takes of sites that lie, and what it makes of shares that do not fit."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from fedveil.errors import QuorumError, WireError
+from fedveil.federation.secure import keys, shamir
+from fedveil.federation.secure.agreed import mask_purpose
+from fedveil.federation.secure.membership import Shares
+from fedveil.federation.secure.statements import Opened
+from tests.fedveil.federation.secure.sites import (
+    add,
+    changed,
+    drawn,
+    masked,
+    names,
+    run,
+    signed,
+    stranger,
+    unmasked,
+)  # fmt: skip
+
+SITES = names(7)
+LOW_ORDER = (
+    bytes(32),
+    bytes([1, *[0] * 31]),
+    (2**255 - 20).to_bytes(32, "little"),
+    (2**255 - 19).to_bytes(32, "little"),
+)
+
+
+def sum_of(vectors) -> list[int]:
+    return (sum(vectors.values()) & np.uint32(0xFFFFFFFF)).tolist()
+
+
+def answered(local, attempt, lies=lambda holder, opened: opened):
+    """Asks all holders; `lies` says what one sends in place of its answer."""
+    for holder, asked in attempt.questions().items():
+        attempt.answer(holder, lies(holder, local.sites[holder].unmask(asked)))
+
+
+@pytest.fixture
+def round_of_seven():
+    """All seven have masked; the first six upload. t = 5."""
+    local = run(SITES, least=3)
+    attempt = local.begin(0, 0, SITES)
+    vectors = {s: drawn(9, i) for i, s in enumerate(SITES[:6])}
+    uploads = masked(local, attempt, vectors)
+    add(attempt, uploads)
+    return local, attempt, vectors, uploads
+
+
+@pytest.mark.parametrize("how", ["heard", "silent"])
+@pytest.mark.parametrize("liar", SITES)
+def test_one_holder_with_wrong_shares_is_left_out_and_the_sum_is_right(round_of_seven, liar, how):
+    local, attempt, vectors, _ = round_of_seven
+
+    def lies(holder, opened):
+        wrong = {site: os.urandom(16).hex() for site in getattr(opened, how)}
+        return changed(opened, **{how: wrong}) if holder == liar else opened
+
+    answered(local, attempt, lies)
+    assert attempt.total().tolist() == sum_of(vectors)
+
+
+def test_shares_that_no_five_holders_can_make_fit_throw_the_attempt_away(round_of_seven):
+    local, attempt, _, _ = round_of_seven
+
+    def lies(holder, opened):
+        return changed(opened, heard=opened.heard | {"s03": os.urandom(16).hex()}) if holder < "s04" else opened
+
+    answered(local, attempt, lies)
+    with pytest.raises(QuorumError, match="s03"):
+        attempt.total()
+
+
+def test_a_site_that_shares_another_secret_than_it_masked_with_is_named(round_of_seven):
+    local, attempt, _vectors, _ = round_of_seven
+    liar = local.sites["s06"]
+    seed = liar.store.load().run_key
+    attached = liar.mask(attempt.plan, drawn(9, 6))
+    closed = {}
+    for holder, share in zip(SITES, shamir.split(os.urandom(16), 5, 7), strict=True):
+        purpose = mask_purpose(attempt.plan, "s06", holder)
+        public = bytes.fromhex(attempt.membership.by_name[holder].run_key)
+        closed[holder] = keys.closed(keys.agreed(bytes.fromhex(seed), public, purpose), share, purpose).hex()
+    attempt.add("s06", drawn(9, 7), changed(attached, shares=Shares(closed=closed).model_dump()))
+    answered(local, attempt)
+    with pytest.raises(QuorumError, match="s06"):
+        attempt.total()
+
+
+def test_a_share_that_its_holder_cannot_open_names_the_site_and_opens_nothing(round_of_seven):
+    local, attempt, _, _ = round_of_seven
+    attached = local.sites["s06"].mask(attempt.plan, drawn(9, 6))
+    garbage = {holder: os.urandom(44).hex() for holder in SITES}
+    attempt.add("s06", drawn(9, 7), changed(attached, shares={"closed": garbage}))
+    asked = attempt.questions()["s00"]
+    before = local.sites["s00"].store.load().answered
+    with pytest.raises(WireError, match="s06"):
+        local.sites["s00"].unmask(asked)
+    assert local.sites["s00"].store.load().answered == before == {}
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda opened: changed(opened, heard=dict(list(opened.heard.items())[1:])),
+        lambda opened: changed(opened, silent=opened.silent | {"s00": "00" * 16}),
+        lambda opened: changed(opened, heard=opened.heard | opened.silent, silent={}),
+        lambda opened: Opened(heard={}, silent={}),
+    ],
+)
+def test_shares_that_were_not_asked_for_are_refused(round_of_seven, lie):
+    local, attempt, _, _ = round_of_seven
+    asked = attempt.questions()["s02"]
+    with pytest.raises(WireError, match="asked for"):
+        attempt.answer("s02", lie(local.sites["s02"].unmask(asked)))
+
+
+def test_an_upload_is_taken_once_in_time_and_of_the_cohort(round_of_seven):
+    local, attempt, vectors, uploads = round_of_seven
+    with pytest.raises(WireError, match="one upload of each site"):
+        attempt.add("s00", *uploads["s00"])
+    with pytest.raises(WireError, match="one upload of each site"):
+        attempt.add("s99", *uploads["s00"])
+    late = masked(local, attempt, {"s06": drawn(9, 6)})
+    asked = attempt.questions()
+    with pytest.raises(WireError, match="before the sum is closed"):
+        add(attempt, late)
+    for holder in SITES[:6]:  # s06 itself says that it has masked, and opens nothing
+        attempt.answer(holder, local.sites[holder].unmask(asked[holder]))
+    assert attempt.total().tolist() == sum_of(vectors)
+
+
+@pytest.mark.parametrize("holders", [SITES[:6], SITES[1:], [*SITES, "s99"], []])
+def test_an_upload_without_a_share_for_each_holder_is_refused(round_of_seven, holders):
+    local, attempt, _, _ = round_of_seven
+    (hidden, attached) = masked(local, attempt, {"s06": drawn(9, 6)})["s06"]
+    with pytest.raises(WireError, match="each of its holders"):
+        attempt.add("s06", hidden, changed(attached, shares={"closed": dict.fromkeys(holders, "00" * 44)}))
+
+
+def test_below_the_least_nobody_is_asked_and_nothing_is_opened():
+    local = run(SITES, least=4)
+    attempt = local.begin(0, 0, SITES)
+    add(attempt, masked(local, attempt, {s: drawn(3, i) for i, s in enumerate(SITES[:3])}))
+    with pytest.raises(QuorumError, match=r"min-sites: expected a sum of at least 4 sites, found 3"):
+        attempt.questions()
+    with pytest.raises(QuorumError):
+        attempt.total()
+
+
+def test_below_the_threshold_there_is_no_sum(round_of_seven):
+    local, attempt, _, _ = round_of_seven
+    with pytest.raises(QuorumError, match="secure.threshold: expected 5 holders"):
+        unmasked(local, attempt, deaf=SITES[:3])
+
+
+def test_a_run_key_must_be_of_its_site_signed_and_its_own():
+    local = run(SITES)
+    coordinator = local.coordinator
+    said = {name: site.hello(coordinator.hello()) for name, site in local.sites.items()}
+    coordinator.admit("s00", said["s00"])
+    other = changed(said["s01"], run_key=said["s00"].run_key)
+    key = local.sites["s01"].signing_key
+    low = [changed(said["s01"], run_key=point.hex()) for point in LOW_ORDER]
+    foreign = stranger()
+    for member in (
+        said["s02"],  # another site's
+        changed(said["s01"], run_key=said["s02"].run_key),  # not what was signed
+        signed(other, key, other.text(coordinator.run)),  # signed, but s00's
+        *(signed(member, key, member.text(coordinator.run)) for member in low),
+        signed(  # by a key that the registry does not have
+            changed(said["s01"], signing_key=keys.verifying_key(foreign).hex()),
+            foreign,
+            said["s01"].text(coordinator.run),
+        ),
+    ):
+        with pytest.raises(WireError):
+            coordinator.admit("s01", member)
+    coordinator.admit("s01", said["s01"])
+    coordinator.admit("s00", said["s00"])  # as after a restart of the site
+
+
+def test_a_prekey_must_be_of_its_site_for_the_membership_with_a_share_for_each_holder():
+    local = run(SITES)
+    local.begin(0, 0, SITES)
+    coordinator = local.coordinator
+    setup = coordinator.settle_on(SITES)
+    bundles = {name: site.join(setup) for name, site in local.sites.items()}
+    mine, key, text = bundles["s00"], local.sites["s00"].signing_key, setup.membership.digest
+    low = changed(mine.prekey, key="00" * 32)
+    fewer = Shares(closed=dict(list(mine.shares.closed.items())[1:]))
+    short = changed(mine.prekey, shares=fewer.digest)
+    for bundle in (
+        bundles["s01"],
+        changed(mine, prekey=changed(mine.prekey, number=7).model_dump()),
+        changed(mine, prekey=signed(mine.prekey, stranger(), mine.prekey.text(text)).model_dump()),
+        changed(mine, prekey=signed(mine.prekey, key, mine.prekey.text("0" * 64)).model_dump()),
+        changed(mine, prekey=signed(low, key, low.text(text)).model_dump()),
+        changed(mine, shares=bundles["s01"].shares.model_dump()),
+        changed(mine, shares=fewer.model_dump(), prekey=signed(short, key, short.text(text)).model_dump()),
+    ):
+        with pytest.raises(WireError):
+            coordinator.keep("s00", bundle)
+    coordinator.keep("s00", mine)
+
+
+def test_too_few_sites_for_the_sum_or_for_the_threshold():
+    with pytest.raises(QuorumError, match=r"min-sites: expected at least 5 sites with keys, found 3"):
+        run(names(3), least=5).begin(0, 0, names(3))
+    with pytest.raises(QuorumError, match=r"threshold: expected at least 4 holders of a secret, found 3"):
+        run(names(3), threshold=4).begin(0, 0, names(3))
+
+
+def test_a_site_that_lost_its_keys_begins_a_new_membership_and_the_others_go_on():
+    local = run(SITES)
+    first = local.begin(0, 0, SITES).membership
+    again = local.begin(0, 1, SITES)  # every prekey is spent with an attempt; all are asked for new ones
+    assert again.membership == first
+    local.coordinator.forget("s03")
+    local.sites["s03"].store._kept = None
+    attempt = local.begin(1, 0, SITES)
+    assert attempt.membership != first
+    vectors = {s: drawn(4, i) for i, s in enumerate(SITES)}
+    add(attempt, masked(local, attempt, vectors))
+    assert unmasked(local, attempt).tolist() == sum_of(vectors)
