@@ -2,7 +2,8 @@
 # What several people do on several machines, done on one host for compose.yaml. Everybody gets their own files alone:
 #
 #   trial.sh server              /federation the operator's, /keys the CA's key, /server the SuperLink's, /secret its SuperExec's
-#   trial.sh site NAME NUMBER    /kit and /keys the SuperNode's, /secret what the process that runs apps may see too
+#   trial.sh site NAME NUMBER    /kit and /keys the SuperNode's, /secret what the process that runs apps may see too: its secret,
+#                               the site's signing key and policy
 #
 # /handover is what goes from one to the other: kits, requests, and the digest of the app. Nothing secret.
 set -eu
@@ -41,6 +42,8 @@ max-bytes-a-round = 50_000_000
 "task.evaluation" = "/data"
 "evaluate.max-examples" = {min = 1, max = 1000}
 "run.name" = {pattern = "[a-z0-9-]*"}
+"secure.enabled" = [true, false]
+"secure.roster" = "/roster/roster.json"
 POLICY
   # The three share one folder of rows: each takes a third.
   sed -i 's:/kit/site-policy.toml:/secret/site-policy.toml:' node-config.toml

@@ -18,7 +18,8 @@ refuses.
     require-secure = true                    # uploads leave this site masked, in sums alone (secure.enabled)
     min-cohort = 5                           # sites of a cohort, and of a sum
     min-threshold = 4                        # holders that it takes to open a secret of this site
-    roster = "sha256:5f0c..."                # the signing keys of all sites: `fedveil members roster`
+    roster = "sha256:5f0c..."                # the signing keys of all sites: `fedveil members roster`. These three hold
+                                             # for masked uploads, and require nothing of others
     app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
     signers = ["ssh-ed25519 AAAA..."]        # who may have signed the bundle: `fedveil app sign`
     hours = ["20:00-06:00"]                  # by this machine's clock; a turn must begin in one of these windows
@@ -57,7 +58,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fedveil.client_app.site import cost
+from fedveil.client_app.site import cost, demands
 from fedveil.client_app.site import permits as run_keys
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.hours import WINDOW, within
@@ -108,8 +109,9 @@ class Policy(BaseModel):
         bounds = {
             "method.name": self.methods, "task.name": self.tasks, "task.model": self.models,
             "run.rounds": self.max_rounds, "run.signature": self.signers, "run.name": self.signers,
-            "dp.noise": self.min_noise, "secure.enabled": self.require_secure or None,
-            "dp.epsilon": self.max_epsilon,
+            "dp.noise": self.min_noise, "dp.epsilon": self.max_epsilon,
+            "secure.enabled": self.require_secure or None, "secure.min-sites": self.min_cohort,
+            "secure.threshold": self.min_threshold, "secure.roster": self.roster,
         }  # fmt: skip
         return {key for key, bound in bounds.items() if bound is not None}
 
@@ -167,8 +169,7 @@ def check(
     _require_bytes(policy, down_bytes, "in the server's message alone")
     _require_hour(policy, now or datetime.now())
     _require_noise(config, policy.min_noise)
-    if policy.require_secure and not config.secure.enabled:
-        raise PolicyError("secure.enabled: this site permits masked uploads alone, found false; set it to true")
+    demands.check(config.secure, policy.require_secure, policy.min_cohort, policy.min_threshold, policy.roster)
     run_keys.check(policy.permits, policy.named, config)
     if policy.max_epsilon is not None:
         _require_epsilon(assignment, policy.max_epsilon, policy.delta)

@@ -7,6 +7,7 @@
 |---|---|
 | the run config says `secure.enabled`, and the order has no plan; or the other way round | WireError: nothing is sent |
 | the plan's ring, least sum or threshold are not the run config's, which the policy has judged | WireError |
+| membership or roster have another signing key under this site's name | PolicyError |
 | secure.json is damaged | StateError; moved away, the site is set up anew, and answers no more for its old key |
 | an older copy of secure.json is put back | not noticed: it may open the other half of a secret; never restore it |
 """
@@ -26,7 +27,8 @@ from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import folder_of, role_of, safe
 from fedveil.config import SecureConfig
-from fedveil.errors import ConfigError, StateError, WireError
+from fedveil.errors import ConfigError, PolicyError, StateError, WireError
+from fedveil.federation.secure import keys
 from fedveil.federation.secure.kept import Kept
 from fedveil.federation.secure.membership import Membership
 from fedveil.federation.secure.server import Settings
@@ -164,7 +166,26 @@ def answered(assignment: Assignment, statement: bytes) -> bytes:
             return site.unmask(question).to_bytes()
         case Setup():
             _require_agreed(question.membership, config)
+            _require_own(question, site)
             return site.join(question).to_bytes()
+
+
+def _require_own(asked: Setup, site: Site) -> None:
+    """That sites agree on one roster says that all keys in it are theirs only if each of them has found its own there.
+
+    Raises PolicyError.
+    """
+    own = keys.verifying_key(site.signing_key).hex()
+    member = asked.membership.by_name.get(site.name)
+    for where, found in (
+        ("the membership", member.signing_key if member else None),
+        ("the roster", asked.roster.get(site.name, own if not site.demands.roster else None)),
+    ):
+        if found != own:
+            raise PolicyError(
+                f"signing-key: expected this site's own in {where}, {own[:16]}..., found {(found or 'none')[:16]}; "
+                "have it registered, and the roster written anew"
+            )
 
 
 def _require_agreed(found: Membership, config: SecureConfig) -> None:

@@ -7,10 +7,10 @@ of them can see and reach is what follows; compose.yaml of the repository is the
 |---|---|---|
 | pod | nothing | publishes the fleet port; the next three share its loopback, where the control port is |
 | superlink | server certificate and key, the registry, its database and the log of its control port | |
-| serverapp | the run folders, evaluation data, models | |
+| serverapp | the run folders, evaluation data, models, the roster of the sites' signing keys | |
 | operator | what `fedveil provision` made | runs on demand |
 | supernode | the site's key | the server, and the network between it and clientapp |
-| clientapp | the site's data, models, policy and private state | that network alone |
+| clientapp | the site's data, models, policy, private state and signing key | that network alone |
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ name: fedveil-{project}-server
     volumes:                  # not the server's key
       - ./ca.crt:/server/ca.crt:ro
       - ./superexec-secret:/server/superexec-secret:ro
+      - ./roster:/roster:ro     # secure.roster="/roster/roster.json"
       - app-state:/state
       - runs:/runs
       - ${{FEDVEIL_DATA:-./data}}:/data:ro
@@ -119,7 +120,7 @@ _SITE = """\
 # Site {site} of {federation}. Opens one connection, to {superlink}; publishes no port.
 name: fedveil-{project}
 {head}services:
-  init:                       # docker compose run --rm -T init >request.json: makes this site's key and its request
+  init:                       # docker compose run --rm -T init >request.json: makes this site's keys and its request
     <<: *tool
     profiles: [init]
     network_mode: none
@@ -132,6 +133,7 @@ name: fedveil-{project}
     volumes:
       - ./:/kit:ro
       - keys:/keys:ro
+      - secret:/secret:ro
       - state:/state
       - ${{FEDVEIL_DATA:-./data}}:/data:ro
     networks: [outside]
@@ -160,7 +162,7 @@ name: fedveil-{project}
       - --insecure             # inside the network between these two; the secret says who they are
       - --superexec-auth-secret-file=/secret/superexec-secret
       - --health-server-address=127.0.0.1:9097
-    volumes:                  # not the volume in which the site's key lies
+    volumes:                  # not the volume in which the node key lies; the signing key is in `secret`
       - ./site-policy.toml:/kit/site-policy.toml:ro
       - secret:/secret:ro
       - state:/state

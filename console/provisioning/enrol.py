@@ -1,10 +1,17 @@
-"""A site's key, made at the site, and its request to be registered: what leaves is public, and proves the private half.
+"""A site's keys, made at the site, and its request to be registered: what leaves is public, and proves private halves.
 
-    request.json   {"federation", "site", "ca", "key", "made", "proof"}
-    proof = ECDSA P-384 with SHA-384 by the key itself, over the JSON of the rest (keys sorted, no spaces)
+    node.key      P-384: opens the site's connection; the SuperNode's alone
+    signing.key   Ed25519, 32 bytes: by it the other sites know this one in secure aggregation; for what runs apps
+    request.json  {"federation", "site", "ca", "key", "signing", "made", "proof", "signing-proof"}
 
-The proof says that the sender of the key has its private half. That the sender is the site, the operator has to hear
-from somebody: both ends show the key's fingerprint, to be compared over the telephone.
+    proof = ECDSA P-384 with SHA-384 by the node key, over the JSON of the rest (keys sorted, no spaces)
+    signing-proof = Ed25519 by the signing key, over the same text
+
+Each proof covers both keys: who sends them has both private halves. That the sender is the site, the operator has to
+hear from somebody: both ends show one fingerprint of both keys, to be compared over the telephone.
+
+A new node key comes every few months; the signing key stays, for its public half is in the roster whose digest every
+site's policy names. It is replaced where that is asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +19,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import secrets
+import os
+import re
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,82 +30,160 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedveil import places
-from fedveil.console.flower.keys import write_node_key
+from fedveil.client_app.site.secure import read_key
+from fedveil.console.flower.keys import write_node_key, write_secret
 from fedveil.errors import ConfigError
+from fedveil.federation.secure import keys
+from fedveil.foreign import shown
+from fedveil.places import private_folder
+from fedveil.records.files import write_atomic
+
+SIGNING_KEY = "signing.key"
+_MOST_BYTES = 16_384  # of a request, which comes from elsewhere
 
 
-def make(folder: Path, about: dict[str, str], ca: bytes, renew: bool, secret: Path | None = None) -> tuple[Path, str]:
-    """Writes node.key, node.key.pub, superexec-secret and request.json. Returns the request and the fingerprint.
+@dataclass(frozen=True)
+class Places:
+    """Where a site's keys go.
 
-    `secret` is where superexec-secret goes, where not beside the key: the process that runs apps must reach the one
-    only.
+    Attributes:
+        folder: of the node key and the request.
+        secret: the SuperExec's; the signing key lies beside it. The process that runs apps must reach these two alone.
+    """
+
+    folder: Path
+    secret: Path
+
+    @property
+    def node_key(self) -> Path:
+        """Private, in OpenSSH's format."""
+        return self.folder / "node.key"
+
+    @property
+    def signing_key(self) -> Path:
+        """Private, 32 bytes."""
+        return self.secret.with_name(SIGNING_KEY)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a site asks to be registered.
+
+    Attributes:
+        key: of the node, as OpenSSH writes it.
+        signing: hex digits.
+    """
+
+    site: str
+    key: str
+    signing: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Of both keys; SHA-256 in the form that ssh-keygen has for one."""
+        digest = hashlib.sha256(keys.about("keys of a site", self.key, self.signing)).digest()
+        return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+def make(
+    places: Places, about: dict[str, str], ca: bytes, renew: bool = False, renew_signing: bool = False
+) -> tuple[Path, str]:
+    """Writes node.key, node.key.pub, superexec-secret, request.json and, where there is none, signing.key.
+
+    Returns the request and the fingerprint.
+
+    Args:
+        renew: another node key; the old one stays as node.key.old.
+        renew_signing: another signing key too; the old one stays as signing.key.old.
 
     Raises:
-        ConfigError: there is a key, and `renew` is not set.
+        ConfigError: there is a node key and it is not to be renewed, or a signing key that cannot be read.
     """
-    key_file = folder / "node.key"
-    if key_file.exists() and not renew:
+    if places.node_key.exists() and not (renew or renew_signing):
         raise ConfigError(
-            f"{key_file}: expected none yet, found one; --renew makes another, which must be registered anew"
+            f"{places.node_key}: expected none yet, found one; --renew makes another, which must be registered anew"
         )
-    places.private_folder(folder)
-    if renew and key_file.exists():
-        key_file.replace(folder / "node.key.old")  # until the new one is registered, the site still needs it
-    write_node_key(key_file)
-    secret = secret or folder / "superexec-secret"
-    secret.touch(mode=0o600)
-    secret.write_text(secrets.token_hex(32))
-    key = serialization.load_ssh_private_key(key_file.read_bytes(), None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{key_file}: expected an elliptic-curve key, found {type(key).__name__}")
-    public = key_file.with_name("node.key.pub").read_text().strip()
-    content = {**about, "ca": hashlib.sha256(ca).hexdigest(), "key": public}
+    if places.signing_key.exists() and not renew_signing:
+        read_key(places.signing_key)  # one that nobody can use is said before anything is made
+    for folder in (places.folder, places.secret.parent):
+        private_folder(folder)
+    if places.node_key.exists():
+        # Until the new one is registered, the site still needs it.
+        places.node_key.replace(places.folder / "node.key.old")
+    write_node_key(places.node_key)
+    if renew_signing and places.signing_key.exists():
+        places.signing_key.replace(places.secret.with_name(f"{SIGNING_KEY}.old"))
+    if not places.signing_key.exists():
+        write_atomic(places.signing_key, os.urandom(keys.KEY_BYTES))
+    write_secret(places.secret)
+    node = serialization.load_ssh_private_key(places.node_key.read_bytes(), None)
+    if not isinstance(node, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{places.node_key}: expected an elliptic-curve key, found {type(node).__name__}")
+    signing = read_key(places.signing_key)
+    public = places.node_key.with_name("node.key.pub").read_text().strip()
+    asked = Request(about["site"], public, keys.verifying_key(signing).hex())
+    content = {**about, "ca": hashlib.sha256(ca).hexdigest(), "key": asked.key, "signing": asked.signing}
     content["made"] = datetime.now(UTC).isoformat(timespec="seconds")
-    proof = key.sign(_canonical(content), ec.ECDSA(hashes.SHA384()))
-    request = folder / "request.json"
-    request.write_text(json.dumps({**content, "proof": base64.b64encode(proof).decode()}, indent=1))
-    return request, fingerprint(public)
+    text = _canonical(content)
+    proofs = {"proof": node.sign(text, ec.ECDSA(hashes.SHA384())), "signing-proof": keys.signed(signing, text)}
+    request = places.folder / "request.json"
+    encoded = {name: base64.b64encode(proof).decode() for name, proof in proofs.items()}
+    request.write_text(json.dumps({**content, **encoded}, indent=1))
+    return request, asked.fingerprint
 
 
-def check(file: Path, federation: str, ca: bytes) -> tuple[str, str]:
-    """The site and its public key, if the request is one of this federation and proves its key. Raises ConfigError."""
+def check(file: Path, federation: str, ca: bytes) -> Request:
+    """The request, if it is one of this federation and proves both keys. Raises ConfigError."""
     content = _read(file)
-    proof = content.pop("proof")
+    proof, signing_proof = content.pop("proof"), content.pop("signing-proof")
     for key, expected in (("federation", federation), ("ca", hashlib.sha256(ca).hexdigest())):
         if content[key] != expected:
             raise ConfigError(
                 f"{file}: {key}: expected {expected!r}, found {content[key]!r}; it is for another federation"
             )
+    if not re.fullmatch(r"[0-9a-f]{64}", content["signing"]):
+        raise ConfigError(
+            f"{file}: signing: expected 64 hex digits, found {shown(content['signing'], 80)}; ask for it anew"
+        )
+    text = _canonical(content)
     try:
         public = serialization.load_ssh_public_key(content["key"].encode())
         if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP384R1):
             raise ConfigError(f"{file}: key: expected one on P-384, found another kind; fedveil site init makes one")
-        public.verify(base64.b64decode(proof, validate=True), _canonical(content), ec.ECDSA(hashes.SHA384()))
+        public.verify(base64.b64decode(proof, validate=True), text, ec.ECDSA(hashes.SHA384()))
     except (ValueError, InvalidSignature) as error:
         raise ConfigError(
             f"{file}: proof: expected one by the key itself, found another ({type(error).__name__})"
         ) from None
-    return content["site"], " ".join(content["key"].split()[:2])
+    try:
+        signed = keys.is_signed(bytes.fromhex(content["signing"]), base64.b64decode(signing_proof, validate=True), text)
+    except ValueError:
+        signed = False
+    if not signed:
+        raise ConfigError(
+            f"{file}: signing-proof: expected one by the signing key itself, found another; fedveil site init --renew"
+        )
+    return Request(content["site"], " ".join(content["key"].split()[:2]), content["signing"])
 
 
-def fingerprint(public: str) -> str:
-    """As `ssh-keygen -l` shows it."""
-    digest = hashlib.sha256(base64.b64decode(public.split()[1])).digest()
-    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+def short(signing: str) -> str:
+    """A public signing key for people: 16 of its hex digits, for a line of a list."""
+    return " ".join(signing[i : i + 4] for i in range(0, 16, 4))
 
 
 def _read(file: Path) -> dict[str, Any]:
-    names = {"federation", "site", "ca", "key", "made", "proof"}
+    names = {"federation", "site", "ca", "key", "signing", "made", "proof", "signing-proof"}
     try:
-        content = json.loads(file.read_text())
+        with file.open("rb") as stream:
+            data = stream.read(_MOST_BYTES + 1)
+        content = json.loads(data) if len(data) <= _MOST_BYTES else None
         if (
             not isinstance(content, dict)
             or set(content) != names
             or not all(isinstance(v, str) for v in content.values())
         ):
-            raise ValueError(f"expected text under {sorted(names)}")
-    except (OSError, ValueError) as error:
+            raise ValueError(f"expected text under {sorted(names)}, of at most {_MOST_BYTES} bytes")
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file}: expected a request of fedveil site init, found none ({error}); ask for it anew"
         ) from None

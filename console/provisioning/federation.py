@@ -12,8 +12,10 @@
            ca/ca.crt server/               certificate, key, the SuperExec's secret, Flower's connection file: for the
            server alone
            kits/SITE.tar.gz      for the site; nothing secret in it
+           server/roster/        for what runs apps: roster.json, the sites' signing keys (fedveil members roster)
            registry/             what the SuperLink reads, anew at each change: members.json, each site with its public
-           key, when it was registered, until when, revoked or not; operators.json, each operator with role and last day
+           keys, when it was registered, until when, revoked or not; operators.json, each operator with role and last
+           day
 
 | a site | its entry in members.json |
 |---|---|
@@ -21,6 +23,8 @@
 | is registered with Flower | "registered", until `until` |
 | past that day | the same; the SuperLink shuts it out by itself (guard/members.py) |
 | was revoked, or `fedveil members expire` has run since | "revoked" or "expired"; a new key is accepted alone |
+
+A signing key outlives its site's node keys. One that was replaced, or whose site was revoked, is never accepted again.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fedveil import __version__
 from fedveil.errors import ConfigError
+from fedveil.federation.secure.membership import Roster
 from fedveil.records.files import write_atomic
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -90,6 +95,11 @@ def registry(folder: Path) -> Path:
     return folder / "registry"
 
 
+def roster_file(folder: Path) -> Path:
+    """Where a federation's roster goes, which what runs apps on the server may read."""
+    return folder / "server" / "roster" / "roster.json"
+
+
 class Members:
     """members.json of a federation's folder. Every change is written at once, whole or not at all."""
 
@@ -101,6 +111,7 @@ class Members:
             self.federation = FederationFile.model_validate(content["federation"])
             self.sites: dict[str, dict[str, Any]] = content["sites"]
             self.retired: dict[str, str] = content["retired"]
+            self.retired_signing: dict[str, str] = content.get("retired-signing", {})  # not in a registry of before
         except (OSError, ValueError, KeyError) as error:
             old = "; move its members.json into registry/" if (folder / "members.json").is_file() else ""
             raise ConfigError(
@@ -137,20 +148,59 @@ class Members:
                     "fedveil site init makes one"
                 )
 
-    def register(self, site: str, public: str, node: str = "", now: datetime | None = None) -> None:
-        """The site's key from now on, and its node id at Flower; the key it had is retired."""
+    def require_new_signing(self, site: str, signing: str) -> None:
+        """Raises ConfigError for a signing key that was revoked or replaced, or is another site's."""
+        if signing in self.retired_signing:
+            raise ConfigError(
+                f"{site}: signing: expected a new key, found one that was {self.retired_signing[signing]}; fedveil "
+                "site init --renew-signing makes one"
+            )
+        for other, entry in self.sites.items():
+            if other != site and entry.get("signing") == signing:
+                raise ConfigError(
+                    f"{site}: signing: expected a key of its own, found that of {other}; fedveil site init "
+                    "--renew-signing makes one"
+                )
+
+    def register(
+        self, site: str, public: str, node: str = "", now: datetime | None = None, *, signing: str = ""
+    ) -> None:
+        """The site's keys from now on, and its node id at Flower; those that it had are retired.
+
+        Without a signing key, the site keeps the one that it has.
+        """
         self.require_new(site, public)
+        if signing:
+            self.require_new_signing(site, signing)
         self._retire(site, "replaced")
+        before = self.sites[site].get("signing", "")
+        if before and signing and before != signing:
+            self.retired_signing[before] = "replaced"
         start = now or datetime.now(UTC)
         until = start + timedelta(days=self.federation.key_days)
         times = {"registered": start.isoformat(timespec="seconds"), "until": until.isoformat(timespec="seconds")}
-        self.sites[site] = {"state": "registered", "key": public, "node": node, **times}
+        signs = {"signing": signing or before} if signing or before else {}
+        self.sites[site] = {"state": "registered", "key": public, **signs, "node": node, **times}
         self.save()
 
+    @property
+    def signing_keys(self) -> dict[str, str]:
+        """Those of the registered sites that have one, by name. Raises ConfigError for something else there."""
+        found = {s: e["signing"] for s, e in self.sites.items() if e["state"] == "registered" and "signing" in e}
+        try:
+            return dict(sorted(Roster(signing_keys=found).signing_keys.items()))
+        except ValidationError as error:
+            key = ".".join(map(str, error.errors()[0]["loc"][1:]))
+            raise ConfigError(
+                f"{self._file}: {key}: signing: expected 64 hex digits, found something else; register the site anew"
+            ) from None
+
     def end(self, site: str, state: str) -> None:
-        """Revoked or expired: the key is never accepted again."""
+        """Revoked or expired: the key is never accepted again. Who is revoked may have lost its signing key too."""
         entry = self.entry(site)
         self._retire(site, state)
+        if state == "revoked" and "signing" in entry:
+            self.retired_signing[entry["signing"]] = state
         self.sites[site] = {**entry, "state": state}
         self.save()
 
@@ -163,7 +213,9 @@ class Members:
     def save(self) -> None:
         """Writes the file."""
         about = self.federation.model_dump(mode="json", by_alias=True)
-        content = {"federation": about, "sites": self.sites, "retired": self.retired}
+        content = {
+            "federation": about, "sites": self.sites, "retired": self.retired, "retired-signing": self.retired_signing,
+        }  # fmt: skip
         write_atomic(self._file, json.dumps(content, indent=1).encode())
 
     def _retire(self, site: str, how: str) -> None:

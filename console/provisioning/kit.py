@@ -39,6 +39,10 @@ min-batch = 4
 # delta = 1e-5                          # what the site's privacy ledger judges by, beside what a run claims
 # neighbours = "replace-one"
 # hours = ["20:00-06:00"]
+# require-secure = true                 # uploads leave this site masked, and are read in sums alone
+# min-cohort = 5                        # sites of such a sum, at least
+# min-threshold = 4                     # of the sites, so many must help before anything of this one is opened
+# roster = "sha256:5f0c..."             # fedveil members roster; compare it with the other sites, not with the server
 # [permits]                             # all other keys of the run config; this table comes last in the file
 # "train.batch-size" = {min = 8, max = 64}
 """
@@ -46,22 +50,27 @@ min-batch = 4
 _README = """\
 # {federation}: start-up kit of site {site}
 
-Nothing in this kit is secret. Your key is made here, by you, and does not leave this machine.
+Nothing in this kit is secret. Your keys are made here, by you, and do not leave this machine.
 
 Before: a container engine with compose, and the image `{image}` (`docker load -i`, where you got it as a file).
 
-1. Check the kit, then make your key and your request:
+1. Check the kit, then make your keys and your request:
 
        sha256sum -c SHA256SUMS
        docker compose run --rm -T init >request.json
 
    Send `request.json` to the operator, and read the fingerprint that was printed to them over the telephone.
+   It is of two keys: the node key opens your connection, the signing key is what the other sites know you by.
 
 2. Fill in `site-policy.toml`: as delivered it permits nothing. `FEDVEIL_DATA` names the folder of your rows
    (`train.jsonl` or `train.parquet`), `FEDVEIL_MODELS` that of the base models. Both are mounted read-only, into the
    container without a way out, and must be readable by user 10001.
 
-3. When the operator has registered your key:
+   For runs with secure aggregation: when all sites are registered, the operator tells the digest of the roster. Compare
+   it with the other sites, by telephone, before it goes into `site-policy.toml`: it is what keeps the server from
+   putting keys of its own in the place of theirs.
+
+3. When the operator has registered your keys:
 
        docker compose up -d --wait
 
@@ -72,7 +81,8 @@ Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing co
 | see whether all is well | `docker compose run --rm doctor` |
 | see what was sent, and what was refused | `docker compose exec clientapp fedveil log show /state/audit-log.jsonl` |
 | check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
-| make a new key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then 1 and 3 |
+| make a new node key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then 3 |
+| make a new signing key, if others may have the old one | the same with `--renew-signing`; all need the new roster |
 | use a GPU | `docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait`, with an image built for it |
 | leave | `docker compose down`, and tell the operator, who revokes your key |
 
@@ -90,6 +100,7 @@ def files(federation: FederationFile, site: str, ca: bytes) -> dict[str, bytes]:
     words = {**public, "image": federation.image, "ca": hashlib.sha256(ca).hexdigest()}
     # The containers mount the data read-only, so that its id cannot be kept beside it.
     node = {"site": site, "data": "/data", "data-set": site, "state-dir": "/state", "policy": "/kit/site-policy.toml"}
+    node["signing-key"] = "/secret/signing.key"
     found = {
         "compose.yaml": compose.site(federation.name, site, federation.image, federation.superlink),
         "compose.gpu.yaml": compose.gpu("clientapp"),

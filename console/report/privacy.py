@@ -45,6 +45,8 @@ def _of_site(run: Run, site: str, claim: Claim) -> str:
     """What the run cost the site's records. Its reports are the site's own words, so they are bounded first."""
     asked = [int(a["round"]) for a in run.attempts if site in a.get("cohort", [])]
     reports = [a["reports"][site] for a in run.attempts if site in a.get("reports", {})]
+    if not reports and any(site in a["accepted"] for a in run.unseen):
+        return "its uploads were added up unseen, so its number of rows is not known here; its own ledger tells."
     if not reports:
         return "no accepted upload, so its number of rows is not known here; its own ledger tells."
     counts = [(_count(r.get("num_examples"), 1, _MOST_ROWS), _count(r.get("steps"), 0, _MOST_STEPS)) for r in reports]

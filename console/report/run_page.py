@@ -8,7 +8,7 @@ from pathlib import Path
 from fedveil.console.report import findings, page, privacy
 from fedveil.console.report.figures import Curve, svg
 from fedveil.console.report.page import Html, bullets, fold, join, table, tag
-from fedveil.console.runs import by_site, disclosure
+from fedveil.console.runs import by_site, disclosure, unseen
 from fedveil.console.runs.folder import Row, Run
 from fedveil.console.runs.summary import metric_names, upload_ratio
 
@@ -44,6 +44,7 @@ def html(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> str:
     parts += [tag("h2", "Summary"), _summary(runs), _figures(runs)]
     parts += [tag("h2", "What each side learned"), *(_learned(run) for run in runs)]
     parts += [tag("h2", "Differential privacy"), tag("p", PRIVACY_NOTE, "note"), *(_privacy(run) for run in runs)]
+    parts += _unseen(runs)
     parts += _findings(runs)
     parts += [tag("h2", "Disclosure ledger"), tag("p", LEDGER_NOTE, "note"), *(_ledger(run) for run in runs)]
     parts += [tag("h2", "Sites"), *(_sites(run) for run in runs), _missing(missing or {})]
@@ -119,6 +120,8 @@ def _figures(runs: Sequence[Run]) -> Html:
 
 def _learned(run: Run) -> Html:
     items: list[object] = [sentence.replace("`", "") for sentence in disclosure.words_of(run.method)]
+    if run.unseen:
+        items = [unseen.NOT_SEEN, "Of the sum over sites, in the place of a single one's:", *items]
     uploads = [kind for kind in disclosure.kinds(run) if kind.direction == "up"]
     for site in run.sites:
         held = [f"{_variant(kind)} {_times(kind.sites[site])}" for kind in uploads if kind.sites[site]]
@@ -135,6 +138,15 @@ def _learned(run: Run) -> Html:
 
 def _privacy(run: Run) -> Html:
     return join([tag("h3", _heading(run)), bullets(privacy.statements(run))])
+
+
+def _unseen(runs: Sequence[Run]) -> list[object]:
+    found = [run for run in runs if run.unseen]
+    head = ["round", "attempt", "sites in the sum", "holders", "of whom open it", "opened no shares", "no sum, because"]
+    parts = [
+        join([tag("h3", _heading(run)), bullets(unseen.claims(run)), table(head, unseen.rows(run))]) for run in found
+    ]
+    return [tag("h2", "Secure aggregation"), tag("p", unseen.NOT_SEEN, "note"), *parts] if found else []
 
 
 def _findings(runs: Sequence[Run]) -> list[object]:
@@ -183,13 +195,14 @@ def _by_site(run: Run, found: Sequence[disclosure.Kind]) -> Html:
 
 
 def _sites(run: Run) -> Html:
-    head = ["site", "accepted", "asked", "examples", "loss received", "loss trained", "train seconds", "up bytes"]
-    rows = [
-        [s.name, s.accepted, s.asked, s.examples, s.loss_received, s.loss_trained, s.train_seconds, s.up, s.down,
-         join((f"round {round_}: {reason}" for round_, reason in s.failures), "; ") or None]
-        for s in by_site.of(run)
-    ]  # fmt: skip
-    return join([tag("h3", _heading(run)), table([*head, "down bytes", "failures"], rows)])
+    told = [] if run.unseen else ["examples", "loss received", "loss trained", "train seconds"]
+    head = ["site", "accepted", "asked", *told, "up bytes", "down bytes", "failures"]
+    rows = []
+    for s in by_site.of(run):
+        said = [] if run.unseen else [s.examples, s.loss_received, s.loss_trained, s.train_seconds]
+        why = join((f"round {round_}: {reason}" for round_, reason in s.failures), "; ") or None
+        rows.append([s.name, s.accepted, s.asked, *said, s.up, s.down, why])
+    return join([tag("h3", _heading(run)), table(head, rows)])
 
 
 def _missing(missing: Mapping[str, str]) -> Html:

@@ -101,9 +101,14 @@ class Run:
 
     @cached_property
     def sites(self) -> list[str]:
-        """Every site that was asked to take part."""
-        asked = {site for attempt in self.attempts for site in attempt.get("cohort", [])}
+        """Every site that was asked to take part, or for its keys."""
+        asked = {site for attempt in self.attempts for key in ("cohort", "failed") for site in attempt.get(key, [])}
         return sorted(asked | {str(message["site"]) for message in self.messages})
+
+    @property
+    def unseen(self) -> list[Row]:
+        """The attempts of secure aggregation, whose uploads nobody saw one by one."""
+        return [attempt for attempt in self.attempts if attempt.get("unseen")]
 
     @property
     def _by_round(self) -> dict[int, Row]:
@@ -114,7 +119,7 @@ class Run:
         return [attempt for attempt in self.attempts if not attempt.get("void")]
 
     def _bytes(self, direction: str, total: str) -> int:
-        if self.messages:
+        if self.messages and not self.unseen:  # there questions about keys and shares count too, which it does not list
             return sum(int(message["bytes"]) for message in self.messages if message["direction"] == direction)
         return sum(int(attempt.get(total, 0)) for attempt in self.attempts)
 

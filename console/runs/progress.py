@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fedveil.console.runs import unseen
 from fedveil.console.runs.folder import Row, loss_of, new_lines
 from fedveil.foreign import shown
 
@@ -60,8 +61,9 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         else:
             accepted = f"{len(row['accepted'])}/{len(row['cohort'])} sites"
             failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
+            masked = f"; {unseen.note(row['unseen'])}" if row.get("unseen") else ""
             loss_too = f"  {note}" if note else ""
-            note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B{loss_too}{failures}"
+            note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B{loss_too}{masked}{failures}"
         done = row["round"] + 1 if row["round"] < 0 or row.get("weights") else row["round"]
         self._tell(done, note)
 

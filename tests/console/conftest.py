@@ -109,3 +109,26 @@ def run_folders(tmp_path_factory):
 def make_run(tmp_path):
     """Writes a run folder below tmp_path."""
     return lambda **options: write_run(tmp_path, **options)
+
+
+def masked(folder: Path) -> Path:
+    """The run as one of secure aggregation: no reports, one vector an upload, one attempt without a sum."""
+    config = json.loads((folder / "config.json").read_text())
+    config["config"] |= {"secure.enabled": True, "secure.min-sites": 3, "secure.roster": "/roster/roster.json"}
+    (folder / "config.json").write_text(json.dumps(config))
+    first, *rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["unseen"] = {"sites": len(row["accepted"]), "holders": 4, "threshold": 3, "deaf": {}}
+        row["reports"] = {}
+        row["upload_bytes"] += 4111  # of questions
+    rows[1]["unseen"]["deaf"] = {"site-3": "no answer within <120> s"}
+    void = rows[1] | {
+        "accepted": ["site-0"],
+        "weights": "",
+        "scores": {},
+        "unseen": {"reason": "expected 3, found <1>"},
+    }
+    rows[2]["failed"] = {"site-9": "PolicyError: it gave no keys, so it was in no cohort"}
+    lines = [first, rows[0], void, *[row | {"attempt": 1} for row in rows[1:2]], *rows[2:]]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder

@@ -95,6 +95,18 @@ def test_the_message_pod_passes_the_guard_and_sees_no_key():
     assert {m["mountPath"]: m.get("readOnly", False) for m in mounts} == {"/data": True, "/kit": True}
 
 
+def test_a_signing_key_stays_the_owners_alone_and_no_secret_of_the_namespace_that_superexec_lists():
+    """With fsGroup, each mount would make files of the claim readable by the group, and the site refuses such a key."""
+    (put,) = yaml.safe_load_all((FOLDER / "put-signing-key.yaml").read_text())
+    context = task_pod()["spec"]["securityContext"]
+    assert put["spec"]["securityContext"] == context
+    assert context["fsGroupChangePolicy"] == "OnRootMismatch"
+    assert put["metadata"]["namespace"] == APPS
+    assert put["spec"]["volumes"] == [{"name": "state", "persistentVolumeClaim": {"claimName": "state"}}]
+    assert put["spec"]["automountServiceAccountToken"] is False
+    assert [container["securityContext"] for container in put["spec"]["containers"]] == [LOCKED]
+
+
 def test_only_the_fleet_port_has_a_service_and_ways_are_closed():
     services = [(d["metadata"]["name"], d["spec"]["ports"]) for d in SERVER if d["kind"] == "Service"]
     assert [(name, [p["port"] for p in ports]) for name, ports in services] == [("fleet", [9092])]

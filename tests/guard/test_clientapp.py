@@ -176,6 +176,7 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
         ("max-bytes-a-round = 999", "at most 999, found 1000 in the server's message alone"),
         ("methods = fedavg", "expected a readable policy file"),
         ("hours = []", "hours: this site permits"),
+        ("require-secure = true", "secure.enabled: this site permits masked uploads alone"),
     ],
 )
 def test_a_refusal_comes_before_anything_of_the_bundle_is_on_the_disk(tmp_path, monkeypatch, fab, policy, reason):

@@ -85,6 +85,16 @@ def test_a_change_holds_from_the_next_request_on(tmp_path, control):
     assert members.refusal(pem(public), True) is None
 
 
+def test_what_the_registry_says_of_signing_keys_is_none_of_its_business(tmp_path, control):
+    """A site must not lose its connection over a key that opens none."""
+    _, public = generate_key_pairs()
+    sites = {"north": entry(public, until=NOW + timedelta(days=1)) | {"signing": "ab" * 32}}
+    write(tmp_path, sites)
+    content = json.loads((tmp_path / "members.json").read_text()) | {"retired-signing": {"cd" * 32: "replaced"}}
+    (tmp_path / "members.json").write_text(json.dumps(content))
+    assert Members(tmp_path, control).refusal(pem(public), True) is None
+
+
 BROKEN = {
     "no JSON": "{",
     "no sites": '{"retired": {}}',

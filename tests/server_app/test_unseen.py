@@ -242,7 +242,7 @@ PERMITS = (
 
 @pytest.mark.parametrize(
     "line,why",
-    [("min-cohort = 6", "sums of at least 6, found 3"), ("min-threshold = 5", "at least 5 of 5 holders, found 4"),
+    [("min-cohort = 6", "permits at least 6, found 3"), ("min-threshold = 5", "at least 5 of 5 holders, found 4"),
      (f'roster = "sha256:{"0" * 64}"', "roster: this site permits sha256:0000")],
 )  # fmt: skip
 def test_what_a_site_s_policy_demands_of_sums_is_asked_before_it_trains(line, why, runs, tmp_path):

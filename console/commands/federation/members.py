@@ -1,4 +1,4 @@
-"""`fedveil members`: lets sites' keys in, shuts them out, renews the server's.
+"""`fedveil members`: lets keys in and out, renews the server's, writes the roster.
 
 The registry is changed after Flower has been: what it says of a key is what Flower does. Flower is asked through its
 command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database
@@ -18,10 +18,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedveil.console.flower import keys
 from fedveil.console.flower.command_line import Flower
 from fedveil.console.provisioning import enrol
-from fedveil.console.provisioning.federation import Members
+from fedveil.console.provisioning.federation import Members, roster_file
 from fedveil.errors import ConfigError
+from fedveil.federation.secure.membership import Roster, roster_digest
+from fedveil.records.files import write_atomic
 
 _SOON = timedelta(days=30)
+_SEEN = "/roster/roster.json"  # by what runs apps, in the containers of the compose file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     expire.set_defaults(run=_expire)
     sync = actions.add_parser("sync", help="register with Flower every key of the registry that it does not know")
     sync.set_defaults(run=_sync)
+    roster = actions.add_parser("roster", help="the digest of the sites' signing keys, and the file of them")
+    roster.set_defaults(run=_roster)
     renew = actions.add_parser("renew-server", help="a new key and certificate for the server, from the same CA")
     renew.set_defaults(run=_renew)
-    for action in (listed, register, revoke, expire, sync, renew):
+    for action in (listed, register, revoke, expire, sync, roster, renew):
         action.add_argument("folder", type=Path, help="what fedveil provision made")
+    roster.add_argument(
+        "--out", type=Path, metavar="FILE", help="where the keys go; default: server/roster/roster.json in FOLDER"
+    )
     register.add_argument("request", type=Path, help="request.json")
     register.add_argument(
         "--fingerprint", required=True, help="SHA256:..., as the site read it to you; - to register without"
@@ -87,20 +95,48 @@ def _register(args: argparse.Namespace) -> int:
     members = Members(args.folder)
     ca = args.folder / "server" / "ca.crt"
     _certificate(ca)  # there, or an error that names it
-    site, public = enrol.check(args.request, members.federation.name, ca.read_bytes())
-    members.entry(site)
-    members.require_new(site, public)
-    shown = enrol.fingerprint(public)
-    if args.fingerprint not in ("-", shown):
+    asked = enrol.check(args.request, members.federation.name, ca.read_bytes())
+    site = asked.site
+    before = members.entry(site).get("signing", "")
+    members.require_new(site, asked.key)
+    members.require_new_signing(site, asked.signing)
+    if args.fingerprint not in ("-", asked.fingerprint):
         raise ConfigError(
-            f"--fingerprint: expected {shown}, which is in the request, found {args.fingerprint}; ask the site"
+            f"--fingerprint: expected {asked.fingerprint}, which is in the request, found {args.fingerprint}; "
+            "ask the site"
         )
     node = ""
     if (flower := _flower(args)) is not None:
         _unregister(flower, members, site)
-        node = flower.register(public, site)
-    members.register(site, public, node)
-    print(f"{site}: registered, key {shown}, until {members.sites[site]['until'][:10]}")
+        node = flower.register(asked.key, site)
+    members.register(site, asked.key, node, signing=asked.signing)
+    print(f"{site}: registered, keys {asked.fingerprint}, until {members.sites[site]['until'][:10]}")
+    if before != asked.signing:
+        print(f"its signing key is new: fedveil members roster {args.folder}, and the sites compare the digest")
+    return 0
+
+
+def _roster(args: argparse.Namespace) -> int:
+    members = Members(args.folder)
+    keys_ = members.signing_keys
+    for site, entry in sorted(members.sites.items()):
+        if site in keys_:
+            print(f"{site:<20} {enrol.short(keys_[site])}")
+        elif entry["state"] == "registered":
+            print(f"{site:<20} has NO signing key: fedveil site init --renew there makes one, then register it")
+        else:
+            print(f"{site:<20} is not in it: {entry['state']}")
+    if not keys_:
+        raise ConfigError(f"{args.folder}: expected a registered site with a signing key, found none; register one")
+    out = args.out or roster_file(args.folder)
+    write_atomic(out, Roster(signing_keys=keys_).to_bytes())
+    seen = "" if args.out else f", in containers {_SEEN}"
+    print(f"{out}: {len(keys_)} sites; for secure.roster of the run config{seen}")
+    print(
+        "each site finds its own key above (fedveil doctor shows it there); then the sites read the next line to each"
+    )
+    print("other, without the server, and put it into their site-policy.toml:")
+    print(f'roster = "{roster_digest(keys_)}"')
     return 0
 
 

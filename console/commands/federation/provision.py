@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def make(folder: Path, federation: FederationFile, final: Path) -> None:
     """Everything of a new federation in `folder`, which will lie at `final`."""
-    for name in ("ca", "server", "server/flower", "kits", "registry"):
+    for name in ("ca", "server", "server/flower", "server/roster", "kits", "registry"):
         (folder / name).mkdir(mode=0o700, parents=True)
     folder.chmod(0o700)
     days = timedelta(days=federation.days)

@@ -1,7 +1,7 @@
 """`fedveil doctor`: checks whether a machine is ready to be site or server.
 
-It looks at certificates, clock, ports, versions, GPU, CPUs, other users, disk, data, policy, the server's program and
-health, and changes nothing. Each line says what to do next. The exit code is 1 where a check fails.
+It looks at certificates, keys, clock, ports, versions, GPU, CPUs, other users, disk, data, policy, roster, the server's
+program and health, and changes nothing. Each line says what to do next. The exit code is 1 where a check fails.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
             check = partial(checks.certificate, args.federation / "server" / name)
             found.append(checks.guarded(f"certificate {name}", check))
         found.append(checks.guarded("superlink", host_checks.superlink))
+        found.append(checks.guarded("roster", partial(_registered, args.federation)))
     if not args.health or args.kit or args.federation:
         found += [
             checks.guarded(check.__name__, check) for check in (checks.clock, checks.versions, checks.entry_point)
@@ -56,11 +57,18 @@ def run(args: argparse.Namespace) -> int:
     return int(any(finding.verdict == "fail" for finding in found))
 
 
+def _registered(folder: Path) -> Check:
+    from fedveil.console.provisioning import secure_checks  # as in _site
+
+    return secure_checks.registered(folder)
+
+
 def _site(args: argparse.Namespace) -> list[Check]:
     # Not above, for pydantic: --health, which a container asks every ten seconds, does without.
     from fedveil import tasks
     from fedveil.client_app.site.node_config import parse_site
     from fedveil.config import parse
+    from fedveil.console.provisioning import secure_checks
 
     try:
         about = tomllib.loads((args.kit / "site.toml").read_text())
@@ -71,10 +79,11 @@ def _site(args: argparse.Namespace) -> list[Check]:
             f"--kit: expected site.toml and node-config.toml in {args.kit}, found none ({error}); unpack the kit"
         ) from None
     task, ca, state = parse(overrides(None, args.set)).task, args.kit / "ca.crt", site.state_dir.expanduser()
-    host = superlink.rpartition(":")[0].strip("[]")
+    host, keys = superlink.rpartition(":")[0].strip("[]"), args.keys or args.kit / "keys"
     todo = {
         "certificate ca.crt": lambda: checks.certificate(ca),
-        "key": lambda: checks.private_key((args.keys or args.kit / "keys") / "node.key"),
+        "key": lambda: checks.private_key(keys / "node.key"),
+        "signing key": lambda: secure_checks.signing_key(site, keys),
         "fleet port": lambda: checks.fleet(superlink, ca),
         "control port": lambda: checks.closed(host, _CONTROL_PORT, "control port"),
         "gpu": lambda: checks.gpu(site.device),
@@ -83,6 +92,7 @@ def _site(args: argparse.Namespace) -> list[Check]:
         "disk": lambda: checks.disk(state),
         "data": lambda: checks.data(site.data, tasks.info(task.name).columns(task)),
         "policy": lambda: checks.policy(site.policy),
+        "roster": lambda: secure_checks.roster(site),
         "key file": lambda: checks.key_file(site.key_file, state),
         "audit log": lambda: checks.audit_log(state / audit_log.NAME),
     }

@@ -21,6 +21,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.console.flower.bundle import built
 from fedveil.console.run_config import overrides
 from fedveil.console.runs.disclosure import words_of
+from fedveil.console.runs.masked import Masked
 from fedveil.contract.layout import Direction, Field
 from fedveil.contract.method import REPORT_FIELDS, fields_of
 from fedveil.errors import PolicyError
@@ -41,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--app", type=Path, default=None, help="the app that would run, where the policy names digests")
     parser.add_argument("--delta", type=float, default=1e-5, help="at which epsilon is stated; default 1e-5")
     parser.add_argument(
+        "--sites", type=int, default=0, metavar="N", help="that take part, for secure.enabled; default: the fewest"
+    )
+    parser.add_argument(
         "--permits", action="store_true", help="print only what a site's policy must have under [permits]"
     )
     parser.set_defaults(run=run)
@@ -55,11 +59,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     task = tasks.load(config, method.adapter, "cpu")
     exchange = Exchange(method, config.method.name, task.spec)
-    print("\n".join(shown(line, 4000) for line in explained(exchange, config, args.delta)))
+    roster = args.policy is not None and bool(policies.of_site(_site(args.policy)).roster)
+    masked = Masked.of(exchange, config, args.sites) if config.secure.enabled else None
+    print("\n".join(shown(line, 4000) for line in explained(exchange, config, args.delta, masked, roster)))
     if args.policy is None:
         return 0
     try:
-        _permit(args.policy, args.app, exchange, config)
+        _permit(args.policy, args.app, exchange, config, masked.bytes if masked else largest(exchange, "up"))
     except PolicyError as error:
         print(f"\nThis site's policy FORBIDS it: {shown(error, 2000)}")
         return 1
@@ -67,20 +73,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
-    """The run in plain words, a line each."""
+def explained(
+    exchange: Exchange, config: RunConfig, delta: float, masked: Masked | None = None, roster: bool = False
+) -> list[str]:
+    """The run in plain words, a line each; `roster`: this site's policy names one."""
     rounds, share = config.run.rounds, config.cohort.fraction
     often = "in every round" if share == 1 else f"in about {100 * share:g} of 100 rounds"
     lines = [
         f"{exchange.name} on {config.task.name}, base model {config.task.model}: {rounds} rounds, this site {often}.",
         "",
-        "What would leave this site each time:",
-        *_variants(exchange, "up"),
-        f"  beside it the number of examples, and of the training: {', '.join(sorted(REPORT_FIELDS))}",
+        *(masked.words(roster) if masked else _in_the_clear(exchange)),
         "What would come in:",
         *_variants(exchange, "down"),
         "",
-        f"Over the whole run at most {rounds * largest(exchange, 'up'):,} bytes of fields leave this site.",
+        f"Over the whole run at most {rounds * (masked.bytes if masked else largest(exchange, 'up')):,} bytes of "
+        "fields leave this site.",
         "Rows, prepared rows and the method's private state stay in this site's own folders.",
     ]
     found, claim = epsilon(exchange.method, config, delta), claim_of(exchange.method, DpSgd.of(config.dp))
@@ -97,7 +104,16 @@ def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
             f"Epsilon: at most {found:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any row, over "
             "this and all earlier runs; this site's ledger stops the run before."
         )
-    return [*lines, "", *words_of(exchange.name)]
+    of_sums = ["In this run, of the sum over sites in the place of a single one's:"] if masked else []
+    return [*lines, "", *of_sums, *words_of(exchange.name)]
+
+
+def _in_the_clear(exchange: Exchange) -> list[str]:
+    return [
+        "What would leave this site each time:",
+        *_variants(exchange, "up"),
+        f"  beside it the number of examples, and of the training: {', '.join(sorted(REPORT_FIELDS))}",
+    ]
 
 
 def _variants(exchange: Exchange, direction: Direction) -> list[str]:
@@ -133,9 +149,13 @@ def _size(field: Field, exchange: Exchange) -> int:
     return field.codec.nbytes((math.prod(exchange.spec[field.name].shape),))
 
 
-def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfig) -> None:
+def _site(policy: Path) -> Site:
+    return Site(policy=str(policy.absolute()), state_dir=Path("/nonexistent"))
+
+
+def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfig, up: int) -> None:
     """Raises PolicyError as the site would before the run's first round; sizes of fields for those of messages."""
-    site = Site(policy=str(policy.absolute()), state_dir=Path("/nonexistent"))
+    site = _site(policy)
     read = policies.of_site(site)
     bundle = policies.Bundle()
     if read.app_digests is not None or read.signers is not None:
@@ -143,7 +163,7 @@ def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfi
         bundle = policies.Bundle(digest, signature.signer(config.run.signature, config.run.name, digest))
     fields = json.dumps(fields_of(exchange.method))
     order = Order(0, True, "site", "explain", exchange.name, fields)
-    down, up = largest(exchange, "down"), largest(exchange, "up")
+    down = largest(exchange, "down")
     asked = Assignment(order, config, site)
     policies.check(asked, bundle, down)
     policies.check_upload(asked, down, up, None if config.secure.enabled else read.min_examples)

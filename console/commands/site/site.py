@@ -17,6 +17,7 @@ from typing import Any
 
 from fedveil import places
 from fedveil.client_app.site.node_config import parse_site
+from fedveil.client_app.site.secure import read_key
 from fedveil.console.flower.keys import write_secret
 from fedveil.console.flower.machine import free_ports, toml
 from fedveil.console.flower.processes import Processes, environment
@@ -32,8 +33,10 @@ from fedveil.console.flower.site_process import (
 )
 from fedveil.console.provisioning import enrol
 from fedveil.console.runs import sealing
-from fedveil.console.runs.kept import Kept, kept, leftovers, purge
-from fedveil.console.runs.prepared import prepared, remove
+from fedveil.console.runs.kept import kept
+from fedveil.console.runs.prepared import prepared
+from fedveil.console.runs.purging import line, offer
+from fedveil.console.runs.unseen import of_site
 from fedveil.console.runs.workers import described, follow, last_failures, workers
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
@@ -54,33 +57,21 @@ _MEANINGS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    start = actions.add_parser("start", help="start the site's SuperNode and a warm worker; Ctrl-C stops both")
-    start.add_argument("--superlink", required=True, metavar="HOST:PORT", help="the server's fleet port")
-    start.add_argument("--ca", required=True, type=Path, help="the server's ca.crt")
-    start.add_argument(
-        "--key", required=True, type=Path, help="this site's private key, whose public half is registered"
-    )
-    start.add_argument("--name", required=True, help="the site's name, as registered")
-    start.add_argument("--data", default="", help="folder of the site's rows; else the run config names it")
-    start.add_argument("--policy", default="", help="TOML file that says what the site permits")
-    start.add_argument("--key-file", default="", metavar="FILE", help="seal what the site keeps under the key in it")
-    start.add_argument(
-        "--permit-everything", action="store_true", help="run whatever the server sends, in place of a policy"
-    )
-    start.add_argument("--device", default="auto", help='"auto", "cpu", "cuda" or "cuda:1"')
-    start.add_argument(
-        "--worker-idle-seconds", type=float, default=900.0, help="a worker without a turn ends after so long"
-    )
-    start.add_argument("--worker-memory-mb", type=int, default=0, help="bound on the worker's memory; 0 = none")
-    start.set_defaults(run=_start)
-    init = actions.add_parser("init", help="make this site's key, and the request that the operator registers")
+    start = _starting(actions)
+    init = actions.add_parser("init", help="make this site's keys, and the request that the operator registers")
     init.add_argument("--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default .")
     init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go; default: keys, in the kit")
     init.add_argument(
-        "--secret", type=Path, metavar="FILE", help="where the SuperExec's secret goes; default: there too"
-    )
+        "--secret", type=Path, metavar="FILE", help="where the SuperExec's secret goes, and signing.key beside it; "
+        "default: there too",
+    )  # fmt: skip
     init.add_argument("--print", action="store_true", help="the request goes to stdout, the words to stderr")
-    init.add_argument("--renew", action="store_true", help="another key; the old one stays as node.key.old")
+    init.add_argument(
+        "--renew", action="store_true", help="another node key; the old one stays as node.key.old; signing.key stays"
+    )
+    init.add_argument(
+        "--renew-signing", action="store_true", help="another signing key too: all sites' policies need the new roster"
+    )
     init.set_defaults(run=_init)
     guard = actions.add_parser("guard", help="write the entry point that decides before bundled code: for an image")
     guard.add_argument("--bin", required=True, type=Path, metavar="FOLDER", help="goes first on the SuperExec's PATH")
@@ -91,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     guard.set_defaults(run=_guard)
     status = actions.add_parser("status", help="what the workers of this machine's sites hold, and since when")
     status.add_argument("--follow", action="store_true", help="stay, and show the training as it goes")
+    status.add_argument("--policy", default="", metavar="FILE", help="where fedveil site start has not noted it")
+    status.add_argument("--key-file", default="", metavar="FILE", help="the same, where what it keeps is sealed")
     status.set_defaults(run=_status)
     warm = actions.add_parser("warm", help="start a worker before the first message: for a container's entry point")
     warm.add_argument("--name", required=True, help="the site's name")
@@ -104,6 +97,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seal, purge = _keeping(actions)
     for action in (start, status, warm, seal, purge):
         action.add_argument("--state-dir", type=Path, default=_STATE, help=f"the site's own folder; default {_STATE}")
+
+
+def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    start = actions.add_parser("start", help="start the site's SuperNode and a warm worker; Ctrl-C stops both")
+    start.add_argument("--superlink", required=True, metavar="HOST:PORT", help="the server's fleet port")
+    start.add_argument("--ca", required=True, type=Path, help="the server's ca.crt")
+    start.add_argument(
+        "--key", required=True, type=Path, help="this site's private key, whose public half is registered"
+    )
+    start.add_argument("--name", required=True, help="the site's name, as registered")
+    start.add_argument("--data", default="", help="folder of the site's rows; else the run config names it")
+    start.add_argument("--policy", default="", help="TOML file that says what the site permits")
+    start.add_argument("--key-file", default="", metavar="FILE", help="seal what the site keeps under the key in it")
+    start.add_argument(
+        "--signing-key",
+        default="",
+        metavar="FILE",
+        help="by which other sites know this one: made by fedveil site init",
+    )
+    start.add_argument(
+        "--permit-everything", action="store_true", help="run whatever the server sends, in place of a policy"
+    )
+    start.add_argument("--device", default="auto", help='"auto", "cpu", "cuda" or "cuda:1"')
+    start.add_argument(
+        "--worker-idle-seconds", type=float, default=900.0, help="a worker without a turn ends after so long"
+    )
+    start.add_argument("--worker-memory-mb", type=int, default=0, help="bound on the worker's memory; 0 = none")
+    start.set_defaults(run=_start)
+    return start
 
 
 def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Sequence[argparse.ArgumentParser]:
@@ -120,7 +142,7 @@ def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Se
 
 
 def _start(args: argparse.Namespace) -> int:
-    for option in ("ca", "key", "policy", "key_file"):
+    for option in ("ca", "key", "policy", "key_file", "signing_key"):
         if (file := getattr(args, option)) and not Path(file).is_file():
             raise ConfigError(
                 f"--{option.replace('_', '-')}: expected a file, found none at {file}; see docs/deploy.md"
@@ -129,10 +151,12 @@ def _start(args: argparse.Namespace) -> int:
         raise ConfigError(f"--data: expected a folder of rows, or a file, found none at {args.data}; correct the path")
     state = args.state_dir.expanduser().absolute()
     node: dict[str, Any] = {"site": args.name, "state-dir": str(state), "device": args.device}
-    node |= {key: str(Path(value).absolute()) for key in ("data", "policy") if (value := getattr(args, key))}
-    node |= {"key-file": str(Path(args.key_file).absolute())} if args.key_file else {}
+    files = ("data", "policy", "key_file", "signing_key")
+    node |= {name.replace("_", "-"): str(Path(value).absolute()) for name in files if (value := getattr(args, name))}
     node |= {"worker-idle-seconds": args.worker_idle_seconds, "worker-memory-mb": args.worker_memory_mb}
     site = parse_site(node)
+    if site.signing_key:
+        read_key(Path(site.signing_key))
     if bool(args.policy) == args.permit_everything:
         raise ConfigError(
             "--policy: expected a policy file, or --permit-everything in place of one, found "
@@ -197,11 +221,13 @@ def _init(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--kit: expected site.toml and ca.crt in {args.kit}, found none ({error}); unpack it"
         ) from None
-    request, fingerprint = enrol.make(args.out or args.kit / "keys", about, ca, args.renew, args.secret)
+    folder = args.out or args.kit / "keys"
+    places_ = enrol.Places(folder, args.secret or folder / "superexec-secret")
+    request, fingerprint = enrol.make(places_, about, ca, args.renew, args.renew_signing)
     words = sys.stderr if args.print else sys.stdout
     if args.print:
         print(request.read_text())
-    print(f"site {shown(about['site'], 80)} of {shown(about['federation'], 80)}: key made; it stays here", file=words)
+    print(f"site {shown(about['site'], 80)} of {shown(about['federation'], 80)}: keys made; they stay here", file=words)
     print(f"send {request.name} to the operator, and read them this over the telephone: {fingerprint}", file=words)
     return 0
 
@@ -231,40 +257,7 @@ def _seal(args: argparse.Namespace) -> int:
 
 
 def _purge(args: argparse.Namespace) -> int:
-    if not args.runs and args.older_than is None:
-        raise ConfigError("--older-than: expected a number of days, or --run NAME, found neither; name what shall go")
-    if args.older_than is not None and not args.older_than >= 0:
-        raise ConfigError(f"--older-than: expected a number of days, at least 0, found {args.older_than}; correct it")
-    there = kept(args.state_dir)
-    if unknown := set(args.runs) - {run.run for run in there}:
-        raise ConfigError(
-            f"--run: expected a run below {args.state_dir}, found {min(unknown)!r}; fedveil site status lists them"
-        )
-    chosen = [run for run in there if (run.run in args.runs if args.runs else run.bytes > 0)]
-    chosen = [run for run in chosen if args.older_than is None or run.days >= args.older_than]
-    goes = [run for run in chosen if not run.why]
-    parts = [] if args.runs else leftovers(args.state_dir, args.older_than)
-    parts = [part for part in parts if part.parent not in {run.folder for run in goes}]
-    sets = [] if args.runs else [of for of in prepared(args.state_dir) if of.days >= args.older_than]
-    for run in chosen:
-        print(f"{'stays' if run.why else 'goes':<6}{_line(run)}{f': {shown(run.why)}' if run.why else ''}")
-    for part in parts:
-        print(f"goes  {shown(part)}, {part.stat().st_size:,} bytes, left by an interrupted write")
-    for of in sets:
-        print(f"goes  prepared rows of {shown(of.data_set)}, {of.bytes:,} bytes, made anew where they are needed")
-    if not goes and not parts and not sets:
-        print("nothing to remove")
-        return 0
-    if not args.yes and not _agreed():
-        print("nothing was removed")
-        return 1
-    remove(args.state_dir, sets)
-    stayed = purge(args.state_dir, goes, parts)
-    for run in stayed:
-        print(f"stays {_line(run)}: it has gone on meanwhile")
-    size = sum(run.bytes for run in goes if run not in stayed)
-    print(f"removed {len(goes) - len(stayed)} runs, {size:,} bytes, and {len(parts)} leftovers; ledger and logs stay")
-    return 0
+    return offer(args.state_dir, args.runs, args.older_than, lambda: args.yes or _agreed())
 
 
 def _agreed() -> bool:
@@ -272,10 +265,6 @@ def _agreed() -> bool:
         return input("remove what goes? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         return False
-
-
-def _line(run: Kept) -> str:
-    return f"{shown(run.run, 80)}, site {shown(run.site, 80)}: {run.bytes:,} bytes, last turn {run.days:.1f} days ago"
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -287,8 +276,12 @@ def _status(args: argparse.Namespace) -> int:
             console.print()
         return 0
     found = workers(args.state_dir)
-    for line in [_line(run) for run in kept(args.state_dir) if run.bytes] + last_failures(args.state_dir):
-        print(line)
+    for run in [run for run in kept(args.state_dir) if run.bytes]:
+        print(line(run))
+        for words in of_site(args.state_dir, run, args.policy, args.key_file):
+            print(f"  {words}")
+    for failure in last_failures(args.state_dir):
+        print(failure)
     if sets := prepared(args.state_dir):
         print(f"prepared rows: {sum(of.bytes for of in sets):,} bytes in {len(sets)} sets")
     if not found:

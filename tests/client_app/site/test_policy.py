@@ -123,6 +123,9 @@ def test_hours_hold_their_first_minute_and_not_their_last(hours, inside, outside
 @pytest.mark.parametrize(
     "text", ['hours = ["8:00-9:00"]', 'hours = ["08:00-25:00"]', 'app-digests = ["5f"]', 'signers = ["ssh-rsa AAAA"]',
              'max-epsilon = "8"', "max-epsilon = inf", "delta = 1.0",
+             "require-secure = 1", 'require-secure = "true"', "min-cohort = 1", 'min-cohort = "3"',
+             "min-threshold = 2.0", "min-threshold = 1", 'roster = "5f"', 'roster = "sha256:5f"',
+             f'roster = "sha256:{"5F" * 32}"', "roster = []",
              'neighbours = "none"', "max-repeats = 0", "min-batch = 0", "max-bytes-a-round = 0", "min-examples = true"]
 )  # fmt: skip
 def test_a_value_of_another_kind_closes_the_site(text, tmp_path):

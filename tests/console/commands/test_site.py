@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
+import tomllib
 
 import psutil
 import pytest
@@ -129,6 +130,14 @@ def test_a_worker_started_for_a_container_is_shown_and_ends_with_its_owner(tmp_p
             ["start", "--ca", __file__, "--key", __file__, "--data", "/nowhere/d"],
             "--data: expected a folder .* /nowhere/d",
         ),
+        (
+            ["start", "--ca", __file__, "--key", __file__, "--signing-key", "/nowhere/signing.key"],
+            "--signing-key: expected a file, found none at /nowhere/signing.key",
+        ),
+        (
+            ["start", "--ca", __file__, "--key", __file__, "--signing-key", __file__],
+            "signing-key: expected 32 bytes that only their owner can read",
+        ),
         (["start", "--ca", __file__, "--key", __file__, "--device", "tpu"], "node config: device: .* found 'tpu'"),
         (["start", "--ca", __file__, "--key", __file__, "--worker-memory-mb", "-1"], "worker-memory-mb: .* found -1"),
         (["start", "--ca", __file__, "--key", __file__], "--policy: expected a policy file, .* found neither; "),
@@ -195,3 +204,20 @@ def test_a_supernode_that_the_server_ended_is_not_taken_for_one_that_was_stopped
     processes.ended = lambda name: next(states)
     with pytest.raises(ConfigError, match="the server has ended the connection: .*start it again"):
         site._watch(processes, "north", 0)
+
+
+def test_the_node_config_of_a_start_names_policy_and_signing_key_where_they_are(tmp_path, monkeypatch):
+    for name, size in (("ca.crt", 1), ("node.key", 1), ("policy.toml", 0), ("signing.key", 32)):
+        (tmp_path / name).write_bytes(bytes(size))
+        (tmp_path / name).chmod(0o600)
+    monkeypatch.chdir(tmp_path)
+
+    def stopped(*args, **kwargs):
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(site, "start_isolated", stopped)
+    options = ["--superlink", "h:1", "--ca", "ca.crt", "--key", "node.key", "--name", "north", "--state-dir", "state"]
+    assert main(["site", "start", *options, "--policy", "policy.toml", "--signing-key", "signing.key"]) == 2
+    node = tomllib.loads((tmp_path / "state" / "north.toml").read_text())
+    assert (node["policy"], node["signing-key"]) == (str(tmp_path / "policy.toml"), str(tmp_path / "signing.key"))
+    assert "key-file" not in node

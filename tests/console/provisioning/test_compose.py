@@ -73,6 +73,21 @@ def test_a_sites_keys_are_seen_by_its_own_init_and_supernode_alone():
     assert seers == ["setup"]
 
 
+def test_what_runs_apps_sees_the_signing_key_or_the_roster_and_no_other_key():
+    clientapp = {v.rpartition(":ro")[0] or v for v in SITE["services"]["clientapp"]["volumes"]}
+    assert "secret:/secret" in clientapp
+    assert not any(":/keys" in v for v in clientapp)
+    assert "secret:/secret:ro" in SITE["services"]["doctor"]["volumes"]
+    assert "--secret" in SITE["services"]["init"]["entrypoint"]
+    assert "./roster:/roster:ro" in SERVER["serverapp"]["volumes"]
+    assert not any("registry" in v for v in SERVER["serverapp"]["volumes"])  # which has the operators' tokens' hashes
+    assert "roster:/roster:ro" in TRIAL["services"]["serverapp"]["volumes"]
+    writers = [name for name, s in TRIAL["services"].items() if "roster:/roster" in s.get("volumes", ())]
+    assert writers == ["enrol"]
+    folders = (ROOT / "docker" / "Dockerfile").read_text()
+    assert " roster " in next(line for line in folders.splitlines() if "for folder in federation" in line)
+
+
 def test_a_name_fits_a_compose_project():
     assert SITE["name"] == "fedveil-north-1"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -14,13 +15,16 @@ from pathlib import Path
 import pytest
 import yaml
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedveil.client_app.site.policy import Policy
+from fedveil.client_app.site.secure import read_key
 from fedveil.console.main import main
 from fedveil.console.provisioning import enrol
 from fedveil.console.provisioning.federation import Members, parse
 from fedveil.errors import ConfigError
+from fedveil.federation.secure import keys
 from tests.conftest import extract
 
 TEXT = """
@@ -75,7 +79,7 @@ def test_nothing_secret_is_readable_by_others_or_in_a_kit(federation, capsys):
         federation / "server" / "superexec-secret",
     ]
     kit, _ = enrolled(federation, capsys)
-    own = [kit / "keys" / name for name in ("node.key", "superexec-secret")]
+    own = [kit / "keys" / name for name in ("node.key", "superexec-secret", "signing.key")]
     login = [federation / "server" / "flower" / "credentials.yaml", *(federation / "registry").iterdir()]
     for file in [*secrets, *own, *login]:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -90,12 +94,13 @@ def test_nothing_secret_is_readable_by_others_or_in_a_kit(federation, capsys):
         }  # fmt: skip
         whole = b"\n".join(content.values())
         assert b"PRIVATE" not in whole
-        for file in [*secrets, *own]:
+        for file in [*secrets, *own[:2]]:
             assert file.read_bytes().strip().splitlines()[-1] not in whole
+        assert own[2].read_bytes() not in whole
         other = {"north": b"south", "south": b"north"}[site]
         assert other not in whole
     for file in federation.rglob("*"):  # the operator's side never sees a site's private key
-        assert file.is_dir() or own[0].read_bytes() not in file.read_bytes()
+        assert file.is_dir() or not any(key.read_bytes() in file.read_bytes() for key in own)
 
 
 def test_the_kits_checksums_are_those_that_sha256sum_checks(federation):
@@ -156,16 +161,14 @@ def test_the_request_on_stdout_and_the_secret_apart(federation, capsys):
     assert json.loads(shown.out) == json.loads((kit / "keys" / "request.json").read_text())
     assert "SHA256:" in shown.err
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-    assert not (kit / "keys" / "superexec-secret").exists()
+    assert stat.S_IMODE((secret.parent / "signing.key").stat().st_mode) == 0o600  # beside it: apps see both
+    assert [file.name for file in sorted((kit / "keys").iterdir())] == ["node.key", "node.key.pub", "request.json"]
 
 
 def test_a_site_is_registered_until_its_last_day_and_the_key_is_p384(federation, capsys):
     kit, fingerprint = enrolled(federation, capsys)
     public = serialization.load_ssh_public_key((kit / "keys" / "node.key.pub").read_bytes())
     assert public.curve.name == "secp384r1"
-    shown = subprocess.run(["ssh-keygen", "-lf", kit / "keys" / "node.key.pub"], capture_output=True, text=True)
-    if shown.returncode == 0:
-        assert shown.stdout.split()[1] == fingerprint
     assert register(federation, kit, fingerprint) == 0
     entry = Members(federation).sites["north"]
     assert entry["state"] == "registered"
@@ -216,7 +219,8 @@ def test_a_request_proves_its_key_its_site_and_its_federation(federation, capsys
     kit, _ = enrolled(federation, capsys)
     request = json.loads((kit / "keys" / "request.json").read_text())
     ca = (federation / "server" / "ca.crt").read_bytes()
-    assert enrol.check(kit / "keys" / "request.json", "pilot", ca)[0] == "north"
+    asked = enrol.check(kit / "keys" / "request.json", "pilot", ca)
+    assert (asked.site, asked.signing) == ("north", public_signing(kit))
     south, _ = enrolled(federation, capsys, "south")
     other = json.loads((south / "keys" / "request.json").read_text())
     for changes, reason in (
@@ -226,6 +230,12 @@ def test_a_request_proves_its_key_its_site_and_its_federation(federation, capsys
         ({"federation": "other"}, "federation: expected 'pilot', found 'other'"),
         ({"ca": "00"}, "ca: expected"),
         ({"more": "x"}, "expected a request of fedveil site init"),
+        ({"signing": other["signing"]}, "proof: expected one by the key itself"),
+        ({"signing": request["signing"].upper()}, "signing: expected 64 hex digits"),
+        ({"signing": request["signing"][:-2]}, "signing: expected 64 hex digits"),
+        ({"signing-proof": other["signing-proof"]}, "signing-proof: expected one by the signing key itself"),
+        ({"signing-proof": "no base64"}, "signing-proof: expected one by the signing key itself"),
+        ({"site": "x" * 20_000}, "of at most 16384 bytes"),
         (
             {"key": "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAOhB7/zzhC+HXDdGOdLwJln5NYwm6UNXx3chmQSVTG4"},
             "expected one on P-384",
@@ -238,6 +248,80 @@ def test_a_request_proves_its_key_its_site_and_its_federation(federation, capsys
     assert register(federation, kit, "SHA256:somebody-else") == 2
     assert "--fingerprint: expected SHA256:" in capsys.readouterr().err
     assert Members(federation).sites["north"]["state"] == "invited"
+
+
+def public_signing(kit: Path) -> str:
+    return keys.verifying_key(read_key(kit / "keys" / "signing.key")).hex()
+
+
+def test_who_has_one_of_two_keys_cannot_ask_for_the_other(federation, capsys):
+    """A node that vouches for a signing key of another site, with the other's proof of its own request."""
+    kit, _ = enrolled(federation, capsys)
+    south, _ = enrolled(federation, capsys, "south")
+    ca, file = (federation / "server" / "ca.crt").read_bytes(), kit / "keys" / "request.json"
+    content = json.loads(file.read_text()) | {"signing": public_signing(south)}
+    proofs = {name: content.pop(name) for name in ("proof", "signing-proof")}
+    node = serialization.load_ssh_private_key((kit / "keys" / "node.key").read_bytes(), None)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    proofs["proof"] = base64.b64encode(node.sign(text, ec.ECDSA(hashes.SHA384()))).decode()
+    proofs["signing-proof"] = json.loads((south / "keys" / "request.json").read_text())["signing-proof"]
+    file.write_text(json.dumps({**content, **proofs}))
+    with pytest.raises(ConfigError, match="signing-proof: expected one by the signing key itself"):
+        enrol.check(file, "pilot", ca)
+
+
+def test_the_fingerprint_is_of_both_keys():
+    one = enrol.Request("north", "ecdsa-sha2-nistp384 AAAA", "ab" * 32)
+    assert one.fingerprint != enrol.Request("north", "ecdsa-sha2-nistp384 AAAB", "ab" * 32).fingerprint
+    assert one.fingerprint != enrol.Request("north", "ecdsa-sha2-nistp384 AAAA", "ac" * 32).fingerprint
+    assert re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", one.fingerprint)
+
+
+def test_a_signing_key_outlives_node_keys_and_is_replaced_where_that_is_asked_for(federation, capsys):
+    kit, first = enrolled(federation, capsys)
+    signing = public_signing(kit)
+    register(federation, kit, first)
+    _, second = enrolled(federation, capsys, "north", "--renew")
+    assert (public_signing(kit), second != first) == (signing, True)
+    assert register(federation, kit, second) == 0
+    assert "its signing key is new" not in capsys.readouterr().out
+    _, third = enrolled(federation, capsys, "north", "--renew-signing")
+    assert public_signing(kit) != signing
+    assert (kit / "keys" / "signing.key.old").stat().st_size == 32
+    assert register(federation, kit, third) == 0
+    assert "its signing key is new: fedveil members roster" in capsys.readouterr().out
+    assert Members(federation).signing_keys == {"north": public_signing(kit)}
+    (kit / "keys" / "signing.key.old").replace(kit / "keys" / "signing.key")  # an old one is not taken back
+    _, fourth = enrolled(federation, capsys, "north", "--renew")
+    assert register(federation, kit, fourth) == 2
+    assert "signing: expected a new key, found one that was replaced" in capsys.readouterr().err
+
+
+def test_a_signing_key_of_a_revoked_site_and_of_another_site_is_refused(federation, capsys):
+    kit, fingerprint = enrolled(federation, capsys)
+    register(federation, kit, fingerprint)
+    south = unpacked(federation, "south")
+    (south / "keys").mkdir()
+    (south / "keys" / "signing.key").write_bytes((kit / "keys" / "signing.key").read_bytes())
+    (south / "keys" / "signing.key").chmod(0o600)
+    _, copied = enrolled(federation, capsys, "south")
+    assert register(federation, south, copied) == 2
+    assert "south: signing: expected a key of its own, found that of north" in capsys.readouterr().err
+    assert main(["members", "revoke", str(federation), "north", "--offline"]) == 0
+    _, again = enrolled(federation, capsys, "north", "--renew")
+    assert register(federation, kit, again) == 2
+    assert "signing: expected a new key, found one that was revoked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size,mode", [(31, 0o600), (32, 0o640)])
+def test_a_signing_key_that_cannot_be_used_is_said_before_a_node_key_is_replaced(size, mode, federation, capsys):
+    kit, _ = enrolled(federation, capsys)
+    before = (kit / "keys" / "node.key").read_bytes()
+    (kit / "keys" / "signing.key").write_bytes(bytes(size))
+    (kit / "keys" / "signing.key").chmod(mode)
+    assert main(["site", "init", "--kit", str(kit), "--renew"]) == 2
+    assert "signing-key: expected 32 bytes that only their owner can read" in capsys.readouterr().err
+    assert (kit / "keys" / "node.key").read_bytes() == before
 
 
 def test_two_sites_cannot_have_one_key(federation, capsys):

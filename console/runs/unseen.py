@@ -1,0 +1,83 @@
+"""A run of secure aggregation from outside: what it claims, what came of each attempt, and what nobody could see."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedveil.client_app.site import policy as policies
+from fedveil.client_app.site.node_config import Site, parse_site
+from fedveil.client_app.site.secure import NAME, FileStore
+from fedveil.console.runs.folder import Row, Run
+from fedveil.console.runs.kept import Kept
+from fedveil.errors import FedVeilError
+from fedveil.federation.secure_claim import Claim
+from fedveil.foreign import shown
+from fedveil.sealed import Seal
+
+NOT_SEEN = (
+    "The server could not see of any single site: its values, its number of examples, its losses, the norm of its "
+    "upload. So none of them is shown, and no upload could be judged by itself: the sum was."
+)
+_OF_SERVER = (
+    "Said from the server's record, which does not know the sites' policies: a site whose policy names the roster is "
+    "better off, as fedveil explain --policy says there."
+)
+
+
+def note(unseen: Mapping[str, Any]) -> str:
+    """One attempt in a few words: "sum of 3 sites, 3 of 4 holders open it; deaf: west"."""
+    parts = []
+    if "sites" in unseen:
+        parts.append(f"sum of {unseen['sites']} sites, {unseen['threshold']} of {unseen['holders']} holders open it")
+    if deaf := unseen.get("deaf"):
+        parts.append("deaf: " + ", ".join(f"{shown(site, 80)} ({shown(why, 200)})" for site, why in deaf.items()))
+    if reason := unseen.get("reason"):
+        parts.append(f"NO SUM, thrown away: {shown(reason)}")
+    return "; ".join(parts)
+
+
+def rows(run: Run) -> list[list[object]]:
+    """Each attempt: round, attempt, sites in the sum, holders, threshold, who opened no shares, why there is no sum."""
+    return [[a["round"], a.get("attempt"), *_of_attempt(a["unseen"])] for a in run.unseen]
+
+
+def _of_attempt(unseen: Row) -> list[object]:
+    deaf = "; ".join(f"{site}: {why}" for site, why in (unseen.get("deaf") or {}).items())
+    return [*(unseen.get(key) for key in ("sites", "holders", "threshold")), deaf or None, unseen.get("reason")]
+
+
+def claims(run: Run) -> list[str]:
+    """What the run held against, from its weakest attempt, for sites whose policy names no roster."""
+    config, found = run.config.get("config", {}), []
+    for attempt in run.unseen:
+        if "holders" in attempt["unseen"]:
+            unseen, least = attempt["unseen"], int(config.get("secure.min-sites", 2))
+            found.append(Claim(int(unseen["holders"]), int(unseen["threshold"]), least, with_roster=False))
+    return [*min(found, key=lambda claim: claim.curious).words, _OF_SERVER] if found else []
+
+
+def of_site(state_dir: Path, run: Kept, policy: str = "", key_file: str = "") -> list[str]:
+    """What a run at a site claims, as far as the site knows by itself; [] for one without keys.
+
+    Args:
+        policy, key_file: where `fedveil site start` has not noted them, as in a container.
+    """
+    if not (run.folder / NAME).is_file():
+        return []
+    node = state_dir.expanduser() / f"{run.site}.toml"
+    try:
+        site = parse_site(tomllib.loads(node.read_text())) if node.is_file() else Site()
+        named = {"policy": policy or site.policy, "key_file": key_file or site.key_file}
+        found = policies.of(site.model_copy(update=named))
+        kept = FileStore(run.folder, Seal.of(named["key_file"])).load()
+    except (FedVeilError, OSError, ValueError) as error:
+        return [f"secure aggregation: its keys cannot be read: {shown(error)}"]
+    if kept is None or kept.membership is None:
+        return ["secure aggregation: a key is made, no membership joined yet"]
+    holders, threshold = kept.membership.count, kept.membership.threshold
+    claim = Claim(holders, threshold, found.min_cohort or 2, bool(found.roster))
+    about = f"secure aggregation: {holders} holders, {threshold} open a secret; sums of {claim.least} sites or more"
+    return [f"{about}, by this site's policy", *claim.words]

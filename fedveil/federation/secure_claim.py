@@ -1,0 +1,81 @@
+"""Which adversary a run of secure aggregation holds against, and what keeps it from holding against a stronger one.
+
+N holders of a site's secrets, of which t open one; a sum of at least K sites; c sites that work with the server.
+
+| adversary | sees no more of the others than their sum, if |
+|---|---|
+| a server that keeps to the protocol, and c sites | c < t, and c <= K - 2: of one honest site, the sum is its upload |
+| a server that does what it likes, and c sites | besides, 2 t > N + c, and the sites know each other's keys: a roster |
+
+Both are of one sum. Two sums of nearly the same sites from the same weights differ by what the others sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a membership gives.
+
+    Attributes:
+        holders: N.
+        threshold: t.
+        least: K.
+        with_roster: the site itself names the signing keys of all sites (`roster` of its policy).
+    """
+
+    holders: int
+    threshold: int
+    least: int
+    with_roster: bool
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.threshold <= self.holders and self.least >= 2):
+            raise ValueError(
+                f"expected a threshold of 1 to {self.holders} holders, and sums of 2 or more sites, found {self}"
+            )
+
+    @property
+    def curious(self) -> int:
+        """The most sites that may work with a server that keeps to the protocol."""
+        return min(self.threshold - 1, self.least - 2)
+
+    @property
+    def deviating(self) -> int | None:
+        """The most sites that may work with a server that does not; None: it may not deviate at all."""
+        room = 2 * self.threshold - self.holders - 1
+        return min(room, self.least - 2) if self.with_roster and room >= 0 else None
+
+    @property
+    def words(self) -> list[str]:
+        """The claim, then what keeps it from being stronger."""
+        found = [f"Holds against an honest but curious server {_with(self.curious)}."]
+        if self.deviating is None:
+            found.append(f"Does not hold against a server that deviates: {self._lacking}.")
+        else:
+            found.append(f"Holds against a server that deviates {_with(self.deviating)}.")
+        if self.least - 2 < self.threshold - 1:
+            found.append(
+                f"Not against {_sites(self.least - 1)} with the server: a sum may be of {self.least} sites, and two of "
+                "them must be honest (secure.min-sites, min-cohort)."
+            )
+        return found
+
+    @property
+    def _lacking(self) -> str:
+        if 2 * self.threshold <= self.holders:
+            return (
+                f"threshold too low, {self.threshold} of {self.holders} holders open a secret, and two lists could "
+                "find so many each"
+            )
+        return "no roster in the policy, so the server could put keys of its own in the place of the sites'"
+
+
+def _with(sites: int) -> str:
+    return f"and up to {_sites(sites)} with it" if sites else "alone"
+
+
+def _sites(count: int) -> str:
+    return f"{count} site" if count == 1 else f"{count} sites"

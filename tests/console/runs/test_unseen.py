@@ -1,0 +1,124 @@
+"""What a run of secure aggregation looks like afterwards: in the report, in watch, at a site; nothing that nobody saw."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from fedveil.console.main import main
+from fedveil.console.report import privacy, run_page
+from fedveil.console.runs import unseen
+from fedveil.console.runs.folder import load
+from fedveil.console.runs.kept import kept
+from fedveil.console.runs.progress import RunProgress
+from fedveil.client_app.site.secure import FileStore
+from fedveil.client_app.site.served import Served
+from fedveil.federation.secure.local import LocalSums
+from fedveil.federation.secure.server import Settings
+from fedveil.sealed import Seal, new_key
+from tests.console.conftest import masked
+
+NEVER_SEEN = ("examples", "loss received", "loss trained", "train seconds")
+
+
+def test_the_report_shows_the_sums_and_has_no_column_for_what_nobody_saw(make_run):
+    folder = make_run()
+    clear = run_page.html([load(folder)])
+    assert all(f">{name}</th>" in clear for name in NEVER_SEEN)
+    assert "Secure aggregation" not in clear
+    page = run_page.html([load(masked(folder))])
+    assert not any(f">{name}</th>" in page for name in NEVER_SEEN)
+    assert "The server could not see of any single site" in page
+    assert "Holds against an honest but curious server and up to 1 site with it." in page
+    assert "Does not hold against a server that deviates: no roster in the policy" in page
+    assert "site-3: no answer within &lt;120&gt; s" in page
+    assert "expected 3, found &lt;1&gt;" in page
+    assert "round 2: PolicyError: it gave no keys, so it was in no cohort" in page
+
+
+def test_an_epsilon_is_left_to_the_sites_own_ledgers(make_run):
+    folder = masked(make_run())
+    content = json.loads((folder / "config.json").read_text())
+    content["config"] |= {"dp.clip": 1.0, "dp.noise": 1.1, "dp.epsilon": 8.0, "run.deterministic": False}
+    content["method"]["fields"] = {"rho": 0.5}
+    (folder / "config.json").write_text(json.dumps(content))
+    said = privacy.statements(load(folder))
+    words = "its uploads were added up unseen, so its number of rows is not known here; its own ledger tells."
+    assert said[1:5] == [f"{site}: {words}" for site in ("site-0", "site-1", "site-2", "site-3")]
+    assert said[5].startswith("site-9: no accepted upload")
+
+
+def test_each_attempt_is_a_row(make_run):
+    run = load(masked(make_run()))
+    assert unseen.rows(run) == [
+        [0, 0, 4, 4, 3, None, None],
+        [1, 0, None, None, None, None, "expected 3, found <1>"],
+        [1, 1, 3, 4, 3, "site-3: no answer within <120> s", None],
+        [2, 0, 4, 4, 3, None, None],
+    ]
+
+
+def test_bytes_of_questions_count_beside_the_messages_of_the_ledger(make_run):
+    folder = make_run()
+    before = load(folder).upload_bytes
+    run = load(masked(folder))
+    assert run.upload_bytes == sum(attempt["upload_bytes"] for attempt in run.attempts) > before + 4 * 4111
+
+
+def test_watch_says_the_sum_who_was_deaf_and_why_an_attempt_was_thrown_away(make_run):
+    folder = masked(make_run())
+    out = io.StringIO()
+    with RunProgress(Console(file=out, width=400), folder, "fedrand", 5) as progress:
+        progress.tick({"state": "running"})
+    text = out.getvalue()
+    assert "sum of 4 sites, 3 of 4 holders open it" in text
+    assert "deaf: site-3 (no answer within <120> s)" in text
+    assert "NO SUM, thrown away: expected 3, found <1>" in text
+
+
+@pytest.fixture
+def state(tmp_path):
+    """A site that has joined a membership of five in one run."""
+    sums = LocalSums("pilot-0a1b2c3d", Settings(3), ("a", "b", "c", "d", "north"))
+    sums.begin(0, 0, ["a", "b", "c"])
+    found = sums.sites["north"].store.load()
+    folder = tmp_path / "pilot-0a1b2c3d" / "north"
+    with FileStore(folder).alone():
+        FileStore(folder).save(found)
+    Served(folder).count(0, 5, 3)
+    return tmp_path, found
+
+
+def said(capsys, folder, *options: str) -> str:
+    capsys.readouterr()
+    main(["site", "status", "--state-dir", str(folder), *options])
+    return capsys.readouterr().out
+
+
+def test_a_site_says_what_it_joined_and_what_its_own_policy_makes_of_it(state, tmp_path, capsys):
+    shown = said(capsys, state[0])
+    assert "secure aggregation: 5 holders, 4 open a secret; sums of 2 sites or more" in shown
+    assert "Holds against an honest but curious server alone." in shown
+    assert "no roster in the policy" in shown
+    (tmp_path / "policy.toml").write_text(f'min-cohort = 4\nroster = "sha256:{"ab" * 32}"')
+    shown = said(capsys, state[0], "--policy", str(tmp_path / "policy.toml"))
+    assert "Holds against a server that deviates and up to 2 sites with it." in shown
+    (tmp_path / "north.toml").write_text(f'site = "north"\npolicy = "{tmp_path / "policy.toml"}"')  # by site start
+    assert said(capsys, state[0]) == shown
+
+
+def test_sealed_keys_need_the_key_and_a_run_in_the_clear_has_no_line(state, tmp_path, capsys):
+    folder, found = state
+    new_key(tmp_path / "state.key")
+    store = FileStore(folder / "pilot-0a1b2c3d" / "north", Seal.of(str(tmp_path / "state.key")))
+    store.save(found)
+    assert "its keys cannot be read" in said(capsys, folder)
+    assert "5 holders" in said(capsys, folder, "--key-file", str(tmp_path / "state.key"))
+    store._file.unlink()
+    (run,) = kept(folder)
+    assert unseen.of_site(folder, run) == []
+    assert re.search("pilot-0a1b2c3d, site north", said(capsys, folder)) or run.bytes == 0
