@@ -65,7 +65,7 @@ class Masked:
     def words(self, roster: bool) -> list[str]:
         """What leaves the site and against whom that holds; `roster`: the site's policy names one."""
         secure, ring = self.secure, self.ring
-        claim = Claim(self.holders, self.threshold, secure.min_sites, roster)
+        claim = Claim(self.holders, self.threshold, secure.min_sites, roster, self.holders == self.sites)
         clear = f"; and the words {', '.join(self.in_clear)}" if self.in_clear else ""
         counts = (
             "every site counts alike, whatever number of rows it has (secure.max-examples = 1)"

@@ -78,6 +78,6 @@ def of_site(state_dir: Path, run: Kept, policy: str = "", key_file: str = "") ->
     if kept is None or kept.membership is None:
         return ["secure aggregation: a key is made, no membership joined yet"]
     holders, threshold = kept.membership.count, kept.membership.threshold
-    claim = Claim(holders, threshold, found.min_cohort or 2, bool(found.roster))
+    claim = Claim(holders, threshold, found.min_cohort or 2, bool(found.roster), not kept.membership.neighbours)
     about = f"secure aggregation: {holders} holders, {threshold} open a secret; sums of {claim.least} sites or more"
     return [f"{about}, by this site's policy", *claim.words]

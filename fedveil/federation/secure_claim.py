@@ -5,7 +5,8 @@ N holders of a site's secrets, of which t open one; a sum of at least K sites; c
 | adversary | sees no more of the others than their sum, if |
 |---|---|
 | a server that keeps to the protocol, and c sites | c < t, and c <= K - 2: of one honest site, the sum is its upload |
-| a server that does what it likes, and c sites | besides, 2 t > N + c, and the sites know each other's keys: a roster |
+| a server that does what it likes, and c sites | besides, 2 t > N + c, two honest sites in whatever it opens of a whole
+  cohort (`parts.fewest_honest`), masks of all pairs, and sites that know each other's keys: a roster |
 
 Both are of one sum. Two sums of nearly the same sites from the same weights differ by what the others sent.
 """
@@ -13,6 +14,8 @@ Both are of one sum. Two sums of nearly the same sites from the same weights dif
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from fedveil.federation.secure.parts import fewest_honest
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Claim:
         holders: N.
         threshold: t.
         least: K.
+        all_pairs: every site holds shares of every other one: no neighbours.
         with_roster: the site itself names the signing keys of all sites (`roster` of its policy).
     """
 
@@ -30,6 +34,7 @@ class Claim:
     threshold: int
     least: int
     with_roster: bool
+    all_pairs: bool = True
 
     def __post_init__(self) -> None:
         if not (1 <= self.threshold <= self.holders and self.least >= 2):
@@ -45,8 +50,10 @@ class Claim:
     @property
     def deviating(self) -> int | None:
         """The most sites that may work with a server that does not; None: it may not deviate at all."""
-        room = 2 * self.threshold - self.holders - 1
-        return min(room, self.least - 2) if self.with_roster and room >= 0 else None
+        if not (self.with_roster and self.all_pairs):
+            return None
+        n, t = self.holders, self.threshold
+        return max((c for c in range(self.least - 1) if fewest_honest(n, t, c, n) >= 2), default=None)
 
     @property
     def words(self) -> list[str]:
@@ -70,6 +77,8 @@ class Claim:
                 f"threshold too low, {self.threshold} of {self.holders} holders open a secret, and two lists could "
                 "find so many each"
             )
+        if not self.all_pairs:
+            return "with neighbours no holder sees the whole sum, so each can be told of another one"
         return "no roster in the policy, so the server could put keys of its own in the place of the sites'"
 
 
