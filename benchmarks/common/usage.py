@@ -14,6 +14,21 @@ from typing import Self
 import psutil
 
 _FIND_SECONDS = 0.25
+# Of a federation's processes, by a part of their command lines.
+PROGRAMS = {
+    "flwr-serverapp": "ServerApp",
+    "fedveil.client_app.worker.process": "worker",
+    "flwr-clientapp": "client process",
+    "flower-superlink": "SuperLink",
+    "flower-supernode": "SuperNode",
+    "flower-superexec": "SuperExec",
+}
+
+
+def program(command: list[str]) -> str:
+    """What a federation's process is, from its command line; "other" for what is none of it."""
+    text = " ".join(command[:5])
+    return next((kind for part, kind in PROGRAMS.items() if part in text), "other")
 
 
 @dataclass
@@ -116,3 +131,26 @@ def _read(seen: WatchedProcess) -> None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path(f"/proc/{seen.process.pid}/status").read_text()
         seen.high_mb = max(seen.high_mb, int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds at one moment.
+
+    Attributes:
+        rss_mb, pss_mb: resident memory, and the same with shared pages divided among those who share them; 10^6 bytes.
+        files: open files, sockets and pipes.
+        threads: of it.
+    """
+
+    rss_mb: float
+    pss_mb: float
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, process: psutil.Process) -> Self:
+        """Raises psutil.Error for a process that has ended."""
+        with process.oneshot():
+            memory = process.memory_full_info()
+            return cls(memory.rss / 1e6, memory.pss / 1e6, process.num_fds(), process.num_threads())
