@@ -38,6 +38,8 @@ class Options:
         device: "auto", "cpu" or "cuda".
         launch: the module that starts a real federation (`fedveil.console.flower.local_federation`), for presets that
             need one.
+        simulation: the class that runs the app on Flower's simulation engine
+            (`fedveil.console.flower.simulation.LocalSimulation`).
         say: gets progress, one line at a time.
         pieces: the file of a preset that runs in pieces; None = all at once.
     """
@@ -46,6 +48,7 @@ class Options:
     seeds: int = 0
     device: str = "auto"
     launch: Any = None
+    simulation: Any = None
     say: Callable[[str], None] = lambda text: None
     pieces: Path | None = None
 

@@ -60,6 +60,7 @@ class Usage:
             its end.
         kind: names what a process is, from its command line.
         every: seconds between two readings.
+        shared: memory is PSS, for processes that share pages: a sum of RSS would count those once for each process.
         seen: the processes by their id.
         timeline: of each reading (time.time(), {kind: resident MB of all its processes}).
     """
@@ -67,13 +68,14 @@ class Usage:
     find: Callable[[], Iterable[psutil.Process]]
     kind: Callable[[list[str]], str]
     every: float = 0.1
+    shared: bool = False
     seen: dict[int, WatchedProcess] = field(default_factory=dict)
     timeline: list[tuple[float, dict[str, float]]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         self._look()  # what runs already counts from here
         for seen in self.seen.values():
-            _read(seen)
+            _read(seen, self.shared)
         self._before = self.cpu_seconds(since_start=False)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -108,7 +110,7 @@ class Usage:
                 looked = now
             total: dict[str, float] = {}
             for seen in self.seen.values():
-                _read(seen)
+                _read(seen, self.shared)
                 total[seen.kind] = total.get(seen.kind, 0.0) + seen.mb
             self.timeline.append((time.time(), total))
             self._end.wait(self.every)
@@ -120,13 +122,13 @@ class Usage:
                     self.seen[process.pid] = WatchedProcess(process, self.kind(process.cmdline()))
 
 
-def _read(seen: WatchedProcess) -> None:
+def _read(seen: WatchedProcess, shared: bool) -> None:
     """A process that has ended, but that its parent has not yet waited for, still tells its CPU time."""
     seen.mb = 0.0
     with contextlib.suppress(psutil.Error):
         times = seen.process.cpu_times()
         seen.cpu_seconds = float(times.user + times.system)
-        seen.mb = float(seen.process.memory_info().rss / 1e6)
+        seen.mb = float(seen.process.memory_full_info().pss if shared else seen.process.memory_info().rss) / 1e6
         seen.peak_mb = max(seen.peak_mb, seen.mb)
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path(f"/proc/{seen.process.pid}/status").read_text()
