@@ -11,9 +11,10 @@ A round goes through these, in this order, for each of N sites with messages of 
 7. The ServerApp asks for every message that is still out, one after another, `look` seconds each, and folds what is
    there: `fold` seconds each. After a pass in which nothing was there it waits `_POLL_SECONDS`.
 
-Measured in the run that gives the result: `send` and `fold` (core/scale's strategy rows: gate, checksum, fold and the
-run's records), `relay` (CPU seconds of a SuperLink that carries messages of b bytes). Assumed, in the preset: the link,
-the polling, the training, and `look`. Not in it: lost messages, sites that go away, a SuperLink that swaps.
+Measured in the run that gives the result: `send` and `fold` (CPU seconds of core/scale's strategy rows: gate, checksum,
+fold and the run's records, without waiting for the disk), `relay` (CPU seconds of a SuperLink that carries messages of
+b bytes). Assumed, in the preset: the link, the polling, the training, and `look`. Not in it: lost messages, sites that
+go away, a SuperLink that swaps.
 """
 
 from __future__ import annotations

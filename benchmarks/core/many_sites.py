@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
@@ -71,14 +71,15 @@ class Measured:
     """Of one case.
 
     Attributes:
-        seconds: of each round.
-        sending_seconds: of each round, until the last message has been handed over; [] in process.
+        seconds, cpu_seconds: of each round; waiting for the disk is in the first alone, and so are other programs.
+        sending_cpu_seconds: of each round, until the last message has been handed over; [] in process.
         grown_mb: the most resident memory beyond that before the first round.
         upload_bytes: of the last round.
     """
 
     seconds: list[float]
-    sending_seconds: list[float]
+    cpu_seconds: list[float]
+    sending_cpu_seconds: list[float]
     grown_mb: float
     upload_bytes: int
 
@@ -107,13 +108,13 @@ def _in_process(case: Case) -> Measured:
     method = strategies.create(case.method, case.fields)
     exchange, trainer = Exchange(method, case.method, spec), Untrained(spec)
     state = method.init(spec, _weights(spec), rng.initial(0, "method init"))
-    memory, seconds, before = _Memory(), [], 0
+    memory, laps, before = _Memory(), list[_Times](), 0
     federation = Federation(exchange, parse({}), lambda site, ctx: trainer, names, state)
     for round_ in range(case.rounds):
-        started, before = time.perf_counter(), federation.upload_bytes
+        started, before = _Times.now(), federation.upload_bytes
         federation.round(round_)
-        seconds.append(time.perf_counter() - started)
-    return Measured(seconds, [], memory.grown_mb(), federation.upload_bytes - before)
+        laps.append(_Times.now() - started)
+    return Measured(*_columns(laps), [], memory.grown_mb(), federation.upload_bytes - before)
 
 
 def _strategy(case: Case) -> Measured:
@@ -123,40 +124,49 @@ def _strategy(case: Case) -> Measured:
     weights = _weights(_spec(width or _SMALL))
     grid = StreamedGrid(method, case.method, spec_of(weights), case.sites)
     config = parse({"method.name": case.method, "method.fields": case.fields, "cohort.min-sites": case.sites})
-    seconds: list[float] = []
+    laps: list[_Times] = []
     sending: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder(Path(scratch) / "run")
         strategy = MethodStrategy(method, RunSettings.of(config, "run"), folder=folder)
         strategy.rounds.initialise(weights)
-        memory, clock = _Memory(), _Clock(grid)
+        memory, since = _Memory(), _Times.now()
 
         def done(server_round: int, record: RoundRecord | None) -> None:
-            whole, sent = clock.lap()
+            nonlocal since
             if record is not None:
-                seconds.append(whole)
-                sending.append(sent)
+                laps.append(_Times.now() - since - grid.spent)
+                sending.append((grid.pushed_at - since).cpu)
+            since, grid.spent = _Times.now(), _Times()
 
         strategy.run(grid, case.rounds, done=done)
         folder.close()
     accepted = [len(record.accepted) for record in strategy.history]
     if accepted != [case.sites] * case.rounds:
         raise RuntimeError(f"uploads: expected {case.sites} accepted in {case.rounds} rounds, found {accepted}")
-    return Measured(seconds, sending, memory.grown_mb(), strategy.history[-1].upload_bytes)
+    return Measured(*_columns(laps), sending, memory.grown_mb(), strategy.history[-1].upload_bytes)
 
 
-class _Clock:
-    """Seconds of rounds without those in which the Grid played the sites."""
+@dataclass(frozen=True)
+class _Times:
+    """Seconds on the wall, and of this process on a core."""
 
-    def __init__(self, grid: StreamedGrid) -> None:
-        self._grid, self._since, self._grids = grid, time.perf_counter(), grid.seconds
+    wall: float = 0.0
+    cpu: float = 0.0
 
-    def lap(self) -> tuple[float, float]:
-        """Seconds since the last call: all of them, and those until the last push began."""
-        now, grids = time.perf_counter(), self._grid.seconds
-        whole, sent = now - self._since - (grids - self._grids), self._grid.pushed_at - self._since
-        self._since, self._grids = now, grids
-        return whole, sent
+    @classmethod
+    def now(cls) -> Self:
+        return cls(time.perf_counter(), time.process_time())
+
+    def __sub__(self, other: _Times) -> _Times:
+        return _Times(self.wall - other.wall, self.cpu - other.cpu)
+
+    def __add__(self, other: _Times) -> _Times:
+        return _Times(self.wall + other.wall, self.cpu + other.cpu)
+
+
+def _columns(laps: list[_Times]) -> tuple[list[float], list[float]]:
+    return [lap.wall for lap in laps], [lap.cpu for lap in laps]
 
 
 class _Memory:
@@ -176,8 +186,8 @@ class StreamedGrid(Grid):
     """N nodes, whose replies are made when they are pulled. Of messages it keeps one of each variant.
 
     Attributes:
-        seconds: that it has spent in playing the sites.
-        pushed_at: time.perf_counter() when messages were last pushed.
+        spent: what it took to play the sites.
+        pushed_at: when messages were last pushed.
     """
 
     def __init__(self, method: Method, name: str, spec: Spec, sites: int) -> None:
@@ -188,7 +198,7 @@ class StreamedGrid(Grid):
         self._nodes = [NodeInfo(node_id=1 + i, name=f"site-{i:05d}") for i in range(sites)]
         self._down: dict[str, Payload] = {}
         self._waiting: dict[str, tuple[RoundContext, str]] = {}
-        self.seconds = self.pushed_at = 0.0
+        self.spent = self.pushed_at = _Times()
 
     def set_run(self, run: Any) -> None:
         """Nothing to set."""
@@ -212,10 +222,10 @@ class StreamedGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Takes the messages and forgets them, but for what a reply needs to know."""
-        self.pushed_at = started = time.perf_counter()
+        self.pushed_at = started = _Times.now()
         self._down.clear()
         pushed = [self._pushed(message) for message in messages]
-        self.seconds += time.perf_counter() - started
+        self.spent += _Times.now() - started
         return pushed
 
     def _pushed(self, message: Message) -> str:
@@ -234,9 +244,9 @@ class StreamedGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The replies, made now."""
-        started = time.perf_counter()
+        started = _Times.now()
         replies = [self._reply(*self._waiting.pop(number)) for number in message_ids]
-        self.seconds += time.perf_counter() - started
+        self.spent += _Times.now() - started
         return replies
 
     def _reply(self, ctx: RoundContext, variant: str) -> Message:

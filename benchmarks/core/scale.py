@@ -4,6 +4,8 @@ Each case of the first two runs in a process of its own (many_sites.py), so that
 (arrivals.py) is a simulation of events, with the server's costs as the second has just measured them, and a SuperLink's
 as it carries messages of that size for stock Flower here. a in seconds ~ N^a is the slope of the logarithms over all
 sizes; a constant part, which weighs at small N, lowers it.
+
+It runs in pieces: cases that the file of pieces has already are not run again. Each row says of which commit it is.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from fedveil import places
 from fedveil.benchmarks.common.growth import exponent
 from fedveil.benchmarks.common.usage import program
 from fedveil.benchmarks.core.arrivals import Costs, simulated
-from fedveil.benchmarks.run import Options, Outcome, interval
+from fedveil.benchmarks.run import Options, Outcome, commit, interval
 from fedveil.errors import ConfigError
 
 _FIRST_STEADY = 1  # in round 0 all sites are new
@@ -38,18 +40,33 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     """
     if options.launch is None:
         raise ConfigError("core/scale: expected a launcher, found none; run it as `fedveil bench core/scale`")
-    rows = []
+    rows, kept = [], _kept(options.pieces)
     for way in ("in-process", "strategy"):
         for case in settings[way]["cases"]:
             for sites in settings[way]["sites"]:
-                rows.append(_row(way, case, sites, settings))
-                options.say(_said(rows[-1]))
+                row = kept.get(_name(way, case, sites, settings)) or _row(way, case, sites, settings)
+                if options.pieces and row["name"] not in kept:
+                    with options.pieces.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                options.say(_said(row))
+                rows.append(row)
     relay = _superlink_seconds(settings, options)
     options.say(f"a SuperLink's CPU for a message of {settings['megabytes']} MB each way: {relay:.3f} s")
     rows += _arrivals(rows, relay, settings)
     fits = [_fit(group, of) for group, of in _groups(rows).items()]
     figure = _figure(_groups(rows))
     return Outcome(rows + fits, [_verdict(fit) for fit in fits], files={"png": figure})
+
+
+def _kept(pieces: Path | None) -> dict[str, dict[str, Any]]:
+    """Rows of an earlier piece of the same preset, by name. Each says of which commit it is."""
+    lines = pieces.read_text().splitlines() if pieces and pieces.exists() else []
+    return {row["name"]: row for row in map(json.loads, lines)}
+
+
+def _name(way: str, case: Mapping[str, Any], sites: int, settings: Mapping[str, Any]) -> str:
+    size = f" of {settings['megabytes']} MB" if way == "strategy" else ""
+    return f"{way}, {case['name']}, N={sites}, {settings['rounds']} rounds{size}"
 
 
 def _row(way: str, case: Mapping[str, Any], sites: int, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,15 +80,16 @@ def _row(way: str, case: Mapping[str, Any], sites: int, settings: Mapping[str, A
     if done.returncode:
         raise ConfigError(f"{way}, {case['name']}, {sites} sites: expected figures, found {done.stderr[-400:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    steady = found["seconds"][_FIRST_STEADY:]
-    metrics = {"seconds a round": interval(steady), "grown MB": interval([found["grown_mb"]])}
-    if found["sending_seconds"]:
-        sending = found["sending_seconds"][_FIRST_STEADY:]
-        metrics["ms a message sent"] = interval([1000 * s / sites for s in sending])
-        whole = [1000 * (s - down) / sites for s, down in zip(steady, sending, strict=True)]
-        metrics["ms a message folded"] = interval(whole)
-    row = {"name": f"{way}, {case['name']}, N={sites}", "sites": sites, "group": f"{way}, {case['name']}"}
-    return row | {"metrics": metrics, "upload_bytes": found["upload_bytes"], "points": steady}
+    wall, cpu, sending = (found[f"{part}seconds"][_FIRST_STEADY:] for part in ("", "cpu_", "sending_cpu_"))
+    metrics = {"seconds a round": interval(wall), "CPU seconds a round": interval(cpu)}
+    metrics["grown MB"] = interval([found["grown_mb"]])
+    if sending:
+        metrics["CPU ms a message sent"] = interval([1000 * s / sites for s in sending])
+        folding = [1000 * (s - down) / sites for s, down in zip(cpu, sending, strict=True)]
+        metrics["CPU ms a message folded"] = interval(folding)
+    about = {"name": _name(way, case, sites, settings), "group": f"{way}, {case['name']}", "sites": sites}
+    points = {"seconds": wall, "CPU seconds": cpu}
+    return about | {"metrics": metrics, "upload_bytes": found["upload_bytes"], "points": points, "commit": commit()}
 
 
 def _superlink_seconds(settings: Mapping[str, Any], options: Options) -> float:
@@ -101,7 +119,7 @@ def _superlink_cpu(federation: Any) -> float:
 def _arrivals(rows: Sequence[Mapping[str, Any]], relay: float, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     asked = settings[_ARRIVALS]
     measured = [row for row in rows if row["group"] == f"strategy, {asked['case']}"][-1]["metrics"]
-    send, fold = (measured[f"ms a message {did}"]["mean"] / 1000 for did in ("sent", "folded"))
+    send, fold = (measured[f"CPU ms a message {did}"]["mean"] / 1000 for did in ("sent", "folded"))
     fastest, slowest = asked["train_seconds"]
     costs = Costs(
         send, fold, relay, asked["look_seconds"], asked["poll_seconds"], (fastest, slowest), settings["megabytes"],
@@ -121,7 +139,13 @@ def _arrivals(rows: Sequence[Mapping[str, Any]], relay: float, settings: Mapping
         for name in drawn[0].busy:
             metrics[f"{name} busy"] = interval([one.busy[name] for one in drawn])
         row = {"name": f"{_ARRIVALS}, N={sites}", "sites": sites, "group": _ARRIVALS, "metrics": metrics}
-        found.append(row | {"points": beyond, "costs": {k: v for k, v in vars(costs).items() if k != "train_seconds"}})
+        found.append(
+            row
+            | {
+                "points": {"seconds beyond the training": beyond},
+                "costs": {k: v for k, v in vars(costs).items() if k != "train_seconds"},
+            }
+        )
     return found
 
 
@@ -130,8 +154,10 @@ def _groups(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _fit(group: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    points = [(row["sites"], max(seconds, 1e-9)) for row in rows for seconds in row["points"]]
-    metrics = {"a of seconds ~ N^a": exponent([n for n, _ in points], [seconds for _, seconds in points])}
+    metrics = {}
+    for what in rows[0]["points"]:
+        points = [(row["sites"], max(seconds, 1e-9)) for row in rows for seconds in row["points"][what]]
+        metrics[f"a of {what} ~ N^a"] = exponent([n for n, _ in points], [seconds for _, seconds in points])
     if "grown MB" in rows[0]["metrics"]:
         grown = [max(row["metrics"]["grown MB"]["mean"], _LEAST_MB) for row in rows]
         metrics["b of memory ~ N^b"] = exponent([row["sites"] for row in rows], grown)
@@ -152,10 +178,11 @@ def _figure(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
     """Seconds and memory by N on logarithmic axes, a line a way and method."""
     from matplotlib.figure import Figure as Canvas
 
-    canvas = Canvas(figsize=(11, 4.5), layout="constrained")
-    shown = (("seconds a round", "seconds a round"), ("grown MB", "memory grown by, MB"))
+    canvas = Canvas(figsize=(15, 4.5), layout="constrained")
+    shown = (("CPU seconds a round", "CPU seconds a round"), ("grown MB", "memory grown by, MB"))
+    shown += (("seconds beyond the training", "simulated: seconds beyond the training"),)
     for at, (metric, label) in enumerate(shown, 1):
-        panel = canvas.add_subplot(1, 2, at, xlabel="sites N", ylabel=label, xscale="log", yscale="log")
+        panel = canvas.add_subplot(1, 3, at, xlabel="sites N", ylabel=label, xscale="log", yscale="log")
         for name, rows in groups.items():
             if metric in rows[0]["metrics"]:
                 values = [max(row["metrics"][metric]["mean"], 1e-3) for row in rows]

@@ -24,8 +24,8 @@ METHODS = [("fedavg", ""), ("fedrand", ""), ("fedrand", "downlink = 'selected'")
 def test_every_site_takes_part_in_every_round(way, method, fields):
     found = measured(Case(way, method, fields, 6, 4, 0))
     assert len(found.seconds) == 4
-    assert all(0 < sent < whole for sent, whole in zip(found.sending_seconds, found.seconds, strict=False))
-    assert len(found.sending_seconds) == (4 if way == "strategy" else 0)
+    assert all(0 < sent < whole for sent, whole in zip(found.sending_cpu_seconds, found.cpu_seconds, strict=False))
+    assert len(found.sending_cpu_seconds) == (4 if way == "strategy" else 0)
     upload = found.upload_bytes / 6
     assert (4 if method == "fedavg" else 2) * many_sites._SMALL * 8 < upload < 20_000
 
@@ -59,12 +59,12 @@ def test_a_reply_is_made_when_it_is_pulled_and_no_message_is_kept(monkeypatch):
     assert len(grid._waiting) == 4
     data = b"".join(array.data for array in reply.content.array_records["fedveil"].values())
     assert exchange.receive(data, 0, Address("run", 0, "site-00003")).num_examples == 100
-    assert grid.seconds > 0
+    assert grid.spent.cpu > 0
 
 
 def test_a_case_in_a_process_of_its_own_prints_its_figures(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["many_sites", "in-process", "fedavg", "", "3", "2", "0"])
     many_sites.main()
     assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {
-        "seconds", "sending_seconds", "grown_mb", "upload_bytes"
+        "seconds", "cpu_seconds", "sending_cpu_seconds", "grown_mb", "upload_bytes"
     }  # fmt: skip
