@@ -60,6 +60,7 @@ class Round:
 
     Attributes:
         seconds: until the last upload is folded.
+        training: of the slowest site, which nothing here can shorten.
         last_arrival: until the last upload is at the SuperLink.
         most_waiting: the most uploads that were at the SuperLink at one time and not yet folded.
         most_polling: the most SuperNodes that waited for their message at one time.
@@ -67,6 +68,7 @@ class Round:
     """
 
     seconds: float
+    training: float
     last_arrival: float
     most_waiting: int
     most_polling: int
@@ -115,7 +117,9 @@ def simulated(sites: int, costs: Costs, seed: int = 0) -> Round:
                 arrivals[site] = superlink.ends(now, costs.relay)
     seconds, most_waiting, busy = _folded(arrivals, pushed, costs)
     shares = {"ServerApp": busy + pushed, "SuperLink": superlink.busy, "link": max(up.busy, down.busy)}
-    return Round(seconds, max(arrivals), most_waiting, most_polling, {name: s / seconds for name, s in shares.items()})
+    slowest_drawn = fastest + max(works) * (slowest - fastest)
+    busy_shares = {name: s / seconds for name, s in shares.items()}
+    return Round(seconds, slowest_drawn, max(arrivals), most_waiting, most_polling, busy_shares)
 
 
 def _folded(arrivals: list[float], began: float, costs: Costs) -> tuple[float, int, float]:

@@ -128,7 +128,7 @@ def _arrivals(rows: Sequence[Mapping[str, Any]], relay: float, settings: Mapping
     found = []
     for sites in asked["sites"]:
         drawn = [simulated(sites, costs, seed) for seed in range(asked["seeds"])]
-        beyond = [one.seconds - slowest for one in drawn]
+        beyond = [one.seconds - one.training for one in drawn]
         metrics = {
             "seconds a round": interval([one.seconds for one in drawn]),
             "seconds beyond the training": interval(beyond),
