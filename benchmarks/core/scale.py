@@ -17,14 +17,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedveil import places
+from fedveil.benchmarks.common import pieces
 from fedveil.benchmarks.common.growth import exponent
 from fedveil.benchmarks.common.usage import program
 from fedveil.benchmarks.core.arrivals import Costs, simulated
-from fedveil.benchmarks.run import Options, Outcome, commit, interval
+from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
 
 _FIRST_STEADY = 1  # in round 0 all sites are new
@@ -40,28 +42,19 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     """
     if options.launch is None:
         raise ConfigError("core/scale: expected a launcher, found none; run it as `fedveil bench core/scale`")
-    rows, kept = [], _kept(options.pieces)
+    rows = []
     for way in ("in-process", "strategy"):
         for case in settings[way]["cases"]:
             for sites in settings[way]["sites"]:
-                row = kept.get(_name(way, case, sites, settings)) or _row(way, case, sites, settings)
-                if options.pieces and row["name"] not in kept:
-                    with options.pieces.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                options.say(_said(row))
-                rows.append(row)
+                name = _name(way, case, sites, settings)
+                rows.append(pieces.row(options.pieces, name, partial(_row, way, case, sites, settings)))
+                options.say(_said(rows[-1]))
     relay = _superlink_seconds(settings, options)
     options.say(f"a SuperLink's CPU for a message of {settings['megabytes']} MB each way: {relay:.3f} s")
     rows += _arrivals(rows, relay, settings)
     fits = [_fit(group, of) for group, of in _groups(rows).items()]
     figure = _figure(_groups(rows))
     return Outcome(rows + fits, [_verdict(fit) for fit in fits], files={"png": figure})
-
-
-def _kept(pieces: Path | None) -> dict[str, dict[str, Any]]:
-    """Rows of an earlier piece of the same preset, by name. Each says of which commit it is."""
-    lines = pieces.read_text().splitlines() if pieces and pieces.exists() else []
-    return {row["name"]: row for row in map(json.loads, lines)}
 
 
 def _name(way: str, case: Mapping[str, Any], sites: int, settings: Mapping[str, Any]) -> str:
@@ -87,9 +80,9 @@ def _row(way: str, case: Mapping[str, Any], sites: int, settings: Mapping[str, A
         metrics["CPU ms a message sent"] = interval([1000 * s / sites for s in sending])
         folding = [1000 * (s - down) / sites for s, down in zip(cpu, sending, strict=True)]
         metrics["CPU ms a message folded"] = interval(folding)
-    about = {"name": _name(way, case, sites, settings), "group": f"{way}, {case['name']}", "sites": sites}
+    about = {"group": f"{way}, {case['name']}", "sites": sites}
     points = {"seconds": wall, "CPU seconds": cpu}
-    return about | {"metrics": metrics, "upload_bytes": found["upload_bytes"], "points": points, "commit": commit()}
+    return about | {"metrics": metrics, "upload_bytes": found["upload_bytes"], "points": points}
 
 
 def _superlink_seconds(settings: Mapping[str, Any], options: Options) -> float:

@@ -1,16 +1,19 @@
 """The app on Flower's simulation engine, by the number of its nodes: seconds of a round, and memory of all processes.
 
-Memory is PSS: the engine's processes share pages, which a sum of RSS would count once for each of them.
+Memory is PSS: the engine's processes share pages, which a sum of RSS would count once for each of them. It runs in
+pieces: numbers of nodes that the file of pieces has already are not run again.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedveil import places
+from fedveil.benchmarks.common import pieces
 from fedveil.benchmarks.common.growth import exponent
 from fedveil.benchmarks.common.usage import Usage
 from fedveil.benchmarks.run import Options, Outcome, interval
@@ -27,7 +30,8 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         raise ConfigError("core/simulation: expected an engine, found none; run it as `fedveil bench core/simulation`")
     rows = []
     for nodes in settings["nodes"]:
-        rows.append(_row(nodes, settings, options))
+        name = f"{nodes} nodes, {settings['rounds']} rounds"
+        rows.append(pieces.row(options.pieces, name, partial(_row, nodes, settings, options)))
         told = ", ".join(f"{name} {m['mean']:.1f}" for name, m in rows[-1]["metrics"].items())
         options.say(f"{nodes} nodes: {told}")
     points = [(row["nodes"], s) for row in rows for s in row["points"]]
@@ -55,5 +59,7 @@ def _row(nodes: int, settings: dict[str, Any], options: Options) -> dict[str, An
     seconds = [line["seconds"] for line in rounds]
     metrics = {"first round s": interval(seconds[:1]), "later rounds s": interval(seconds[1:])}
     metrics["all processes MB"] = interval([max(mb["all"] for _, mb in usage.timeline if "all" in mb)])
-    row = {"name": f"{nodes} nodes", "nodes": nodes, "points": seconds[1:], "metrics": metrics}
-    return row | {"rounds": len(rounds), "upload_bytes": rounds[-1]["upload_bytes"]}
+    return {"nodes": nodes, "points": seconds[1:], "metrics": metrics} | {
+        "rounds": len(rounds),
+        "upload_bytes": rounds[-1]["upload_bytes"],
+    }
