@@ -179,7 +179,8 @@ class _Memory:
     def grown_mb(self) -> float:
         """Beyond what there was at first, in 10^6 bytes."""
         status = Path("/proc/self/status").read_text()
-        return (int(status.split("VmHWM:")[1].split()[0]) * 1024 - self._before) / 1e6
+        most = int(status.split("VmHWM:")[1].split()[0]) * 1024
+        return float(most - self._before) / 1e6
 
 
 class StreamedGrid(Grid):

@@ -91,7 +91,7 @@ def _superlink_seconds(settings: Mapping[str, Any], options: Options) -> float:
     launch, sites, rounds = options.launch, asked["sites"], asked["rounds"]
     assert launch is not None
     named = [launch.LocalSite(f"site-{i}") for i in range(sites)]
-    seconds = []
+    seconds: list[float] = []
     with tempfile.TemporaryDirectory() as scratch, launch.LocalFederation(named) as federation:
         for size in (settings["megabytes"] * 1_000_000, 1000):
             config = {"bytes": size, "rounds": rounds, "sites": sites, "out": str(Path(scratch) / f"{size}.json")}
@@ -105,8 +105,11 @@ def _superlink_seconds(settings: Mapping[str, Any], options: Options) -> float:
 
 
 def _superlink_cpu(federation: Any) -> float:
-    found = [p for p in federation.processes.alive("superlink") if program(p.cmdline()) == "SuperLink"]
-    return sum(float(p.cpu_times().user + p.cpu_times().system) for p in found)
+    found = [
+        process for process in federation.processes.alive("superlink") if program(process.cmdline()) == "SuperLink"
+    ]
+    times = [process.cpu_times() for process in found]
+    return sum((float(spent.user + spent.system) for spent in times), 0.0)
 
 
 def _arrivals(rows: Sequence[Mapping[str, Any]], relay: float, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -172,9 +175,12 @@ def _figure(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(15, 4.5), layout="constrained")
-    shown = (("CPU seconds a round", "CPU seconds a round"), ("grown MB", "memory grown by, MB"))
-    shown += (("seconds beyond the training", "simulated: seconds beyond the training"),)
-    for at, (metric, label) in enumerate(shown, 1):
+    shown = {
+        "CPU seconds a round": "CPU seconds a round",
+        "grown MB": "memory grown by, MB",
+        "seconds beyond the training": "simulated: seconds beyond the training",
+    }
+    for at, (metric, label) in enumerate(shown.items(), 1):
         panel = canvas.add_subplot(1, 3, at, xlabel="sites N", ylabel=label, xscale="log", yscale="log")
         for name, rows in groups.items():
             if metric in rows[0]["metrics"]:

@@ -2,7 +2,8 @@
 
 Processes that stay are told apart by whose they are, what they are and their id; a client process lives for one round
 only, so of those only the number alive at one time is counted. Slopes leave the first rounds out, in which caches fill.
-A Ctrl-C ends the run, and the rounds so far count.
+A leak goes on, so what grows in the second half of the rounds too is said to grow. A Ctrl-C ends the run, and the
+rounds so far count.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fedveil.errors import ConfigError
 _SUPERLINK = "superlink"
 # Of memory the slope is RSS's: how a shared page is divided, as in PSS, changes with what else the machine runs.
 _A_ROUND = {"rss_mb": ("RSS KB a round", 1000.0), "files": ("files a round", 1.0), "threads": ("threads a round", 1.0)}
+_LATER = ", second half"
 _SAY_EVERY = 10
 
 
@@ -78,7 +80,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         config = settings["config"] | {"run.dir": scratch, "run.name": "soak", "run.rounds": settings["rounds"]}
         config |= {"cohort.sites": sites, "cohort.min-sites": sites, "task.evaluation": str(data)}
         samples = _sampled(federation, config, options)
-    least, out = settings["left_out"] + 3, settings["left_out"]
+    least, out = settings["left_out"] + 6, settings["left_out"]
     if len(samples.alive) < least:
         raise ConfigError(f"core/soak: expected {least} rounds or more, found {len(samples.alive)}; let it run longer")
     rows = _rows(samples, out)
@@ -119,6 +121,8 @@ def _rows(samples: Samples, out: int) -> list[dict[str, Any]]:
         metrics["files"] = interval([float(held[-1].files)])
         for key, (title, unit) in _A_ROUND.items():
             metrics[title] = slope_by_round([unit * value for value in series[key]])
+            later = series[key][len(held) // 2 :]
+            metrics[f"{title}{_LATER}"] = slope_by_round([unit * value for value in later])
         curve = {"rss_mb": thinned(series["rss_mb"]), "files": thinned(series["files"])}
         rows.append({"name": name, "rounds": len(held), "metrics": metrics, "curve": curve})
     counts = [float(n) for n in samples.alive[out:]]
@@ -136,13 +140,12 @@ def _verdicts(samples: Samples, rows: Sequence[Mapping[str, Any]], out: int) -> 
     lines = [f"{rounds} rounds, of which the first {out} are in no slope; slopes are through the means of ten blocks."]
     for row in rows:
         for title, _ in _A_ROUND.values():
-            found = row["metrics"].get(title)
-            if found and found["low"] > 0:
-                lines.append(
-                    f"{row['name']} grows: {title} {found['mean']:.3g} [{found['low']:.3g}, {found['high']:.3g}]."
-                )
+            found, later = (row["metrics"].get(name) for name in (title, f"{title}{_LATER}"))
+            if found and later and min(found["low"], later["low"]) > 0:
+                told = (f"{slope['mean']:.3g} [{slope['low']:.3g}, {slope['high']:.3g}]" for slope in (found, later))
+                lines.append(f"{row['name']} grows: {title} {', in the second half '.join(told)}.")
     if len(lines) == 1:
-        lines.append("No process's memory, open files or threads grow: every interval of a slope holds 0 or less.")
+        lines.append("No process's memory, open files or threads grow through both halves of the rounds.")
     stayed = {name.rpartition(" ")[0] for name, held in samples.held.items() if len(held) == rounds}
     for name in sorted({name.rpartition(" ")[0] for name in samples.held} - stayed):
         found = [held for known, held in samples.held.items() if known.rpartition(" ")[0] == name]

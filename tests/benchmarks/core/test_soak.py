@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,15 @@ def test_a_leak_is_named_with_its_slope(leak, what):
     text = said(samples(**leak))
     assert f"site-0 worker grows: {what}" in text
     assert "No process" not in text
+
+
+def test_what_grows_at_first_and_then_stays_is_no_leak():
+    found = samples()
+    for i, held in enumerate(found.held["site-0 worker 11"]):
+        found.held["site-0 worker 11"][i] = replace(held, rss_mb=100 + min(i, ROUNDS // 2) + 0.1 * (i % 3))
+    slope = soak._rows(found, 10)[0]["metrics"]["RSS KB a round"]
+    assert slope["low"] > 0
+    assert "No process's memory" in said(found)
 
 
 def test_the_folders_growth_is_a_row():
