@@ -101,7 +101,8 @@ def _superlink_seconds(settings: Mapping[str, Any], options: Options) -> float:
             if not ended.completed:
                 raise ConfigError(f"stock flower: expected a completed run, found: {ended.reason}")
             seconds.append(_superlink_cpu(federation) - before)
-    return max(seconds[0] - seconds[1], 0.0) / (2 * sites * rounds)
+    messages = 2 * int(sites) * int(rounds)
+    return max(seconds[0] - seconds[1], 0.0) / messages
 
 
 def _superlink_cpu(federation: Any) -> float:
