@@ -38,6 +38,8 @@ class Options:
         device: "auto", "cpu" or "cuda".
         launch: the module that starts a real federation (`fedveil.console.flower.local_federation`), for presets that
             need one.
+        simulation: the class that runs the app on Flower's simulation engine
+            (`fedveil.console.flower.simulation.LocalSimulation`).
         say: gets progress, one line at a time.
         pieces: the file of a preset that runs in pieces; None = all at once.
     """
@@ -46,6 +48,7 @@ class Options:
     seeds: int = 0
     device: str = "auto"
     launch: Any = None
+    simulation: Any = None
     say: Callable[[str], None] = lambda text: None
     pieces: Path | None = None
 
@@ -104,10 +107,15 @@ def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
     return settings | changes | nested
 
 
+def student_t(freedom: int) -> float:
+    """What a standard error is multiplied with for a two-sided interval of 95 %."""
+    return _T95.get(freedom, 1.96)
+
+
 def interval(values: Sequence[float]) -> dict[str, float]:
     """Mean with a 95 % interval by Student's t; a single value has no width and says n = 1."""
     mean, n = statistics.fmean(values), len(values)
-    half = _T95.get(n - 1, 1.96) * statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
+    half = student_t(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
     return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
 
 

@@ -11,7 +11,7 @@ The pairs of the top layers are shared; after a first round over all layers, the
 | W_T | the tensors of the top n layers | `<module>.lora_A`, `<module>.lora_B`, weights |
 | W_L | all other tensors, "the lower layers" | weights |
 | n_k, m_r | `num_examples`, their sum over the cohort | examples |
-| k in H_r | `server.scalars["holders"]` | clients that gave an accepted upload after round 0 |
+| k in H_r | `server.scalars["holders"]`, sorted | clients that gave an accepted upload after round 0 |
 
     (W_T, W_L)_1 = sum_k (n_k / m_0) (W_T, W_L)^k             (1, round 0: FedAvg over everything)
     W_T,r+1      = sum_k (n_k / m_r) W_T^k,  W_L,r+1 = W_L,1  (2, r > 0, on the server)
@@ -50,7 +50,8 @@ client's first participation after round 0, and its own model has W_L,1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, final
 
@@ -93,7 +94,7 @@ class FedPer(Method):
 
     def broadcast(self, server: State, ctx: RoundContext) -> Payload:
         """W_T; in round 0, and to every client that may lack lower layers, also W_L."""
-        if ctx.round == 0 or ctx.is_new or ctx.client not in _holders(server):
+        if ctx.round == 0 or ctx.is_new or not _holds(server, ctx.client):
             return Payload(cast_to(server.tensors, self.wire_dtype), "all")
         return Payload(cast_to(_only(self._top(server.tensors), server.tensors), self.wire_dtype), "top")
 
@@ -129,7 +130,7 @@ class FedPer(Method):
 
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """Eq. 1 in round 0, Eq. 2 after it."""
-        holders = set(_holders(server)) | (set(sums.clear) if ctx.round > 0 else set())
+        holders = {*_holders(server)} | (set(sums.clear) if ctx.round > 0 else set())
         return State(sums.means(server.tensors), {"holders": sorted(holders)})
 
     def deployed(
@@ -170,5 +171,12 @@ def _only(names: frozenset[str], tensors: Mapping[str, T]) -> dict[str, T]:
     return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
-def _holders(server: State) -> list[str]:
-    return list(server.scalars["holders"])  # type: ignore[call-overload,no-any-return]
+def _holders(server: State) -> Sequence[str]:
+    return server.scalars["holders"]  # type: ignore[return-value]
+
+
+def _holds(server: State, client: str) -> bool:
+    """Halves the sorted list: a round asks this for every site, and N looks through N names would be quadratic."""
+    holders = _holders(server)
+    at = bisect.bisect_left(holders, client)
+    return at < len(holders) and holders[at] == client

@@ -14,6 +14,21 @@ from typing import Self
 import psutil
 
 _FIND_SECONDS = 0.25
+# Of a federation's processes, by a part of their command lines.
+PROGRAMS = {
+    "flwr-serverapp": "ServerApp",
+    "fedveil.client_app.worker.process": "worker",
+    "flwr-clientapp": "client process",
+    "flower-superlink": "SuperLink",
+    "flower-supernode": "SuperNode",
+    "flower-superexec": "SuperExec",
+}
+
+
+def program(command: list[str]) -> str:
+    """What a federation's process is, from its command line; "other" for what is none of it."""
+    text = " ".join(command[:5])
+    return next((kind for part, kind in PROGRAMS.items() if part in text), "other")
 
 
 @dataclass
@@ -45,6 +60,7 @@ class Usage:
             its end.
         kind: names what a process is, from its command line.
         every: seconds between two readings.
+        shared: memory is PSS, for processes that share pages: a sum of RSS would count those once for each process.
         seen: the processes by their id.
         timeline: of each reading (time.time(), {kind: resident MB of all its processes}).
     """
@@ -52,13 +68,14 @@ class Usage:
     find: Callable[[], Iterable[psutil.Process]]
     kind: Callable[[list[str]], str]
     every: float = 0.1
+    shared: bool = False
     seen: dict[int, WatchedProcess] = field(default_factory=dict)
     timeline: list[tuple[float, dict[str, float]]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         self._look()  # what runs already counts from here
         for seen in self.seen.values():
-            _read(seen)
+            _read(seen, self.shared)
         self._before = self.cpu_seconds(since_start=False)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -93,7 +110,7 @@ class Usage:
                 looked = now
             total: dict[str, float] = {}
             for seen in self.seen.values():
-                _read(seen)
+                _read(seen, self.shared)
                 total[seen.kind] = total.get(seen.kind, 0.0) + seen.mb
             self.timeline.append((time.time(), total))
             self._end.wait(self.every)
@@ -105,14 +122,37 @@ class Usage:
                     self.seen[process.pid] = WatchedProcess(process, self.kind(process.cmdline()))
 
 
-def _read(seen: WatchedProcess) -> None:
+def _read(seen: WatchedProcess, shared: bool) -> None:
     """A process that has ended, but that its parent has not yet waited for, still tells its CPU time."""
     seen.mb = 0.0
     with contextlib.suppress(psutil.Error):
         times = seen.process.cpu_times()
         seen.cpu_seconds = float(times.user + times.system)
-        seen.mb = float(seen.process.memory_info().rss / 1e6)
+        seen.mb = float(seen.process.memory_full_info().pss if shared else seen.process.memory_info().rss) / 1e6
         seen.peak_mb = max(seen.peak_mb, seen.mb)
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path(f"/proc/{seen.process.pid}/status").read_text()
         seen.high_mb = max(seen.high_mb, int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds at one moment.
+
+    Attributes:
+        rss_mb, pss_mb: resident memory, and the same with shared pages divided among those who share them; 10^6 bytes.
+        files: open files, sockets and pipes.
+        threads: of it.
+    """
+
+    rss_mb: float
+    pss_mb: float
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, process: psutil.Process) -> Self:
+        """Raises psutil.Error for a process that has ended."""
+        with process.oneshot():
+            memory = process.memory_full_info()
+            return cls(memory.rss / 1e6, memory.pss / 1e6, process.num_fds(), process.num_threads())

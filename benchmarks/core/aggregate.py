@@ -25,10 +25,10 @@ import torch
 
 from fedveil import rng
 from fedveil.adapters.all_weights import AllWeights
+from fedveil.benchmarks.common.untrained import Untrained
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.contract.method import RoundContext, Upload
 from fedveil.contract.spec import TensorSpec
-from fedveil.contract.trainer import RowGradients, Trained
 from fedveil.federation.exchange import Exchange
 from fedveil.server_app import intake
 from fedveil.strategies.fedavg import FedAvg
@@ -93,23 +93,6 @@ def _spec(megabytes: int) -> dict[str, TensorSpec]:
     return {f"w{i}": TensorSpec((megabytes * 1_000_000 // 4 // _TENSORS,)) for i in range(_TENSORS)}
 
 
-class _Untrained:
-    batch_size = steps = 1
-
-    def __init__(self, spec: dict[str, TensorSpec], shift: float) -> None:
-        self.spec, self.num_examples, self._shift = spec, 100 + int(shift), shift
-
-    def train(self, weights: Any, frozen: Any = None, penalty: Any = None) -> Trained:
-        return Trained({name: w + self._shift for name, w in weights.items()}, {})
-
-    def gradient(self, weights: Any) -> Trained:
-        return Trained({name: w - self._shift for name, w in weights.items()}, {})
-
-    @property
-    def rows(self) -> RowGradients:
-        raise NotImplementedError("nothing is drawn here")
-
-
 def _fold(n: int, megabytes: int, dtype: str = "float32", judged: bool = False) -> tuple[float, int]:
     spec = _spec(megabytes)
     method = FedAvg(adapter=AllWeights(), wire_dtype=dtype)  # type: ignore[arg-type]
@@ -117,7 +100,7 @@ def _fold(n: int, megabytes: int, dtype: str = "float32", judged: bool = False) 
     server = method.init(spec, {k: torch.randn(t.shape) for k, t in spec.items()}, rng.initial(0, "method init"))
     ctx = RoundContext(0, "a", True, bytes(32))
     down = exchange.broadcast(server, ctx)
-    ring = [b"".join(exchange.participate(down, None, _Untrained(spec, float(i)), ctx)[1]) for i in range(_RING)]
+    ring = [b"".join(exchange.participate(down, None, Untrained(spec, float(i)), ctx)[1]) for i in range(_RING)]
     payload_bytes = describe(ring[0])["payload_bytes"]
     del down
 

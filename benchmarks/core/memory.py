@@ -13,18 +13,11 @@ from typing import Any
 
 from fedveil import places
 from fedveil.benchmarks.common import bases
-from fedveil.benchmarks.common.usage import Usage
+from fedveil.benchmarks.common.usage import PROGRAMS, Usage, program
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
 
 _SERVER, _WORKER = "ServerApp", "worker"
-_KINDS = {
-    "flwr-serverapp": _SERVER,
-    "fedveil.client_app.worker.process": _WORKER,
-    "flwr-clientapp": "client process",
-    "flower-superlink": "SuperLink",
-    "flower-supernode": "SuperNode",
-}
 _STATES = {"adamw": 2.0, "adamw-8bit": 0.5}  # of the optimiser, in bytes by byte of fp32 weights
 _SERVER_TIMES, _SERVER_MB = 3.0, 600  # what was asked where all weights are trained
 _WORKER_TIMES, _WORKER_MB = 1.25, 800
@@ -66,7 +59,7 @@ def _row(
     }
     config |= {"cohort.sites": sites, "cohort.min-sites": sites}
     file, ends = scratch / "run" / "metrics.jsonl", dict[int, float]()
-    with launch.LocalFederation(named) as federation, Usage(federation.processes.alive, _kind, 0.25) as usage:
+    with launch.LocalFederation(named) as federation, Usage(federation.processes.alive, program, 0.25) as usage:
         mark = lambda status: ends.setdefault(len(_lines(file)), usage.timeline[-1][0])  # noqa: E731
         ended = federation.wait(federation.run(None, config), 3600, mark)
     if not ended.completed:
@@ -75,7 +68,7 @@ def _row(
     trained = [max(report["train_seconds"] for report in line["reports"].values()) for line in lines]
     outside = [line["seconds"] - seconds for line, seconds in zip(lines, trained, strict=True)]
     whole = [later - earlier for earlier, later in itertools.pairwise(at for n, at in sorted(ends.items()) if n)]
-    metrics = {f"{kind} MB": interval([max(highs)]) for kind in _KINDS.values() if (highs := usage.highs(kind))}
+    metrics = {f"{kind} MB": interval([max(highs)]) for kind in PROGRAMS.values() if (highs := usage.highs(kind))}
     metrics["all at once MB"] = interval([max(sum(mb.values()) for _, mb in usage.timeline)])
     metrics |= {"training s": interval(trained[1:] or trained), "outside s": interval(outside[1:] or outside)}
     metrics |= {"round with scoring s": interval(whole)} if whole else {}
@@ -99,11 +92,6 @@ def _verdict(row: dict[str, Any], config: dict[str, Any]) -> str:
         f"{row['name']} (weights of {base_mb:.0f} MB): ServerApp {server:.0f} MB (asked: at most {allowed:.0f}), "
         f"worker {worker:.0f} MB (asked: at most {most:.0f}); {outside}."
     )
-
-
-def _kind(command: list[str]) -> str:
-    text = " ".join(command[:5])
-    return next((kind for part, kind in _KINDS.items() if part in text), "other")
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

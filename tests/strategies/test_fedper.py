@@ -121,6 +121,31 @@ def test_who_gets_what(round_, is_new, holders, variant):
     assert all(torch.equal(w, state.tensors[n]) for n, w in down.fields.items())
 
 
+class Name(str):
+    """Counts how often it is compared with another one."""
+
+    compared = 0
+
+    def __lt__(self, other: str) -> bool:
+        Name.compared += 1
+        return str.__lt__(self, other)
+
+    def __eq__(self, other: object) -> bool:
+        Name.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_broadcast_to_one_of_many_sites_does_not_look_through_all_of_them(monkeypatch):
+    """A round asks for every site: with N looks each, a thousand sites are a million."""
+    state = server(1, tuple(Name(f"{i:04d}") for i in range(1000)))
+    monkeypatch.setattr(Name, "compared", 0)
+    assert FedPer().broadcast(state, ctx(3, "0997")).variant == "top"
+    assert FedPer().broadcast(state, ctx(3, "0997x")).variant == "all"
+    assert Name.compared < 30
+
+
 def test_after_round_0_its_clients_start_from_the_aggregate_then_from_their_own_layers():
     method, state = FedPer(), server(1)
     private, up = method.client(None, method.broadcast(state, ctx(0)), ToyTrainer(SPEC), ctx(0))

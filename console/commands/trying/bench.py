@@ -17,6 +17,7 @@ from rich.table import Table
 from fedveil import places
 from fedveil.benchmarks import run as benchmarks
 from fedveil.console.flower import local_federation
+from fedveil.console.flower.simulation import LocalSimulation
 from fedveil.errors import ConfigError
 
 _METRICS = 6  # a table: more columns break their numbers
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         seeds=args.seeds,
         device=args.device,
         launch=local_federation,
+        simulation=LocalSimulation,
         say=lambda text: console.print(text, markup=False, style="dim"),
         pieces=file.with_suffix(".pieces.jsonl"),
     )

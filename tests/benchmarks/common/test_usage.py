@@ -1,0 +1,54 @@
+"""What a process holds, and what it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from fedveil.benchmarks.common.usage import Held, Usage, program
+
+
+@pytest.mark.parametrize(
+    "command,kind",
+    [
+        (["python", "/x/bin/flwr-serverapp", "--token", "a"], "ServerApp"),
+        (["python", "-P", "-m", "fedveil.client_app.worker.process", "--folder", "/x"], "worker"),
+        (["python", "-I", "/x/flower-superlink", "--database"], "SuperLink"),
+        (["sh", "-c", "true"], "other"),
+    ],
+)
+def test_a_process_is_known_by_its_command(command, kind):
+    assert program(command) == kind
+
+
+def test_open_files_and_threads_are_counted(tmp_path):
+    before = Held.of(psutil.Process())
+    files = [(tmp_path / str(i)).open("w") for i in range(5)]
+    after = Held.of(psutil.Process())
+    for file in files:
+        file.close()
+    assert after.files - before.files == 5
+    assert 0 < after.pss_mb <= after.rss_mb
+    assert after.threads >= 1
+
+
+def test_shared_memory_is_divided_among_those_who_share_it():
+    """Many processes of one program: their RSS adds up to more than their PSS."""
+    code = "import time, json, urllib.request; time.sleep(60)"
+    children = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    try:
+        time.sleep(1.0)
+        found = {}
+        for shared in (False, True):
+            with Usage(lambda: [psutil.Process(c.pid) for c in children], lambda c: "all", 0.05, shared) as usage:
+                time.sleep(0.3)
+            found[shared] = max(mb["all"] for _, mb in usage.timeline)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert 0 < found[True] < found[False]
