@@ -232,7 +232,7 @@ class Rounds:
         record = attempt.record
         if self._unseen and isinstance(attempt, UnseenAttempt):
             ctx = RoundContext(record.round, "", False, self._secret, self.settings.deterministic)
-            new_state = self._unseen.settled(attempt, uploads, self.server, ctx)
+            new_state = self._unseen.settled(attempt, uploads, self.quorum, self.server, ctx)
         else:
             new_state = self._added(attempt, uploads)
         record.seconds = round(time.monotonic() - started, 3)

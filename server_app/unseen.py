@@ -204,12 +204,17 @@ class Unseen:
         return UnseenAttempt(**own, questions=questions, found=found, summed=summed)
 
     def settled(
-        self, attempt: UnseenAttempt, uploads: Iterable[Upload], server: State, ctx: RoundContext
+        self, attempt: UnseenAttempt, uploads: Iterable[Upload], quorum: int, server: State, ctx: RoundContext
     ) -> State | None:
-        """The next state from an attempt's uploads, which are added up as they come; None if there is no such sum."""
+        """The next state from an attempt's uploads, which are added up as they come; None if there is no such sum.
+
+        Below the quorum nobody is asked to open one.
+        """
         for _ in uploads:
             continue
         try:
+            if len(attempt.found.uploads) < quorum:
+                raise QuorumError(f"expected at least {quorum} uploads, found {len(attempt.found.uploads)}")
             return self.exchange.method.settle(server, self._opened(attempt), ctx)
         except (QuorumError, WireError) as error:
             attempt.record.unseen["reason"] = shown(str(error), _REASON_CHARACTERS)
@@ -225,14 +230,15 @@ class Unseen:
         found, record, questions = attempt.found, attempt.record, attempt.questions
         membership = found.membership
         record.unseen |= {"sites": len(found.uploads), "holders": membership.count, "threshold": membership.threshold}
-        if len(found.uploads) < found.plan.least:
-            raise QuorumError(f"expected a sum of at least {found.plan.least} sites, found {len(found.uploads)}")
         asked = found.questions()
         take: Callable[[str, bytes], None] = lambda site, data: found.answer(site, Opened.of(data))  # noqa: E731
         record.unseen["deaf"] = questions.ask(asked, take, lambda: not found.wanting)
         for site, attached in found.uploads.items():
-            if attached.next is not None:
-                self.coordinator.keep(site, attached.next)
+            try:
+                if attached.next is not None:
+                    self.coordinator.keep(site, attached.next)
+            except WireError as error:  # it is asked for another one before the next attempt
+                log(WARNING, "round %s: %s: its next prekey: %s", record.round, site, error)
         clear = {site: attempt.words.get(site, {}) for site in found.uploads}
         sums = RingSums(attempt.summed.slots, found.plan.ring, found.total(), clear)
         sums.check(attempt.limits.max_norm)

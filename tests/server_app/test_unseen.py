@@ -171,6 +171,13 @@ def test_below_the_least_sum_nobody_is_asked_to_open_anything(runs):
     assert not any(asks("unmask")(m) for m in grid.pushed)
 
 
+def test_below_the_quorum_of_the_run_nobody_is_asked_either(runs):
+    grid = runs.grid(ON, tamper={"a": lost(asks("train"))})
+    with pytest.raises(QuorumError, match="expected at least 5 accepted uploads, found 4"):
+        runs.run(ON, grid, repeats=0, min_sites=5)
+    assert not any(asks("unmask")(m) for m in grid.pushed)
+
+
 def test_a_server_that_dies_with_a_round_s_uploads_ends_where_an_unbroken_one_does(runs, monkeypatch, tmp_path):
     with RunFolder(tmp_path / "whole") as folder:
         folder.status("running", 0, 3)
