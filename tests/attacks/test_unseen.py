@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -19,15 +17,10 @@ from fedveil.config import parse
 from fedveil.errors import WireError
 from tests.attacks.toy import Descent, Linear, points
 
+pytestmark = pytest.mark.usefixtures("same_masks")
+
 SITES = "abc"
 SECURE = {"secure.enabled": True, "secure.bound": 8.0}
-
-
-@pytest.fixture(autouse=True)
-def _the_same_masks(monkeypatch):
-    """Of this test; else one run in many would find something in noise."""
-    drawn = np.random.default_rng(271828)
-    monkeypatch.setattr(os, "urandom", drawn.bytes)
 
 
 class Twins:
