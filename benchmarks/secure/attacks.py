@@ -11,6 +11,8 @@ A figure is judged by how far it lies above its lost control (0.5, or the mean p
 | lies wholly above 0 | won |
 | does not, and no gain above the preset's margin is in it | lost |
 | else | not decided |
+
+An attack counts where it wins in the clear and with every mask off, and not on a wrong site, as in `fedveil audit`.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ def _verdicts(attack: str, figures: Mapping[str, Figure], margins: Mapping[str, 
     margin, form = (margins["psnr"], ".1f") if psnr else (margins["auroc"], ".3f")
     found = {name: judged(figure, control, margin) for name, figure in figures.items()}
     shown = {name: resampling.shown(resampling.interval(figure), form) for name, figure in figures.items()}
-    stands = found["clear"] == found["every mask off"] == "won" and (psnr or found[on_texts.WRONG] == "lost")
+    stands = found["clear"] == found["every mask off"] == "won" and (psnr or found[on_texts.WRONG] != "won")
     against = f"mean picture {shown[on_pictures.MEAN]} dB" if psnr else f"wrong site {shown[on_texts.WRONG]}"
     said = [
         f"{attack}, controls: clear {shown['clear']}, the secure run with every mask off {shown['every mask off']}, "
