@@ -171,8 +171,7 @@ def _rate(method: Method) -> float | None:
 
 def _read_as(exchange: Exchange) -> Exchange:
     method = exchange.method
-    masked = isinstance(method, RandomBinary)
-    return replace(exchange, method=replace(method, wire="implicit")) if masked else exchange
+    return replace(exchange, method=replace(method, wire="implicit")) if isinstance(method, RandomBinary) else exchange
 
 
 def notes(view: UnseenView, sums: SumView | None) -> list[str]:

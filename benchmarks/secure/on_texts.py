@@ -45,8 +45,8 @@ def figures(settings: Mapping[str, Any], seed: int, options: Options) -> dict[st
     exchange = Exchange(strategies.create(config.method.name, config.method.fields), config.method.name, task.spec)
     with tempfile.TemporaryDirectory() as folder:
         views = twins(exchange, config, task, members, adversary.knowledge.initial, Path(folder))
-        found = {name: adversary.attacked(view) for name, view in views.items()}
-        return {**found, WRONG: adversary.attacked(views["clear"], other=1)}
+        found: dict[str, dict[str, Figure]] = {name: adversary.attacked(view) for name, view in views.items()}
+        return found | {WRONG: adversary.attacked(views["clear"], other=1)}
 
 
 class _Adversary:

@@ -23,6 +23,7 @@ TEXTS = {**PRESET["texts"], "rows": 5, "held_out": 8}
 PICTURES = {
     **PRESET["pictures"], "data": "noise", "classes": 3, "mean_of": 6, "most_seeds": 1,
     "model": {**PRESET["pictures"]["model"], "image_size": 4},
+    "matching": {**PRESET["pictures"]["matching"], "iterations": 15},
 }  # fmt: skip
 
 
