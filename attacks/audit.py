@@ -8,6 +8,7 @@
 | round 0 | nobody trained it: an attack must lose here, its interval containing 0.5 |
 | another site's upload | for the alignment alone: the site's rows did not move it, so the attack must not win |
 | overfitted FedAvg | a few members known by heart, undefended: an attack must win here, its interval wholly above 0.5 |
+| <site>, the sum | of a secure run: the sum of all sites, taken for the site's own upload (attacks/unseen.py) |
 
 An attack whose controls fail proves nothing about the run, in either direction, and the result says so. Where round 0
 is already told apart, the non-members are not of the members' distribution.
@@ -26,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedveil import rng, strategies, tasks
-from fedveil.attacks import controls
+from fedveil.attacks import controls, unseen
 from fedveil.attacks.base import Attack, Knowledge, ModelAttack, UploadAttack, View, installed
 from fedveil.attacks.controls import Overfitted
 from fedveil.attacks.findings import Audit, Finding, Numbers, Rebuilt, beside, finding, notes
@@ -34,6 +35,7 @@ from fedveil.attacks.hidden_model import factor_pairing
 from fedveil.attacks.membership.scores import PublicBase, centred
 from fedveil.attacks.reconstruction import pictures
 from fedveil.attacks.samples import Sample, Source, samples
+from fedveil.attacks.unseen import SumView, UnseenView
 from fedveil.config import RunConfig
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows, Task
@@ -84,7 +86,8 @@ def audit_run(
     task = tasks.load(config, method.adapter, device)
     tap = Tap(folder / "tap", Seal.of_environment())
     list(tap.messages())  # there, or an error that says how to get one
-    view = View.server(tap, Exchange(method, config.method.name, task.spec))
+    server = method.deployed(load_state(folder / "final" / "server.safetensors"))["server"]
+    view, sums, said = _views(tap, Exchange(method, config.method.name, task.spec), config, server)
     members, non_members = samples(source, config, task, asked, view.sites)
     known = [row for sample in members.values() for row in sample.rows]
     known = random.Random(source.seed).sample(known, min(_BY_HEART, len(known)))
@@ -93,16 +96,25 @@ def audit_run(
     knowledge = Knowledge(
         task=task,
         initial=task.initial(rng.initial(config.run.seed, "weights")),
-        server=method.deployed(load_state(folder / "final" / "server.safetensors"))["server"],
+        server=server,
     )
     say(f"Training the overfitted control on {len(known)} members")
     with tempfile.TemporaryDirectory() as scratch:
         control = controls.overfitted(control_task, known, own, Tap(Path(scratch)))
-        found = audit(view, knowledge, members, non_members, control, source.seed, say)
+        found = audit(view, knowledge, members, non_members, control, source.seed, say, sums)
+    found = replace(found, notes=[*said, *found.notes])
     sheet = pictures.reconstructed(view, task, config, members)
     if sheet is None:
         return found, None
     return replace(found, notes=[*found.notes, *sheet.notes]), sheet.png
+
+
+def _views(tap: Tap, exchange: Exchange, config: RunConfig, server: Weights) -> tuple[View, View | None, Sequence[str]]:
+    """What the server saw; of a secure run also its sums, and sentences on what it could not see."""
+    if not config.secure.enabled:
+        return View.server(tap, exchange), None, ()
+    view, sums = UnseenView.of(tap, exchange, config.secure), SumView.of(tap, exchange, server)
+    return view, sums, unseen.notes(view, sums)
 
 
 def audit(
@@ -113,6 +125,7 @@ def audit(
     control: Overfitted,
     seed: int,
     say: Callable[[str], None] = lambda text: None,
+    sums: View | None = None,
 ) -> Audit:
     """Runs every installed attack on the server's model, each rebuilt client, what each site sent, and the controls.
 
@@ -123,6 +136,7 @@ def audit(
         non_members: rows that no site trained on, of the same distribution.
         control: the overfitted control.
         seed: of the bootstrap.
+        sums: of a secure run, where its broadcasts show them.
 
     Raises:
         ValueError: `knowledge` has no final model.
@@ -145,7 +159,9 @@ def audit(
         mine, theirs = sample.alike(sample.labels, ON_UPLOADS), non_members.alike(sample.labels, ON_UPLOADS)
         found.of_uploads(site, view, site, knowledge, mine, theirs)
         if len(sites) > 1:
-            found.of_uploads(site, view, sites[sites.index(site) - 1], knowledge, mine, theirs)
+            found.of_uploads(site, view, sites[sites.index(site) - 1], knowledge, mine, theirs, is_control=True)
+        if sums:
+            found.of_uploads(f"{site}, the sum", sums, site, knowledge, mine, theirs)
         if kind != "weights":
             continue
         latest = factor_pairing.latest(view, site, knowledge.server)
@@ -154,6 +170,9 @@ def audit(
         found.of_model(site, task, latest.weights, sample.rows, sample.labels)
         if latest.staleness or latest.coverage < 1:
             found.of_model(f"{site}, merged", task, merged.weights, sample.rows, sample.labels)
+        if sums:
+            summed = factor_pairing.latest(sums, site, knowledge.server)
+            found.of_model(f"{site}, the sum", task, summed.weights, sample.rows, sample.labels)
     return Audit(found.done, rebuilt, [*notes(found.done, control), *_unread(kind, attacks)])
 
 
@@ -188,10 +207,16 @@ class _Findings:
             self.add(model, name, mine[name], theirs[name], labels, others.labels)
 
     def of_uploads(
-        self, model: str, view: View, site: str, knowledge: Knowledge, members: Sample, others: Sample
+        self,
+        model: str,
+        view: View,
+        site: str,
+        knowledge: Knowledge,
+        members: Sample,
+        others: Sample,
+        is_control: bool = False,
     ) -> None:
-        """Every attack that can read them on the uploads of `site`; of another site than `model` it is the control."""
-        is_control = model not in (site, UploadAttack.must_win)
+        """Every attack that can read them on the uploads of `site`; of another site than the rows' it is a control."""
         for attack in self._on_uploads:
             if view.exchange.method.sends in attack.reads:
                 mine, theirs = (attack.scores(view, site, knowledge, side.rows) for side in (members, others))

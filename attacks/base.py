@@ -19,6 +19,7 @@ import inspect
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import ClassVar, TypeGuard
@@ -32,7 +33,7 @@ from fedveil.contract.spec import Weights
 from fedveil.contract.task import Prediction, Rows, Task
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.federation.exchange import Exchange
-from fedveil.wire.envelope import Stamp, unpack
+from fedveil.wire.envelope import Message, Stamp, unpack
 from fedveil.wire.tap import Seen, Tap
 
 ENTRY_POINTS = "fedveil.attacks"
@@ -124,17 +125,26 @@ class View:
             yield self._decode(seen)
 
     def _decode(self, seen: Seen) -> Sighting:
-        stamp = Stamp.of(self.exchange.method, self.exchange.name, seen.round, seen.direction, None)
-        try:
-            message = unpack(self.tap.read(seen), self.exchange.layout, stamp)
-        except FedVeilError as error:
-            raise type(error)(
-                f"{self.tap.folder / seen.file}: {error}; is this tap of another method or base?"
-            ) from error
+        message = self._message(seen, self.exchange)
         return Sighting(
             seen.round, seen.attempt, seen.site, seen.direction, message.payload,
             message.num_examples or 0, message.report, bool(seen.accepted),
         )  # fmt: skip
+
+    def _message(self, seen: Seen, exchange: Exchange) -> Message:
+        stamp = Stamp.of(exchange.method, exchange.name, seen.round, seen.direction, None)
+        with self._named(seen):
+            return unpack(self.tap.read(seen), exchange.layout, stamp)
+
+    @contextmanager
+    def _named(self, seen: Seen) -> Iterator[None]:
+        """Puts the message's file before what is wrong with it."""
+        try:
+            yield
+        except FedVeilError as error:
+            raise type(error)(
+                f"{self.tap.folder / seen.file}: {error}; is this tap of another method or base?"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ _SETTINGS: Mapping[str, object] = {
     "cohort.fraction": 1.0,
     "run.deterministic": True,
     "client.worker": False,
+    "secure.enabled": False,
 }
 
 

@@ -18,7 +18,7 @@ def folder(name: str) -> Path:
     root = places.checkout()
     looked_in = [places.folder("data")]
     if VARIABLE in os.environ:
-        looked_in = [Path(os.environ[VARIABLE])]
+        looked_in.insert(0, Path(os.environ[VARIABLE]))
     elif root:
         looked_in.insert(0, root.parent / "shared" / "data")
     for place in looked_in:

@@ -43,6 +43,7 @@ class Federation:
         upload_bytes, download_bytes: bytes of all messages of the run so far.
         reports: the last report of each site.
         tap: records every message; None records nothing.
+        unseen: the keys of server and sites where uploads are summed unseen; else None.
         max_share: as cohort.max-share of a run over gRPC. No site here is hostile: by default none is cut.
         private_bytes: of the sites' private states, as many are held in memory; the others lie in temporary files.
         private: each site's private state; a site that never took part has none.
@@ -69,7 +70,7 @@ class Federation:
         check_seeded(claim.budget if claim else None, self.config.run.deterministic)
         rules.check(self.exchange, self.config.aggregate)
         rules.check_secure(self.config.secure, self.config.aggregate, self.config.cohort)
-        self._unseen = (
+        self.unseen = (
             LocalSums("run", settings_of(self.config.secure), self.sites) if self.config.secure.enabled else None
         )
         drawn = cohort.size(self.config.cohort.fraction, len(self.sites))
@@ -92,8 +93,8 @@ class Federation:
         """One round: draws a cohort, exchanges messages with each of its sites, and settles the sums."""
         chosen = cohort.draw(self.sites, self.config.cohort.fraction, self._server_secret, round_)
         self.private.discard()
-        if self._unseen:
-            self.server = self._summed_unseen(self._unseen, round_, chosen)
+        if self.unseen:
+            self.server = self._summed_unseen(self.unseen, round_, chosen)
         else:
             uploads = bounded(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
             self.server = self.exchange.aggregate(self.server, uploads, lambda: rules.sums_of(self.config.aggregate))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -33,12 +34,13 @@ def federate(tmp_path) -> Federate:
 
     def make(
         name: str, spec, weights, trainer_for, fields: str = "", sites: Sequence[str] = "abcd", rounds: int = 6,
-        fraction: float = 1.0, seed: int = 3,
+        fraction: float = 1.0, seed: int = 3, config: Mapping[str, object] = MappingProxyType({}),
     ) -> tuple[Federation, View]:  # fmt: skip
         flat = {"run.deterministic": True, "run.seed": seed, "run.rounds": rounds, "cohort.fraction": fraction}
+        flat |= config
         exchange = Exchange(create(name, fields), name, spec)
         state = exchange.method.init(spec, weights, rng.initial(seed, "method init"))
-        tap = Tap(tmp_path / f"{name}{fields}{seed}".replace(" ", "").replace("=", "-"))
+        tap = Tap(tmp_path / f"{name}{fields}{seed}{len(config)}".replace(" ", "").replace("=", "-"))
         federation = Federation(exchange, parse(flat), trainer_for, list(sites), state, tap=tap)
         return federation, View.server(tap, exchange)
 

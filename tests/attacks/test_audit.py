@@ -108,21 +108,23 @@ class _Base:
         return {"loss": np.arange(float(len(rows)))}
 
 
-def audited(sends: str, monkeypatch, *more) -> tuple[set[tuple[str, str]], findings.Audit]:
+def audited(sends: str, monkeypatch, *more, sums=None) -> tuple[set[tuple[str, str]], findings.Audit]:
     """(attack, model) of every finding of two sites that send such uploads, and the audit."""
     monkeypatch.setattr(audit, "installed", lambda: [_OnModels(), _OnUploads(), *more])
     monkeypatch.setattr(audit, "PublicBase", _Base)
     rebuilt = SimpleNamespace(coverage=1.0, staleness=0, weights={})
     monkeypatch.setattr(audit.factor_pairing, "latest", lambda *_: rebuilt)
     monkeypatch.setattr(audit.factor_pairing, "merged", lambda *_: rebuilt)
-    view, plain = (
-        SimpleNamespace(exchange=SimpleNamespace(method=SimpleNamespace(sends=s))) for s in (sends, "weights")
-    )
+    view, plain = (SimpleNamespace(exchange=exchange_of(s)) for s in (sends, "weights"))
     knowledge = SimpleNamespace(task=None, initial={}, server={})
     control = SimpleNamespace(task=None, weights={}, members=[1, 2, 3], view=plain, loss_share=0.1, rounds=4)
     sample = Sample([1, 2, 3], [""] * 3)
-    result = audit.audit(view, knowledge, {"a": sample, "b": sample}, sample, control, 0)
+    result = audit.audit(view, knowledge, {"a": sample, "b": sample}, sample, control, 0, sums=sums)
     return {(f.attack, f.model) for f in result.findings}, result
+
+
+def exchange_of(sends: str) -> SimpleNamespace:
+    return SimpleNamespace(method=SimpleNamespace(sends=sends))
 
 
 CONTROLS = {("loss", "round 0"), ("loss", "overfitted FedAvg"), ("alignment", "overfitted FedAvg")}
@@ -156,3 +158,10 @@ def test_an_attack_says_which_uploads_it_reads(monkeypatch):
 def test_an_audit_without_the_final_model_is_refused():
     with pytest.raises(ValueError, match="knowledge.server: expected the server's final model"):
         audit.audit(None, Knowledge(None, {}), {}, Sample([], []), CONTROL, 0)
+
+
+def test_the_sum_of_a_secure_run_is_attacked_as_if_it_were_each_site_s_upload(monkeypatch):
+    plain, _ = audited("weights", monkeypatch)
+    found, result = audited("weights", monkeypatch, sums=SimpleNamespace(exchange=exchange_of("weights")))
+    assert found - plain == {(attack, f"{site}, the sum") for attack in ("alignment", "loss") for site in "ab"}
+    assert "loss: NOT usable here" in " ".join(result.notes)  # as without it: the controls are those of the run

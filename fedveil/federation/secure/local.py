@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fedveil.config import SecureConfig
-from fedveil.federation.secure import keys
+from fedveil.federation.secure import keys, masks
+from fedveil.federation.secure.agreed import negative, pair_mask, partners
 from fedveil.federation.secure.kept import MemoryStore
 from fedveil.federation.secure.server import Attempt, Coordinator, Settings
 from fedveil.federation.secure.site import Demands, Site
@@ -29,6 +30,7 @@ class LocalSums:
 
     Attributes:
         sites: by name.
+        last: the attempt that began last.
     """
 
     run: str
@@ -36,6 +38,7 @@ class LocalSums:
     names: Collection[str]
     demands: Demands = Demands()
     sites: dict[str, Site] = field(default_factory=dict)
+    last: Attempt | None = None
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -53,7 +56,22 @@ class LocalSums:
         for name, site in self.sites.items():
             if name not in coordinator.bundles:
                 coordinator.keep(name, site.join(setup))
-        return coordinator.attempt(round_, attempt, cohort)
+        self.last = coordinator.attempt(round_, attempt, cohort)
+        return self.last
+
+    def pair_masks(self, site: str) -> dict[str, masks.Mask]:
+        """What will take off each mask that a site shares in the last attempt, by partner; before it has masked.
+
+        No server knows all of them. Attacks take them off to see what they find where nothing is hidden.
+        """
+        attempt, kept = self.last, self.sites[site].store.load()
+        assert attempt is not None, "begin comes first"
+        assert kept is not None
+        private = keys.private_of(bytes.fromhex(kept.seed))
+        return {
+            other.site: negative(pair_mask(attempt.plan, site, other.site, private, bytes.fromhex(other.key)))
+            for other in partners(attempt.plan, attempt.membership, site)
+        }
 
     def sums(
         self, attempt: Attempt, summed: Summed, clear: Mapping[str, Mapping[str, str]], deaf: Iterable[str] = ()

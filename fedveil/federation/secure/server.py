@@ -235,13 +235,10 @@ class Attempt:
                 f"secure.threshold: expected {self.membership.threshold} holders that open their shares of "
                 f"{', '.join(wanting)}, found fewer"
             )
-        off: list[masks.Mask] = []
+        off = list(self.own_masks().values())
         for how, site in self._secrets():
-            secret = self._rebuilt(how, site)
-            if how == "heard":
-                off.append(negative(own_mask(secret, self.plan, site)))
-            else:
-                off += self._left_by(site, keys.private_of(secret))
+            if how == "silent":
+                off += self._left_by(site, keys.private_of(self._rebuilt(how, site)))
         total, self._total = self._total, None
         masks.apply(total, off)
         return total
@@ -262,6 +259,11 @@ class Attempt:
                 f"secure.neighbours: expected masks that join at least {self.plan.least} sites, found {found} of the "
                 f"{len(self.uploads)} that have uploaded by themselves; raise it"
             )
+
+    def own_masks(self) -> dict[str, masks.Mask]:
+        """What takes off the own mask of each site in the sum. Whoever has the opened shares knows it."""
+        heard = [site for how, site in self._secrets() if how == "heard"]
+        return {site: negative(own_mask(self._rebuilt("heard", site), self.plan, site)) for site in heard}
 
     def _left_by(self, site: str, private: bytes) -> Iterator[masks.Mask]:
         """What takes off the masks that a silent site's partners have added for the pair."""

@@ -102,8 +102,11 @@ class Summed:
         stamp = Stamp.of(self.exchange.method, self.exchange.name, ctx.round, "up", ctx.address)
         return packed(self.layout, stamp, sent, turn=turn).parts
 
-    def receive(self, data: Buffer, address: Address = Address()) -> tuple[Message, Integers, Attached]:
-        """A client's message, its masked vector, which is only to be read, and what is attached. Raises WireError."""
+    def receive(self, data: Buffer, address: Address | None = Address()) -> tuple[Message, Integers, Attached]:
+        """A client's message, its masked vector, which is only to be read, and what is attached. Raises WireError.
+
+        Without an address: a message that is only read from a tap.
+        """
         stamp = Stamp.of(self.exchange.method, self.exchange.name, self.round, "up", address)
         message = unpack(data, self.layout, stamp)
         if message.num_examples is not None or message.report:

@@ -31,7 +31,10 @@ SITES = ["site-2", "site-10"]  # by their numbers the first and the second
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory) -> Path:
     """Two sites, two rounds of FedRand, known nearly by heart: 12 rows each, the rest of the data left out."""
-    folder = tmp_path_factory.mktemp("runs") / "small"
+    return made(tmp_path_factory.mktemp("runs") / "small", SITES, {})
+
+
+def made(folder: Path, sites: list[str], more: dict[str, object]) -> Path:
     settings = {
         "method.name": "fedrand",
         "method.fields": "adapter = {rank = 4}",
@@ -42,29 +45,28 @@ def run_folder(tmp_path_factory) -> Path:
         "run.rounds": 2,
         "run.deterministic": True,
     }
-    config = parse(settings)
-    method = strategies.create("fedrand", config.method.fields)
+    config = parse(settings | more)
+    name = config.method.name
+    method = strategies.create(name, config.method.fields)
     task = tasks.load(config, method.adapter, "cpu")
-    rows = {site: task.encode(task.examples(DATA, "train", Share(i, 2))) for i, site in enumerate(SITES)}
-    exchange = Exchange(method, "fedrand", task.spec)
+    rows = {site: task.encode(task.examples(DATA, "train", Share(i, len(sites)))) for i, site in enumerate(sites)}
+    exchange = Exchange(method, name, task.spec)
     state = method.init(task.spec, task.initial(rng.initial(0, "weights")), rng.initial(0, "method init"))
     federation = Federation(
         exchange,
         config,
         lambda s, ctx: task.trainer(rows[s], ctx.rng("batches")),
-        SITES,
+        sites,
         state,
         tap=Tap(folder / "tap", new_key(folder.parent / "key")),
     )
     federation.run()
     save_state(State(federation.deployed()["server"]), folder / "final" / "server.safetensors")
-    (folder / "config.json").write_text(
-        json.dumps({"config": config.flat(), "method": {"name": "fedrand", "fields": {}}})
-    )
+    (folder / "config.json").write_text(json.dumps({"config": config.flat(), "method": {"name": name, "fields": {}}}))
     (folder / "status.json").write_text(json.dumps({"state": "completed", "round": 1, "rounds": 2, "reason": ""}))
     told, empty = Disclosures(folder / "disclosure.jsonl"), {"bytes": 1, "variant": "", "fields": [], "scalars": {}}
     for r in range(2):
-        for s in SITES:
+        for s in sites:
             for d in ("down", "up"):
                 told.append({"round": r, "attempt": 0, "site": s}, d, empty)
     return folder
@@ -113,6 +115,24 @@ def test_the_report_has_a_section_of_it(run_folder, audited):
     assert "What attacks found" in page
     assert "overfitted FedAvg" in page
     assert "What the server could rebuild of each site" in page
+
+
+@pytest.mark.usefixtures("same_masks")
+def test_a_secure_run_is_read_as_its_server_could(tmp_path, monkeypatch):
+    """Attacks find nothing in the masked vectors, and a site's rows in the sum."""
+    secure = {"secure.enabled": True, "method.name": "fedavg", "task.max-examples": 8, "run.rounds": 1}
+    folder = made(tmp_path / "small", ["site-0", "site-1", "site-2"], {**secure, "train.epochs": 8})
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "key"))
+    assert main(["audit", str(folder), "--data", str(DATA), "--max-rows", "40"]) == 0
+    found = json.loads((folder / "audit.json").read_text())
+    by = {(f["model"], f["attack"]): f["verdict"] for f in found["findings"]}
+    for site in ("site-0", "site-1", "site-2"):
+        assert by[site, "alignment"] != "above"
+        assert by[site, "calibrated"] != "above"
+        assert by[f"{site}, the sum", "alignment"] == "above"
+    assert by["overfitted FedAvg", "alignment"] == "above"
+    assert "could NOT see a single upload" in found["notes"][0]
+    assert "could NOT see a single upload" in report.html([runs.load(folder)])
 
 
 def test_a_report_without_an_audit_has_none(make_run):

@@ -1,0 +1,111 @@
+"""Attacks on a secure run beside the same run in the clear: what hides, what does not, and what stays (the sum).
+
+A row of the result is a view (`twins`), or the lost control: another site's upload of the clear run for membership, the
+mean of other pictures for reconstruction. Figures are AUROC over rows (mean over sites and seeds), and PSNR in dB over
+pictures; intervals are of 95 %, by bootstrap.
+
+A figure is judged by how far it lies above its lost control (0.5, or the mean picture, picture by picture):
+
+| its interval | verdict |
+|---|---|
+| lies wholly above 0 | won |
+| does not, and no gain above the preset's margin is in it | lost |
+| else | not decided |
+
+An attack counts where it wins in the clear and with every mask off, and not on a wrong site, as in `fedveil audit`.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from fedveil.attacks.reconstruction.images import contact_sheet
+from fedveil.benchmarks.common import resampling, seeds
+from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.run import Options, Outcome
+from fedveil.benchmarks.secure import on_pictures, on_texts
+from fedveil.benchmarks.secure.twins import HIDDEN, SEEN
+
+_PICTURES = 6  # the name of the draws
+Figures = dict[str, dict[str, Figure]]  # by attack, then row
+Verdict = Literal["won", "lost", "not decided"]
+
+
+def run(settings: dict[str, Any], options: Options) -> Outcome:
+    """A row for each view and each lost control."""
+    count = options.seeds or settings["seeds"]
+    settings["pictures"]["most_seeds"] = count
+    answers = seeds.run(__name__, settings, options)
+    figures: Figures = {}
+    for row in answers[0]["texts"]:
+        for attack in answers[0]["texts"][row]:
+            of_seeds = [Figure.from_json(answer["texts"][row][attack]) for answer in answers]
+            figures.setdefault(attack, {})[row] = resampling.over_seeds(of_seeds)
+    for row in answers[0]["pictures"]:
+        for attack in answers[0]["pictures"][row]:
+            psnr = list(itertools.chain(*(answer["pictures"][row][attack] for answer in answers)))
+            figures.setdefault(attack, {})[row] = resampling.mean(psnr, _PICTURES)
+    names = [*SEEN, on_texts.WRONG, on_pictures.MEAN]
+    rows = [
+        {
+            "name": name,
+            "metrics": {
+                attack: resampling.interval(of_rows[name]) for attack, of_rows in figures.items() if name in of_rows
+            },
+        }
+        for name in names
+    ]
+    done = f"this run: {count} seeds, {settings['texts']['sites']} sites of {settings['texts']['rows']} texts, "
+    done += f"{settings['pictures']['sites']} sites of one picture"
+    return Outcome(rows, verdicts(figures, settings), [done], {"png": base64.b64decode(answers[0]["sheet"])})
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> dict[str, Any]:
+    """What `run` asks of each seed."""
+    texts = on_texts.figures(settings["texts"], seed, options)
+    for attack in texts["clear"]:
+        options.say(f"seed {seed}: {attack} " + ", ".join(f"{row} {f[attack].value:.3f}" for row, f in texts.items()))
+    pictures, shown = on_pictures.values(settings["pictures"], seed, options)
+    for attack in pictures["clear"]:
+        told = (f"{row} {' '.join(f'{v:.0f}' for v in of_row[attack])}" for row, of_row in pictures.items())
+        options.say(f"seed {seed}: {attack}, dB: " + ", ".join(told))
+    images = [image for of_row in shown.values() for image in of_row]
+    labels = [label if i == 0 else "" for label, of_row in shown.items() for i in range(len(of_row))]
+    sheet = contact_sheet(images, labels, -1.0, 1.0, settings["pictures"]["sites"])
+    return {
+        "texts": {row: {attack: f.to_json() for attack, f in of_row.items()} for row, of_row in texts.items()},
+        "pictures": pictures,
+        "sheet": base64.b64encode(sheet).decode(),
+    }
+
+
+def judged(mine: Figure, control: Figure, margin: float) -> Verdict:
+    """Where a figure lies beside its lost control."""
+    gain = resampling.difference(mine, control)
+    return "won" if gain["low"] > 0 else "lost" if gain["high"] <= margin else "not decided"
+
+
+def verdicts(figures: Figures, settings: Mapping[str, Any]) -> list[str]:
+    """Sentences on each attack: its controls, what the secure run hides from it, and what stays."""
+    return [said for attack, of_rows in figures.items() for said in _verdicts(attack, of_rows, settings["margin"])]
+
+
+def _verdicts(attack: str, figures: Mapping[str, Figure], margins: Mapping[str, float]) -> Sequence[str]:
+    psnr = on_pictures.MEAN in figures
+    control = figures[on_pictures.MEAN] if psnr else resampling.fixed(0.5)
+    margin, form = (margins["psnr"], ".1f") if psnr else (margins["auroc"], ".3f")
+    found = {name: judged(figure, control, margin) for name, figure in figures.items()}
+    shown = {name: resampling.shown(resampling.interval(figure), form) for name, figure in figures.items()}
+    stands = found["clear"] == found["every mask off"] == "won" and (psnr or found[on_texts.WRONG] != "won")
+    against = f"mean picture {shown[on_pictures.MEAN]} dB" if psnr else f"wrong site {shown[on_texts.WRONG]}"
+    said = [
+        f"{attack}, controls: clear {shown['clear']}, the secure run with every mask off {shown['every mask off']}, "
+        f"{against}: {'they stand' if stands else 'NOT HELD, the other figures of this attack say nothing'}."
+    ]
+    means = {"lost": "at its lost control", "won": "WON: something shows", "not decided": "not decided"}
+    said += [f"{attack}, secure run, {name}: {shown[name]}: {means[found[name]]}." for name in HIDDEN]
+    stays = {"lost": "nothing is found in it", "won": "won: this stays", "not decided": "not decided"}
+    return [*said, f"{attack}, the sum: {shown['sum']}: {stays[found['sum']]}."]

@@ -1,0 +1,183 @@
+"""A secure run's tap: nothing where a mask is left, what the site sent where none is, and the sums."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fedveil.attacks import audit, controls, unseen
+from fedveil.attacks.base import Knowledge
+from fedveil.attacks.hidden_model import factor_pairing
+from fedveil.attacks.membership.alignment import alignment_scores
+from fedveil.attacks.reconstruction.gradients import observed
+from fedveil.attacks.statistics import auroc
+from fedveil.attacks.unseen import SumView, UnseenView
+from fedveil.config import parse
+from fedveil.errors import WireError
+from tests.attacks.toy import Descent, Linear, points
+
+pytestmark = pytest.mark.usefixtures("same_masks")
+
+SITES = "abc"
+SECURE = {"secure.enabled": True, "secure.bound": 8.0}
+
+
+class Twins:
+    """The same federation in the clear and under secure aggregation, and what is known of the latter's masks."""
+
+    def __init__(self, federate, name, fields="", rounds=1):
+        self.task = Linear()
+        self.rows = {site: points(2, ord(site)) for site in SITES}
+        self.own, self.pairs = {}, {}
+
+        def trainer_for(site, ctx):
+            if self.secure.unseen and self.running is self.secure:
+                self.pairs[ctx.round, 0, site] = list(self.secure.unseen.pair_masks(site).values())
+            return Descent(self.task, self.rows[site])
+
+        def kept(federation, round_):
+            for site, mask in federation.unseen.last.own_masks().items():
+                self.own[round_, 0, site] = [mask]
+
+        initial = self.task.initial()
+        made = [
+            federate(name, self.task.spec, initial, trainer_for, fields, SITES, rounds, config=config)
+            for config in ({}, SECURE)
+        ]
+        (self.clear, self.view), (self.secure, _) = made
+        self.running = self.clear
+        self.clear.run()
+        self.running = self.secure
+        self.secure.run(kept)
+
+    def unseen(self, own=False, pairs=0):
+        """The view with every site's own mask off, and so many of those that it shares."""
+        off = {at: [*(self.own[at] if own else ()), *found[:pairs]] for at, found in self.pairs.items()}
+        off = off if own or pairs else {}
+        return UnseenView.of(self.secure.tap, self.secure.exchange, self.secure.config.secure, off)
+
+    def sums(self):
+        final = self.secure.deployed()["server"]
+        return SumView.of(self.secure.tap, self.secure.exchange, final)
+
+
+def uploads(view):
+    return [(u.round, u.site, view.added(u)) for u in view.uploads()]
+
+
+def cosine(mine, theirs):
+    mine, theirs = (torch.cat([w.double().flatten() for w in each.values()]) for each in (mine, theirs))
+    return float(mine @ theirs / (mine.norm() * theirs.norm()))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedrand", "fixed_position"])
+def test_with_every_mask_off_the_view_shows_what_the_site_sent(name, federate):
+    fields = 'hidden = "lora_A"' if name == "fixed_position" else ""
+    twins = Twins(federate, name, fields)
+    for (_, site, mine), (_, same, true) in zip(uploads(twins.unseen(True, 2)), uploads(twins.view), strict=True):
+        assert (site, mine.keys()) == (same, true.keys())
+        assert all(torch.allclose(mine[n], w, atol=1e-6) for n, w in true.items())
+
+
+def test_one_mask_left_hides_all_of_it(federate):
+    twins = Twins(federate, "fedavg")
+    for view in (twins.unseen(), twins.unseen(own=True), twins.unseen(own=True, pairs=1), twins.unseen(pairs=2)):
+        seen = {site: mine for _, site, mine in uploads(view)}
+        assert sorted(seen) == view.sites == list(SITES)
+        for _, site, true in uploads(twins.view):
+            assert abs(cosine(seen[site], true)) < 0.35  # 84 entries: three deviations of the cosine of noise
+            assert min(w.abs().max() for w in seen[site].values()) > 1
+
+
+@pytest.mark.parametrize("wire", ["explicit", "implicit", "seeded"])
+def test_masks_of_random_binary_are_read_off_the_weights(wire, federate):
+    fields = f'rate = 0.5\nwire = "{wire}"'
+    twins = Twins(federate, "random_binary", fields)
+    method, spec = twins.clear.exchange.method, twins.task.spec
+    view = twins.unseen(own=True, pairs=2)
+    for mine, true in zip(view.uploads(), twins.view.uploads(), strict=True):
+        mine, true = observed(view.exchange.method, mine.payload, spec), observed(method, true.payload, spec)
+        assert all(torch.equal(mine.seen[n], true.seen[n] & (true.values[n].abs() > 1e-8)) for n in spec)
+        assert all(torch.allclose(mine.values[n], true.values[n], atol=1e-6) for n in spec)
+
+
+def test_attacks_win_on_what_is_not_masked_and_on_nothing_else(federate):
+    twins = Twins(federate, "fedavg")
+    knowledge, others = Knowledge(twins.task, twins.task.initial()), points(40, 9)
+
+    def area(view):
+        mine, theirs = (
+            np.concatenate([alignment_scores(view, s, knowledge, rows or twins.rows[s]) for s in SITES])
+            for rows in ([], others)
+        )
+        return auroc(mine, theirs)
+
+    assert area(twins.view) > 0.9
+    assert area(twins.unseen(own=True, pairs=2)) == pytest.approx(area(twins.view), abs=0.01)
+    assert area(twins.unseen()) < 0.7
+    assert area(twins.unseen(own=True)) < 0.7
+    assert 0.6 < area(twins.sums()) < area(twins.view)
+    rebuilt = factor_pairing.latest(twins.unseen(own=True, pairs=2), "a", knowledge.initial)
+    assert rebuilt.coverage == 1.0
+
+
+def test_the_sum_is_the_mean_of_what_the_sites_sent_in_each_round(federate):
+    twins = Twins(federate, "fedavg", rounds=3)
+    clear = uploads(twins.view)
+    for round_, _, mine in uploads(twins.sums()):
+        of_round = [true for r, _, true in clear if r == round_]
+        assert all(torch.allclose(w, sum(true[n] for true in of_round) / 3, atol=1e-5) for n, w in mine.items())
+    assert len(uploads(twins.sums())) == 9
+
+
+def test_the_sum_of_gradients_is_what_moved_the_model(federate):
+    fields = 'hidden = "lora_A"\nlearning_rate = 0.5'
+    twins = Twins(federate, "fixed_position", fields, rounds=2)
+    clear = uploads(twins.view)
+    for round_, _, mine in uploads(twins.sums()):
+        assert mine.keys() == {"m.lora_B"}
+        mean = sum(true["m.lora_B"] for r, _, true in clear if r == round_) / 3
+        assert torch.allclose(mine["m.lora_B"], mean, atol=1e-5)
+
+
+def test_what_broadcasts_do_not_show_is_not_attacked(federate):
+    twins = Twins(federate, "fixed_position", 'hidden = "lora_A"\noptimiser = "adam"')
+    assert twins.sums() is None
+    said = " ".join(unseen.notes(twins.unseen(), None))
+    assert "sums are NOT attacked here: broadcasts of fixed_position" in said
+
+
+def test_an_attempt_that_was_repeated_has_no_sum(federate):
+    twins = Twins(federate, "fedavg")
+    tap = twins.secure.tap
+    for seen in list(tap.messages()):  # the same round again, as after too few shares
+        tap.write(tap.read(seen), 0, 1, seen.site, seen.direction, seen.accepted)
+    assert len(uploads(twins.unseen())) == 6
+    assert [u.attempt for u in twins.sums().uploads()] == [1, 1, 1]
+
+
+def test_a_tap_of_another_ring_is_refused_with_its_file(federate):
+    twins = Twins(federate, "fedavg")
+    other = parse({"secure.enabled": True, "secure.ring-bits": 64}).secure
+    view = UnseenView.of(twins.secure.tap, twins.secure.exchange, other)
+    with pytest.raises(WireError, match=r"00000.0.a.up: .*is this tap of another method or base"):
+        list(view.uploads())
+
+
+def test_an_audit_reads_a_secure_run_as_its_server_could(federate):
+    twins = Twins(federate, "fedavg")
+    asked = twins.secure.tap, twins.secure.exchange, twins.secure.config, twins.secure.deployed()["server"]
+    view, sums, said = audit._views(*asked)
+    assert isinstance(view, UnseenView)
+    assert isinstance(sums, SumView)
+    assert "could NOT see a single upload" in said[0]
+    assert "own mask stayed on" in said[1]
+    clear = audit._views(twins.clear.tap, twins.clear.exchange, twins.clear.config, asked[3])
+    assert clear[1:] == (None, ())
+    assert [u.site for u in clear[0].uploads()] == list(SITES)
+
+
+def test_the_overfitted_control_of_a_secure_run_is_in_the_clear():
+    config = parse({"secure.enabled": True})
+    assert not controls.settings(config).secure.enabled
