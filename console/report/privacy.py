@@ -11,7 +11,7 @@ from fedveil.console.runs.folder import Run
 from fedveil.contract.budget import Claim, Plan, stated
 from fedveil.errors import ConfigError
 from fedveil.privacy import accounting
-from fedveil.privacy.dp_sgd import DpSgd, claim_of
+from fedveil.privacy.claims import claim_of
 
 _MOST_ROWS = 100_000_000  # as the server's gate has it
 # Of all participations together: beyond these, accounting takes minutes and then all memory.
@@ -27,7 +27,7 @@ def statements(run: Run) -> list[str]:
         method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
     except ConfigError as error:  # a run of another version; the rest of its report is worth having
         return [f"Not known: this version cannot make the run's method ({error}). Take epsilon for infinite."]
-    claim = claim_of(method, DpSgd.of(parse(config).dp))
+    claim = claim_of(method, parse(config))
     if claim is None:
         return ["The run makes no claim of differential privacy: epsilon infinite."]
     budget = claim.budget

@@ -27,7 +27,7 @@ from fedveil.errors import PolicyError
 from fedveil.federation.exchange import Exchange
 from fedveil.foreign import shown
 from fedveil.guard import signature
-from fedveil.privacy.dp_sgd import DpSgd, claim_of
+from fedveil.privacy.claims import claim_of
 from fedveil.privacy.promised import epsilon
 
 
@@ -83,7 +83,7 @@ def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
         f"Over the whole run at most {rounds * largest(exchange, 'up'):,} bytes of fields leave this site.",
         "Rows, prepared rows and the method's private state stay in this site's own folders.",
     ]
-    found, claim = epsilon(exchange.method, config, delta), claim_of(exchange.method, DpSgd.of(config.dp))
+    found, claim = epsilon(exchange.method, config, delta), claim_of(exchange.method, config)
     if config.run.deterministic:
         lines.append("Epsilon: not private: seeded noise (run.deterministic).")
     elif claim is None:

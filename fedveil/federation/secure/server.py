@@ -94,7 +94,7 @@ class Coordinator:
         return Hello(run=self.run)
 
     def admit(self, site: str, member: Member) -> None:
-        """Takes a run key. Raises WireError for one of another name, that its owner did not sign, or that is another's."""
+        """Takes a run key. Raises WireError for one of another name, not signed by its owner, or another's."""
         known = self.roster.get(site)
         if any(other.run_key == member.run_key for name, other in self.members.items() if name != site):
             raise WireError(f"secure: expected a run key of {site}'s own, found another site's")

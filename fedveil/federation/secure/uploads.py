@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedveil.contract.address import Address
+from fedveil.contract.budget import Claim
 from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Field, Layout, Payload
 from fedveil.contract.method import RoundContext, State
@@ -25,9 +26,12 @@ from fedveil.contract.trainer import Trainer
 from fedveil.errors import WireError
 from fedveil.federation.exchange import Exchange, Participate
 from fedveil.federation.secure.masks import Integers
+from fedveil.federation.secure.noise import SharedNoise, require_the_step_alone
+from fedveil.federation.secure.ring import Ring
 from fedveil.federation.secure.site import Site
 from fedveil.federation.secure.statements import MOST_SITES, Attached, Plan
 from fedveil.federation.secure.summands import Slots
+from fedveil.privacy.in_sum import InSum
 from fedveil.wire import integers
 from fedveil.wire.conformity import bounds
 from fedveil.wire.envelope import Message, Stamp, packed, unpack
@@ -46,17 +50,24 @@ class Summed:
     Attributes:
         slots: of the vector.
         bits: of the ring.
+        noise: what each site adds to its vector, if the noise of the run's claim is in the sum.
     """
 
     exchange: Exchange
     round: int
     slots: Slots
     bits: int
+    noise: SharedNoise | None = None
 
     @classmethod
-    def of(cls, exchange: Exchange, round_: int, bits: int) -> Summed:
-        """Of one round."""
-        return cls(exchange, round_, Slots.of(exchange, round_), bits)
+    def of(cls, exchange: Exchange, round_: int, bits: int, claim: Claim | None = None) -> Summed:
+        """Of one round, in a run with this claim."""
+        slots = Slots.of(exchange, round_)
+        return cls(exchange, round_, slots, bits, SharedNoise(claim, slots) if isinstance(claim, InSum) else None)
+
+    def ring(self, plan: Plan) -> Ring:
+        """What the integers of a plan stand for. Raises WireError, ConfigError where none fit."""
+        return self.noise.ring(plan.ring) if self.noise else plan.ring
 
     @cached_property
     def layout(self) -> Layout:
@@ -77,17 +88,22 @@ class Summed:
         """A client's whole turn under a plan, as `Exchange.participate`, with a masked upload.
 
         The turn raises PolicyError and WireError as `Site.begin` does, before anything is trained, and ConfigError for
-        a method that cannot be summed unseen.
+        a method that cannot be summed unseen, or that noise in the sum does not cover.
         """
 
         def participate(
             data: Buffer, private: State | None, trainer: Trainer, ctx: RoundContext, turn: str = ""
         ) -> tuple[State | None, list[Buffer]]:
-            ring = site.begin(plan)
+            site.begin(plan)
+            ring = self.ring(plan)
             received = [self.exchange.opened(data, ctx)]
             del data
             private, payload, _ = self.exchange.trained(private, received, trainer, ctx)
             vector, clipped = self.slots.vector(self.exchange, payload, trainer.num_examples, self.round, ring)
+            if self.noise:
+                terms = self.exchange.method.terms(payload, ring.most_weight, self.exchange.spec, ctx)
+                require_the_step_alone(trainer, private, payload, terms)
+                self.noise.add(vector, ring, ctx.noise("noise in the sum"))
             log.log(WARNING if clipped else INFO, "masked; %s entries were clipped to +-%g", clipped, ring.bound)
             return private, self._packed(payload, vector, site.mask(plan, vector), ctx, turn if private else "")
 
