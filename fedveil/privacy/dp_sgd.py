@@ -128,13 +128,15 @@ class NoisyTrainer(TrainerOfRows):
         ctx: the client's, which gives the noise, or says that it is in the sum: the one step then has none.
 
     Attributes:
-        without_noise: what the step led to, where the noise is in the sum. Nothing of it may leave the site otherwise.
+        started, without_noise: what the step led from and to, where the noise is in the sum. Nothing of it may leave
+            the site otherwise.
     """
 
     def __init__(self, spec: Spec, rows: RowGradients, how: DpSgd, ctx: RoundContext) -> None:
         super().__init__(spec, rows)
         self._how, self._ctx = how, ctx
         self._steps = 0
+        self.started: Weights = {}
         self.without_noise: Weights | None = None
 
     @property
@@ -165,7 +167,8 @@ class NoisyTrainer(TrainerOfRows):
                 change = change + how.learning_rate * pull[name] if name in pull else change
                 now[name] = now[name] - (change.masked_fill(held[name], 0.0) if name in held else change)
         self._steps += len(drawn)
-        self.without_noise = now if in_sum else None
+        if in_sum:
+            self.started, self.without_noise = weights, now
         return Trained(now, {"steps": float(self._steps)})
 
     @override

@@ -13,12 +13,13 @@ After Kairouz, Liu, Steinke: The Distributed Discrete Gaussian Mechanism for Fed
 | sigma, sigma_i | `deviation` times sqrt h, `deviation` | standard deviation in the sum, and at a site; integers |
 
     integer_j = round(S clip(x_j, -C, C)) + noise_j
-    sigma = D / (m / z - tau sqrt d),    sigma_i = sigma / sqrt h,    D = m P S + sqrt d (1 + 2^-22 S C)
+    sigma = D / (m / z - tau sqrt d),    sigma_i = sigma / sqrt h,    D = m P S + sqrt d (1 + 2^-21 S C)
 
 D is the sensitivity of the integers. Two neighbours' uploads differ by m P, and clipping an entry moves no two values
 apart. Rounding to integers moves an entry by at most 1/2 on either side, so their difference by 1, and d of them by
-sqrt d. An entry is fp32 (2^-24 C at most, twice on either side: a step and its division), which the last term counts
-with all that fp64 rounds. So noise of z D / m integers is worth the z of the run config, whatever the ring.
+sqrt d. An entry is fp32, of weights within +-C and a change within +-C: two roundings of at most 2^-23 C on either
+side, which the last term counts with all that fp64 rounds. So noise of z D / m integers is worth the z of the run
+config, whatever the ring.
 
 Formal guarantees, for each row of a site, if at most `colluding` sites of a sum tell the server their noise:
 1. A sum that is opened has at least `secure.min-sites` uploads (site.py refuses others), so noise of at least sigma
@@ -61,7 +62,7 @@ from fedveil.errors import ConfigError
 from fedveil.privacy import accounting, discrete
 
 MOST_ENTRIES = 1 << 30  # for which the table's distance is counted
-_ROUNDED = 2.0**-22  # of the bound: what floats round an entry by, on both sides together
+_ROUNDED = 2.0**-21  # of the bound: what floats round an entry by, on both sides together
 _FINE = 64  # sigma_i over what rounding adds to it; finer integers change nothing that is seen
 _LEAST_TARGET = 1024.0
 

@@ -55,14 +55,18 @@ class SharedNoise:
             values += discrete.gaussian(slot.values, sigma, source).astype(f"<i{ring.bits // 8}").view(ring.dtype)
 
 
-def require_the_step_alone(trainer: Trainer, private: State | None, payload: Payload, terms: Terms) -> None:
+def require_the_step_alone(
+    trainer: Trainer, private: State | None, payload: Payload, terms: Terms, bound: float
+) -> None:
     """Checks that a method has made nothing else of a step that has no noise yet.
 
-    Only the sum has noise. So what the method sends must be the stepped weights themselves: of anything else nobody
-    knows by how much a row moves it. And it may keep nothing, for a later upload would depend on it.
+    Only the sum has noise. So what the method sends must be the stepped weights themselves, or their change: of
+    anything else nobody knows by how much a row moves it. And it may keep nothing, for a later upload would depend on
+    it.
 
     Raises:
-        ConfigError: it has made something else; the upload is withheld.
+        ConfigError: it has made something else, or weights were received that are above the bound; the upload is
+            withheld.
     """
     if not isinstance(trainer, NoisyTrainer):  # a method with noise of its own says itself what it sends
         return
@@ -71,14 +75,18 @@ def require_the_step_alone(trainer: Trainer, private: State | None, payload: Pay
         found = "one that keeps state at the site"
     if payload.scalars:
         found = f"one that sends {', '.join(payload.scalars)} in clear"
-    stepped = trainer.without_noise or {}
+    stepped, started = trainer.without_noise or {}, trainer.started
     for term in terms.tensors:
-        mask = torch.ones((), dtype=torch.bool) if term.mask is None else term.mask.cpu()
-        own = stepped.get(term.name)
-        if own is None or not torch.equal(*(torch.where(mask, w.cpu().float(), 0.0) for w in (own, term.value))):
-            found = f"one that makes something else of {term.name}"
+        name, mask = term.name, torch.ones((), dtype=torch.bool) if term.mask is None else term.mask.cpu()
+        value = torch.where(mask, term.value.cpu().float(), 0.0)
+        own = (stepped[name], stepped[name] - started[name]) if name in stepped else ()
+        if not any(torch.equal(value, torch.where(mask, w.cpu().float(), 0.0)) for w in own):
+            found = f"one that makes something else of {name}"
+        elif float(started[name].abs().max()) > bound:
+            found = f"{name} received with values above secure.bound, {bound:g}"
     if found:
         raise ConfigError(
-            f'secure.noise: expected a method that sends trained weights as they are with "sum", found {found}; '
+            f'secure.noise: expected a method that sends trained weights as they are, or their change, with "sum", '
+            f"found {found}; "
             'choose another method or other fields, or set secure.noise to "site"'
         )

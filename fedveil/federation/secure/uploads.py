@@ -102,7 +102,7 @@ class Summed:
             vector, clipped = self.slots.vector(self.exchange, payload, trainer.num_examples, self.round, ring)
             if self.noise:
                 terms = self.exchange.method.terms(payload, ring.most_weight, self.exchange.spec, ctx)
-                require_the_step_alone(trainer, private, payload, terms)
+                require_the_step_alone(trainer, private, payload, terms, ring.bound)
                 self.noise.add(vector, ring, ctx.noise("noise in the sum"))
             log.log(WARNING if clipped else INFO, "masked; %s entries were clipped to +-%g", clipped, ring.bound)
             return private, self._packed(payload, vector, site.mask(plan, vector), ctx, turn if private else "")
