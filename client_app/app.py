@@ -3,7 +3,8 @@
 It imports neither torch nor transformers, because Flower starts a new process of it for every message.
 
 The site's log has every error in full. The server learns the kind of an error but not its text, which may quote data or
-paths. Only refusals by the site's policy or ledger, and malformed messages, are answered with their reason.
+paths. Only refusals by the site's policy or ledger, and malformed messages, are answered with their reason; and of a
+worker that ended, whether for want of memory, without a figure.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from fedveil.client_app.site import policy, secure
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker import link
+from fedveil.client_app.worker.cards import DiedError
 from fedveil.client_app.worker.owner import owner_of_this_process
-from fedveil.errors import BudgetError, PolicyError, WireError, WorkerError
-from fedveil.federation.secure.statements import MOST_BYTES
+from fedveil.errors import BudgetError, OutOfMemoryError, PolicyError, WireError, WorkerError
+from fedveil.federation.secure.forms import MOST_BYTES
+from fedveil.records import process
 from fedveil.wire import header, slices, statements
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 app = ClientApp()
 
 _PUBLIC = (BudgetError.__name__, PolicyError.__name__, WireError.__name__)  # where they were raised in the worker
+_ENDED = f"{WorkerError.__name__}: the site's worker ended"
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 
@@ -132,6 +136,10 @@ def _drained(record: ArrayRecord) -> Iterator[bytes]:
 def public_reason(error: Exception) -> str:
     """What the server may learn about an error at this site."""
     kind = error.kind if isinstance(error, link.TurnError) else type(error).__name__
+    if isinstance(error, DiedError):
+        return f"{_ENDED}: {error.cause}"
+    if kind == OutOfMemoryError.__name__ or process.is_out_of_memory(error):
+        return f"{_ENDED}: {process.Cause.MEMORY}"
     if isinstance(error, PolicyError | WireError) or kind in _PUBLIC:
         return f"{kind}: {error}"
     return f"{kind} at the site; its log has the text"

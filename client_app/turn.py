@@ -66,6 +66,7 @@ class Turns:
             StateError: the private state cannot be read or written.
         """
         started = time.perf_counter()
+        unseen = secure.begun(assignment)  # before a row is read
         order, config = assignment.order, assignment.config
         task, exchange = self._task_and_exchange(assignment)
         prepared = self._prepared(task, assignment)
@@ -83,8 +84,11 @@ class Turns:
         witness = Witness(judged)
         trainer = self._bounded(witness, exchange.method, assignment, ctx, prepared)
         private, turn = store.load(order.last, order.is_new), ctx.new_turn()
-        uploads = _uploads(exchange, assignment)
-        private, parts = uploads(_same(receive(), assignment), private, trainer, ctx, turn)
+        participate: Participate = exchange.participate
+        if unseen:
+            claim = claim_of(exchange.method, config)
+            participate = Summed.of(exchange, order.round, unseen.plan.bits, claim).of_site(unseen.site, unseen.plan)
+        private, parts = participate(_same(receive(), assignment), private, trainer, ctx, turn)
         policy.check_rows(assignment.site, witness.distinct, witness.least)
         store.save(turn, order.last, private)
         judged.keep()
@@ -141,17 +145,6 @@ class Turns:
             shelf = None if site.key_file else shelf_of(site.state_dir, data, site.data_set)
             self._rows = found, task.prepare(data, "train", share, shelf)
         return self._rows[1]
-
-
-def _uploads(exchange: Exchange, assignment: Assignment) -> Participate:
-    """How the turn is taken: with an upload in the clear, or masked for the order's plan, which is checked now."""
-    plan = secure.plan_of(assignment)
-    if plan is None:
-        return exchange.participate
-    site = secure.site_of(assignment)
-    site.begin(plan)
-    claim = claim_of(exchange.method, assignment.config)
-    return Summed.of(exchange, assignment.order.round, plan.bits, claim).of_site(site, plan)
 
 
 def _same(message: Buffer, assignment: Assignment) -> Buffer:

@@ -7,6 +7,7 @@
     ├── UploadRefused    a well-formed upload that the intake gate keeps out of the sums
     ├── QuorumError      too few uploads, more often than the run allows
     ├── WorkerError      the site's worker process cannot be started, or it ended in a turn
+    │   └── OutOfMemoryError   it needs more memory than it may have
     ├── StateError       a checkpoint, private state or run folder that cannot be read or written
     └── PolicyError      this site does not permit what was asked
         └── BudgetError  a record would be charged more privacy than its budget allows
@@ -53,3 +54,7 @@ class BudgetError(PolicyError):
 
 class WorkerError(FedVeilError):
     """The site's worker process cannot be started, or it ended in a turn."""
+
+
+class OutOfMemoryError(WorkerError):
+    """The site's worker needs more memory than it may have."""

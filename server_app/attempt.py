@@ -3,7 +3,8 @@
 | a site ... | its entry in `record.failed` |
 |---|---|
 | does not answer by the deadline | "no reply within 900 s" |
-| is killed | Flower's reason for the node |
+| loses its client process, its SuperNode or its reply | what that means, in place of Flower's words |
+| loses its worker, twice in a turn | "WorkerError: the site's worker ended: out of memory", or what else ended it |
 | raises | the kind of its error; the text stays in the site's log |
 | sends what the envelope or the intake gate refuses | "refused: " field, expected, found |
 | sends what makes this server's own code fail | "refused: " the kind of the error; its text is in the server's log |
@@ -33,13 +34,19 @@ from fedveil.foreign import shown
 from fedveil.records.audit_log import Head
 from fedveil.server_app import intake
 from fedveil.server_app.record import RoundRecord, RunFolder
-from fedveil.wire import envelope, parked, slices
+from fedveil.wire import envelope, slices
 from fedveil.wire.tap import Tap
 
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 60.0  # a message outlives its round, so that the round says who was late and not Flower
 _REASON_CHARACTERS = 300
 _FEWEST_FOR_A_MEDIAN = 3
+_LOST = {  # by Flower's ErrorCode
+    3: "its message was lost before it came: the site was removed from the federation, or the SuperLink's state was",
+    4: "its reply was lost, or came too late",
+    5: "its SuperNode has shown no sign of life for a minute: its machine, its network or the process is gone",
+    8: "its client process (flwr-clientapp) ended without a word: killed, perhaps for want of memory; see its log",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,13 +164,14 @@ class Attempt:
         It counts as accepted from here on, or, where there is a `norm_factor`, once `within` has passed it on.
         """
         if reply.has_error():
-            self._failed(ctx, f"{reply.error.reason} (code {reply.error.code})")
+            why = _LOST.get(reply.error.code, reply.error.reason)
+            self._failed(ctx, f"{why} (code {reply.error.code})")
             return None
         data: Buffer = b""
         sent, refused = 0, ""
         try:
             sent = sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
-            data = message_bytes(reply, self.largest_upload, self.folder)
+            data = intake.message_bytes(reply, self.largest_upload, self.folder.folder if self.folder else None)
             message, upload, norm = self._read(data, ctx)
             site_log = _anchor(reply)
         except (WireError, UploadRefused) as error:
@@ -276,22 +284,3 @@ class _Shared:
 
 def _array(part: bytes) -> Array:
     return Array("uint8", (len(part),), slices.STYPE, part)
-
-
-def message_bytes(reply: Message, most: int, folder: RunFolder | None) -> Buffer:
-    """The message in a reply, of at most `most` bytes, which waits for its turn in a file of the run folder if it is
-    long. Removes the reply's slices as it reads them.
-    """
-    if not {"fedveil"} <= set(reply.content) <= {"fedveil", "log"}:
-        raise WireError(f"reply: expected the record fedveil, and perhaps log, found {sorted(reply.content)[:8]}")
-    record = reply.content.array_records.get("fedveil", ArrayRecord())
-    for array in record.values():
-        if array.stype != slices.STYPE:
-            raise WireError(f"reply: expected arrays of type {slices.STYPE}, found {array.stype[:40]!r}")
-    total = sum(len(array.data) for array in record.values())
-    if total > most:
-        raise WireError(f"reply: expected at most {most} bytes for the run's layout, found {total}")
-    if len(record) != (count := -(-total // slices.SLICE_BYTES)):
-        raise WireError(f"reply: expected {count} slices for {total} bytes, found {len(record)}")
-    parts = (record.pop(name).data for name in slices.in_order(list(record)))
-    return slices.filled(parked.room(folder.folder, total) if folder else bytearray(total), parts)

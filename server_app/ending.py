@@ -20,8 +20,10 @@ def reason(error: BaseException, folder: Path) -> str:
         link = link.__cause__ or link.__context__
     if any(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in chain):
         said += "; the server's disk is full: free space"
-    elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    elif process.is_out_of_memory(error):
         said += f"; {process.LOWER}"
+    elif process.Cause.MEMORY in said:  # so a site has answered
+        said += f"; {process.LOWER_AT_SITE}"
     if isinstance(error, ConfigError) or not going_back.has_checkpoint(folder):
         return said
     return f"{said}; {process.resume_command(folder)}"

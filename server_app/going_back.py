@@ -12,13 +12,13 @@ import xxhash
 
 from fedveil.contract.method import State
 from fedveil.errors import StateError
-from fedveil.records import files, process
+from fedveil.records import disclosure, files, process
 from fedveil.records.state import load_state
 
 CHECKPOINT, BEFORE, _DAMAGED = (
     "checkpoint.safetensors", "checkpoint-before.safetensors", "checkpoint-damaged.safetensors",
 )  # fmt: skip
-_LINES = ("metrics.jsonl", "disclosure.jsonl", "resumes.jsonl", "tap/index.jsonl")
+_LINES = ("metrics.jsonl", disclosure.NAME, "resumes.jsonl", "tap/index.jsonl")
 _LONGEST = 300  # characters of a torn line that are kept
 
 
@@ -99,12 +99,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def mark(folder: Path, round_: int) -> dict[str, Any]:
     """The line of metrics.jsonl that says: here the run was resumed with `round_`, after so many messages."""
-    return {"round": round_, "resumed": True, "messages": len(lines(folder / "disclosure.jsonl"))}
+    return {"round": round_, "resumed": True, "messages": len(disclosure.messages(folder / disclosure.NAME))}
 
 
 def interrupted(folder: Path) -> list[dict[str, Any]]:
     """The attempts that exchanged messages and have no line in metrics.jsonl, in the form of a RoundRecord."""
-    rows, messages = lines(folder / "metrics.jsonl"), lines(folder / "disclosure.jsonl")
+    rows, messages = lines(folder / "metrics.jsonl"), disclosure.messages(folder / disclosure.NAME)
     marks = [i for i, row in enumerate(rows) if row.get("resumed")]
     start = int(rows[marks[-1]].get("messages", 0)) if marks else 0
     known = {(row["round"], row.get("attempt")) for row in rows[marks[-1] + 1 if marks else 0 :]}

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
+from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
-from fedveil.contract.codec import Coded
+from fedveil.contract.codec import Buffer, Coded
 from fedveil.contract.method import RoundContext, Upload
-from fedveil.errors import UploadRefused
+from fedveil.errors import UploadRefused, WireError
 from fedveil.federation.exchange import Exchange
-from fedveil.wire.envelope import Message
+from fedveil.wire import envelope, parked, slices
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Limits:
     max_norm: float = 1e6
 
 
-def check(message: Message, limits: Limits) -> int:
+def check(message: envelope.Message, limits: Limits) -> int:
     """Returns num_examples of an acceptable upload. Raises UploadRefused with field, expected and found."""
     n = message.num_examples
     if type(n) is not int or not 1 <= n <= limits.max_examples:
@@ -55,7 +57,7 @@ def check(message: Message, limits: Limits) -> int:
     return n
 
 
-def judge(exchange: Exchange, message: Message, ctx: RoundContext, limits: Limits) -> tuple[Upload, float]:
+def judge(exchange: Exchange, message: envelope.Message, ctx: RoundContext, limits: Limits) -> tuple[Upload, float]:
     """An acceptable upload, in the server's own context, and the norm of all that it adds.
 
     Raises:
@@ -82,3 +84,22 @@ def _check_finite(name: str, values: Tensor) -> None:
         first = int(bad[0])
         found = f"{values.flatten()[first].item()} at entry {first} ({len(bad)} in all)"
         raise UploadRefused(f"{name}: expected finite values, found {found}")
+
+
+def message_bytes(reply: Message, most: int, folder: Path | None) -> Buffer:
+    """The message in a reply, of at most `most` bytes, which waits for its turn in a file of the run folder if it is
+    long. Removes the reply's slices as it reads them.
+    """
+    if not {"fedveil"} <= set(reply.content) <= {"fedveil", "log"}:
+        raise WireError(f"reply: expected the record fedveil, and perhaps log, found {sorted(reply.content)[:8]}")
+    record = reply.content.array_records.get("fedveil", ArrayRecord())
+    for array in record.values():
+        if array.stype != slices.STYPE:
+            raise WireError(f"reply: expected arrays of type {slices.STYPE}, found {array.stype[:40]!r}")
+    total = sum(len(array.data) for array in record.values())
+    if total > most:
+        raise WireError(f"reply: expected at most {most} bytes for the run's layout, found {total}")
+    if len(record) != (count := -(-total // slices.SLICE_BYTES)):
+        raise WireError(f"reply: expected {count} slices for {total} bytes, found {len(record)}")
+    parts = (record.pop(name).data for name in slices.in_order(list(record)))
+    return slices.filled(parked.room(folder, total) if folder else bytearray(total), parts)

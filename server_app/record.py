@@ -11,7 +11,7 @@ id                        8 hex digits that tell this run from others of its nam
 flower-run                Flower's number of the run
 metrics.jsonl             one line for each attempt at a round: cohort, accepted, failed with reasons, bytes, reports,
                           scores; and one for each resume: lines above it of that round or a later one are void
-disclosure.jsonl          one line for each message: every field with its bytes
+disclosure.jsonl          what left each side: a line for each message (fedveil/records/disclosure.py)
 checkpoint.safetensors    the server's state after the last whole round; replaced whole
 checkpoint-before.safetensors   the one before
 final/<view>.safetensors  the deployed weights at the end
@@ -22,6 +22,7 @@ Lines are appended and never removed: what left a site has left it, whatever bec
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -39,7 +40,8 @@ from fedveil.contract.layout import Direction
 from fedveil.contract.method import Method, State, fields_of
 from fedveil.contract.spec import Weights
 from fedveil.errors import StateError
-from fedveil.records import audit_log, files, process
+from fedveil.records import audit_log, disclosure, files, process
+from fedveil.records.disclosure import Disclosures
 from fedveil.records.state import save_state
 from fedveil.sealed import Seal
 from fedveil.server_app import going_back
@@ -114,6 +116,10 @@ class RunFolder:
         """8 hex digits that tell this run from others of its name; a resumed run keeps them."""
         return going_back.read_id(self.folder)
 
+    @functools.cached_property
+    def _disclosures(self) -> Disclosures:
+        return Disclosures(self.folder / disclosure.NAME)
+
     @property
     def _checkpoint(self) -> Path:
         return self.folder / going_back.CHECKPOINT
@@ -161,8 +167,8 @@ class RunFolder:
 
     def disclosed(self, disclosed: Mapping[str, Any], record: RoundRecord, site: str, direction: Direction) -> None:
         """Appends what one message disclosed, in the form of `fedveil.wire.envelope.describe`."""
-        where = {"round": record.round, "attempt": record.attempt, "site": site, "direction": direction}
-        self._append("disclosure.jsonl", where | dict(disclosed))
+        where = {"round": record.round, "attempt": record.attempt, "site": site}
+        self._disclosures.append(where, direction, disclosed)
 
     def flower_run(self, run_id: int) -> None:
         """Writes Flower's number of the run, for `fedveil watch`."""

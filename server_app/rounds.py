@@ -42,6 +42,7 @@ Scores = dict[str, dict[str, float]]
 
 _POLL_SECONDS = 0.25
 _BACK_OFF_SECONDS = 2.0
+_NAMED = 5  # sites of an attempt in a reason; metrics.jsonl has all
 _REFUSES = re.compile("(PolicyError|BudgetError): ")
 
 
@@ -283,5 +284,7 @@ class Rounds:
 
 def _reasons(record: RoundRecord) -> str:
     reasons = [f"{site}: {reason}" for site, reason in record.failed.items()]
+    if len(reasons) > _NAMED:
+        reasons[_NAMED:] = [f"and {len(reasons) - _NAMED} more"]
     reasons += [f"no sum: {record.unseen['reason']}"] if "reason" in record.unseen else []
     return "; ".join(reasons) or f"accepted: {', '.join(record.accepted) or 'none'}"

@@ -37,12 +37,15 @@ from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.errors import ConfigError, QuorumError, WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.secure import server
+from fedveil.federation.secure.forms import MOST_BYTES, Statement
 from fedveil.federation.secure.local import settings_of
-from fedveil.federation.secure.statements import MOST_BYTES, Bundle, Member, Opened, Roster, Statement
+from fedveil.federation.secure.membership import Bundle, Member, Roster
+from fedveil.federation.secure.statements import Opened
 from fedveil.federation.secure.summands import RingSums
 from fedveil.federation.secure.uploads import Summed
 from fedveil.foreign import shown
-from fedveil.server_app.attempt import Attempt, message_bytes, order_of
+from fedveil.server_app import intake
+from fedveil.server_app.attempt import Attempt, order_of
 from fedveil.wire import envelope, slices, statements
 
 _QUESTION = "query.secure"  # Flower's type of such a message
@@ -149,7 +152,7 @@ class Questions:
     def _answer(self, reply: Message, address: Address) -> bytes:
         if reply.has_error():
             raise WireError(f"{reply.error.reason} (code {reply.error.code})")
-        data = bytes(message_bytes(reply, MOST_BYTES, None))
+        data = bytes(intake.message_bytes(reply, MOST_BYTES, None))
         self.up_bytes += len(data)
         return statements.unpacked(data, self.round, "up", address, MOST_BYTES)
 

@@ -1,7 +1,8 @@
 """Folding uploads: memory and throughput, beside a plain sum and beside Flower's own FedAvg.
 
 "gate and fold" is what the server does with a reply: checksum, finite and norm checks, then the running mean. "fold" is
-the running mean alone, on messages already judged: the like of Flower's aggregate_train, which checks nothing.
+the running mean alone, on messages already judged: the like of Flower's aggregate_train, which checks nothing. Half
+precision has half the bytes for as many entries; its GB/s are of its own bytes.
 
 Each case runs in a process of its own, so that its peak memory is its own. The received messages are a small ring
 of distinct ones, as a server that pulls replies one at a time holds them.
@@ -35,13 +36,15 @@ from fedveil.wire.envelope import describe
 
 _RING = 2
 _TENSORS = 8
+_HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """The rows: our fold at each N, the plain sum, and Flower's FedAvg. Repeats are interleaved."""
     megabytes, counts = settings["megabytes"], settings["uploads"]
     cases = [("gate-and-fold", n) for n in counts] + [("fold", n) for n in counts]
-    cases += [("gate-and-fold-bf16", counts[0]), ("plain", counts[0]), ("flower", settings["flower_uploads"])]
+    cases += [(f"{case}-{half}", settings["half_uploads"]) for half in _HALF for case in ("gate-and-fold", "fold")]
+    cases += [("plain", counts[0]), ("flower", settings["flower_uploads"])]
     results: dict[tuple[str, int], list[dict[str, float]]] = {case: [] for case in cases}
     for repeat in range(settings["repeats"]):
         for case in cases:
@@ -63,6 +66,8 @@ def _verdicts(rows: list[dict[str, Any]], counts: list[int]) -> list[str]:
     speed = {name: m["gb_per_second"]["median"] for name, m in by_name.items()}
     peak = [by_name[f"gate-and-fold N={n}"]["peak_mb"]["mean"] for n in counts]
     slowest = {case: min(speed[f"{case} N={n}"] for n in counts) for case in ("fold", "gate-and-fold")}
+    starts = {case: tuple(f"{case}-{half} " for half in _HALF) for case in slowest}
+    half = {case: min(v for k, v in speed.items() if k.startswith(start)) for case, start in starts.items()}
     plain, flower = (next(v for k, v in speed.items() if k.startswith(p)) for p in ("plain", "flower"))
     return [
         f"Peak memory at N = {counts} is {', '.join(f'{p / peak[0]:.2f}' for p in peak)} times that at N = {counts[0]} "
@@ -72,6 +77,8 @@ def _verdicts(rows: list[dict[str, Any]], counts: list[int]) -> list[str]:
             f"most 2) and is {value / flower:.1f} times as fast as Flower's FedAvg.aggregate_train (asked: at least 5)."
             for case, value in slowest.items()
         ),
+        f"Slowest in half precision: fold {half['fold']:.1f} GB/s of upload (asked: above 4), gate-and-fold "
+        f"{half['gate-and-fold']:.1f} GB/s.",
     ]
 
 
@@ -159,10 +166,19 @@ def _flower(n: int, megabytes: int) -> tuple[float, int]:
     return time.perf_counter() - started, n * sum(4 * t.shape[0] for t in spec.values())
 
 
+def _dtypes() -> dict[str, str]:
+    """The dtype on the wire, by case."""
+    return {
+        f"{case}{half}": dtype
+        for case in ("gate-and-fold", "fold")
+        for half, dtype in (("", "float32"), *((f"-{name}", dtype) for name, dtype in _HALF.items()))
+    }
+
+
 def main() -> None:
     """One case, in this process; prints its figures as JSON."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("case", choices=["gate-and-fold", "gate-and-fold-bf16", "fold", "plain", "flower"])
+    parser.add_argument("case", choices=[*_dtypes(), "plain", "flower"])
     parser.add_argument("uploads", type=int)
     parser.add_argument("megabytes", type=int)
     asked = parser.parse_args()
@@ -172,12 +188,9 @@ def main() -> None:
             seconds, payload = _plain(asked.uploads, asked.megabytes)
         case "flower":
             seconds, payload = _flower(asked.uploads, asked.megabytes)
-        case "gate-and-fold-bf16":
-            seconds, payload = _fold(asked.uploads, asked.megabytes, "bfloat16")
-        case "fold":
-            seconds, payload = _fold(asked.uploads, asked.megabytes, judged=True)
-        case _:
-            seconds, payload = _fold(asked.uploads, asked.megabytes)
+        case case:
+            judged = case.startswith("fold")
+            seconds, payload = _fold(asked.uploads, asked.megabytes, _dtypes()[case], judged)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
     sys.stdout.write(json.dumps({"seconds": seconds, "gb_per_second": payload / seconds / 1e9, "peak_mb": peak}) + "\n")
 

@@ -14,6 +14,7 @@ from typing import Any
 from fedveil import places
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
+from fedveil.records import disclosure
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
@@ -33,7 +34,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         overrides |= {"cohort.min-sites": sites, "cohort.sites": sites}
         _finish(federation, None, overrides)
         metrics = [json.loads(x) for x in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
-        ledger = [json.loads(x) for x in (folder / "ours" / "disclosure.jsonl").read_text().splitlines()]
+        ledger = disclosure.messages(folder / "ours" / disclosure.NAME)
         payload = ledger[-1]["payload_bytes"]
         options.say(f"fedveil: {[m['seconds'] for m in metrics]}; payload {payload} bytes")
         stock = {"bytes": payload, "rounds": rounds, "sites": sites, "out": str(folder / "stock.json")}

@@ -21,6 +21,7 @@ from fedveil.benchmarks.common import bases
 from fedveil.benchmarks.common.usage import Usage
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
+from fedveil.records import disclosure
 
 _SITE = "site-0"  # whose memory is watched
 
@@ -48,7 +49,7 @@ class _Bench:
         overrides = self.config | changes | {"run.rounds": rounds + 1, "run.name": name}
         usage, cpu = self._watched(None, overrides, file, every)
         seconds = [m["seconds"] for m in _lines(file) if m["round"] > 0]
-        return _Run(seconds, cpu, usage, _lines(self.folder / name / "disclosure.jsonl")[-1]["payload_bytes"])
+        return _Run(seconds, cpu, usage, disclosure.messages(self.folder / name / disclosure.NAME)[-1]["payload_bytes"])
 
     def stock(self, name: str, rounds: int, payload: int, every: float = 0.1) -> _Run:
         """A run of stock Flower with a payload of that size. Its CPU seconds are the mean of all rounds."""

@@ -27,9 +27,11 @@ from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import folder_of, role_of, safe
 from fedveil.config import SecureConfig
 from fedveil.errors import ConfigError, StateError, WireError
+from fedveil.federation.secure.kept import Kept
+from fedveil.federation.secure.membership import Membership
 from fedveil.federation.secure.server import Settings
-from fedveil.federation.secure.site import Demands, Kept, Site
-from fedveil.federation.secure.statements import Hello, Membership, Plan, Setup, Unmask, question_of
+from fedveil.federation.secure.site import Demands, Site
+from fedveil.federation.secure.statements import Hello, Plan, Setup, Unmask, question_of
 from fedveil.records.files import stamped_bytes, unstamped_bytes, write_atomic
 from fedveil.sealed import Seal
 
@@ -131,6 +133,24 @@ def plan_of(assignment: Assignment) -> Plan | None:
             f"order: secure: expected a plan with {expected}, as order and run config have it, found {found}"
         )
     return plan
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A turn whose upload nobody sees."""
+
+    site: Site
+    plan: Plan
+
+
+def begun(assignment: Assignment) -> Unseen | None:
+    """The turn's plan, which this site agrees to; None for one in the clear. Raises PolicyError, WireError."""
+    plan = plan_of(assignment)
+    if plan is None:
+        return None
+    site = site_of(assignment)
+    site.begin(plan)
+    return Unseen(site, plan)
 
 
 def answered(assignment: Assignment, statement: bytes) -> bytes:

@@ -1,13 +1,14 @@
 """The client process's link to the worker: it finds or starts it, sends it the message and receives the upload.
 
 A worker that dies in a turn (SIGKILL, out of memory) is replaced once, and the turn is repeated from the same private
-state, which the order names (fedveil/client_app/site/private.py).
+state, which the order names (fedveil/client_app/site/private.py). What ended it is found out from its exit signal, if
+it was started here, and from what it noted of its memory; the site's log and its record of turns say it.
 
 | a worker ... | what happens |
 |---|---|
 | ends before it listens | a second one is started |
 | ends in the turn, or while it replies | a second one is started and gets the message again |
-| ends a second time | WorkerError |
+| ends a second time | DiedError with what ended it |
 | answers that the turn failed | TurnError with the kind of the error; the turn is not repeated |
 | has no upload in the order's time (stopped, hung, too slow) | it is killed, and TurnError; the turn is not repeated |
 """
@@ -17,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -28,12 +31,13 @@ import grpc
 
 from fedveil import places
 from fedveil.client_app.site.assignment import Assignment
-from fedveil.client_app.worker.cards import Card, Folder, app_digest
+from fedveil.client_app.worker.cards import Card, DiedError, Folder, app_digest
 from fedveil.client_app.worker.owner import Owner
 from fedveil.client_app.worker.service import CHUNK_BYTES, NAME
 from fedveil.client_app.worker.sockets import address, listens
 from fedveil.errors import ConfigError, FedVeilError, StateError, WorkerError
 from fedveil.models import tiny
+from fedveil.records import process
 from fedveil.wire.slices import SLICE_BYTES, sliced
 
 _TRIES = 2
@@ -58,7 +62,8 @@ def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, ro
 
     Raises:
         TurnError: the turn failed, or was not over in the order's time.
-        WorkerError: the worker ended twice.
+        DiedError: the worker ended twice.
+        WorkerError: it did not start in time, or not end when it had to.
         ConfigError: this site's worker belongs to another SuperNode that runs.
     """
     end = time.monotonic() + assignment.order.seconds
@@ -77,6 +82,7 @@ def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, ro
                 break
             except WorkerError as error:
                 log.warning("%s", error)
+                folder.failed(assignment.described(), str(error))
                 if not left:
                     raise
     return upload
@@ -178,16 +184,40 @@ def _handed_over(spool: IO[bytes], folder: Folder, card: Card, assignment: Assig
             raise TurnError(**json.loads(error.details())) from None
         if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
             folder.kill(card)
+            folder.failed(assignment.described(), late(assignment.order.seconds))
             raise TurnError(WorkerError.__name__, late(assignment.order.seconds)) from None
-        seconds = time.monotonic() - started
-        # A killed process closes its sockets one by one, and the one that it listens on may be the last.
-        state = "gone" if _gone(folder, card, _DYING_SECONDS) else "still there"
-        raise WorkerError(
-            f"worker {card.pid}: expected an upload, found it {state} after {seconds:.1f} s "
-            f"({error.code().name}); its log is {folder.log}"
-        ) from None
+        raise _lost(folder, card, f"after {time.monotonic() - started:.1f} s ({error.code().name})") from None
     log.info("worker %s: %s", card.pid, head)
     return upload
+
+
+def _lost(folder: Folder, card: Card, when: str) -> WorkerError:
+    """Why there is no upload of a worker whose connection broke."""
+    found, where = f"worker {card.pid}: expected an upload, found it", f"its log is {folder.log}"
+    # A killed process closes its sockets one by one, and the one that it listens on may be the last.
+    if not _gone(folder, card, _DYING_SECONDS):
+        return WorkerError(f"{found} still there {when}; {where}")
+    code, about = _exit_code(card.pid), folder.noted(card.id)
+    if code in (None, -signal.SIGKILL):
+        cause, words = process.cause(about), process.ending(about, process.LOWER_AT_SITE)
+    else:
+        cause, words = process.Cause.OTHER, "it was not killed for want of memory"
+    ended = "" if code is None else f"{signal.Signals(-code).name if code < 0 else f'exit code {code}'}: "
+    return DiedError(cause, f"{found} gone {when}: {ended}{words}; {where}")
+
+
+def _exit_code(pid: int) -> int | None:
+    """The exit code of a process that ends, or minus its signal; None where another process is its parent."""
+    deadline = time.monotonic() + _DYING_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    return None
 
 
 def _request(spool: IO[bytes], card: Card, assignment: Assignment) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -23,8 +24,10 @@ from fedveil.client_app.worker.cards import Folder
 from fedveil.client_app.worker.owner import Owner
 from fedveil.client_app.worker.service import Service
 from fedveil.client_app.worker.sockets import address
+from fedveil.records import process
 
 _WATCH_SECONDS = 0.25
+_TELLING = ("peak_mb", "limit_mb", "oom_kills")
 _HEAVY = ("fedveil.client_app.turn", "datasets", "peft", "transformers.models.auto.modeling_auto")
 
 log = logging.getLogger("fedveil.worker")
@@ -42,11 +45,24 @@ def serve(service: Service, worker: str, idle_seconds: float) -> None:
         server.add_insecure_port(f"unix:{path}")
         os.umask(0o077)
         server.start()
+        noted: dict[str, Any] = {}
         while not (why := _reason_to_end(service, idle_seconds, terminated)):
+            noted = _note(service, worker, noted)
             terminated.wait(_WATCH_SECONDS)
     log.info("ends: %s", why)
     service.folder.forget(worker)
     server.stop(grace=1.0).wait()
+
+
+def _note(service: Service, worker: str, last: dict[str, Any]) -> dict[str, Any]:
+    """Notes the memory of this process where it has grown, or the kernel's count has: SIGKILL leaves no time for it."""
+    now = process.noted()
+    if [now[key] for key in _TELLING] != [last.get(key) for key in _TELLING]:
+        try:
+            service.folder.note(worker, now)
+        except OSError as error:  # a turn may need no disk, and the older note says nearly the same
+            log.warning("%s: expected to note this worker's memory, found %s; free space", service.folder.path, error)
+    return now
 
 
 def _reason_to_end(service: Service, idle_seconds: float, terminated: threading.Event) -> str:

@@ -26,7 +26,8 @@ import psutil
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.worker.cards import Folder
 from fedveil.client_app.worker.owner import Owner
-from fedveil.errors import FedVeilError, WorkerError
+from fedveil.errors import FedVeilError, OutOfMemoryError, WorkerError
+from fedveil.records import process
 from fedveil.wire.slices import drained, filled, sliced
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 NAME = "fedveil.Worker"
 CHUNK_BYTES = 1 << 20
 _REASON_CHARACTERS = 1000
+_CLIENT_GONE = "turn: expected the client process to wait for it, found it gone; nothing is kept"
 
 log = logging.getLogger("fedveil.worker")
 
@@ -87,13 +89,26 @@ class Service:
                 log.exception("the turn failed")
                 if not isinstance(error, FedVeilError):
                     self.ending.set()  # the state of the libraries and the device is unknown
-                text = str(error)[:_REASON_CHARACTERS]
-                context.abort(grpc.StatusCode.ABORTED, json.dumps({"kind": type(error).__name__, "text": text}))
+                kind, text = self._failed(error)
+                context.abort(grpc.StatusCode.ABORTED, json.dumps({"kind": kind, "text": text}))
             finally:
                 self.last_used = time.monotonic()
                 self._status = {**self._status, "state": "idle"}
                 if self._status.get("round", 0) + 1 == self._status.get("rounds"):
                     self._become_spare()
+
+    def _failed(self, error: Exception) -> tuple[str, str]:
+        """Kind and text of an error for the client process; the site's record of turns gets them too."""
+        kind, text = type(error).__name__, str(error)[:_REASON_CHARACTERS]
+        if process.is_out_of_memory(error):
+            kind, text = OutOfMemoryError.__name__, f"{text}; {process.LOWER_AT_SITE}"
+        if isinstance(error, grpc.RpcError):  # while the message was on its way; it has no text
+            kind, text = WorkerError.__name__, _CLIENT_GONE
+        turn = {} if self._status["state"] in ("idle", "spare") else self._status  # else it had not begun
+        keys: tuple[str, ...] = ("run", "round", "rounds", "method", "task", "model")
+        where = {key: turn[key] for key in keys if key in turn}
+        self.folder.failed({"pid": os.getpid(), **where}, f"{kind}: {text}")
+        return kind, text
 
     def _turn(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> tuple[dict[str, Any], list[Buffer]]:
         from fedveil.client_app.turn import Turns
@@ -124,7 +139,7 @@ class Service:
     def _watch(self, what: dict[str, Any], context: grpc.ServicerContext) -> Callable[[Step], None]:
         def watch(step: Step) -> None:
             if not context.is_active():
-                raise WorkerError("turn: expected the client process to wait for it, found it gone; nothing is kept")
+                raise WorkerError(_CLIENT_GONE)
             self._require_memory()
             rate = round(step.tokens / step.seconds) if step.seconds else 0
             now = {"step": step.step, "steps": step.steps, "loss": step.loss, "tokens_per_second": rate}
@@ -169,9 +184,8 @@ class Service:
     def _require_memory(self) -> None:
         if self.memory_mb and (found := memory_mb()) > self.memory_mb:
             self.ending.set()
-            raise WorkerError(
-                f"worker-memory-mb: expected at most {self.memory_mb} MB, found {found}; raise it in the node config, "
-                f"or lower train.batch-size"
+            raise OutOfMemoryError(
+                f"worker-memory-mb: expected at most {self.memory_mb} MB, found {found}; raise it in the node config"
             )
 
 

@@ -31,6 +31,7 @@ from fedveil.console.flower.operators import write_registry
 from fedveil.console.flower.processes import LaunchError, Processes, environment, named_error
 from fedveil.console.flower.programs import ONLINE, superlink, supernode
 from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare
+from fedveil.records import process
 
 SUPERLINK = "superlink"
 SERVER_APP = "flwr-serverapp"
@@ -110,10 +111,7 @@ class LocalFederation:
     # Runs
 
     def run(self, app: Path | None, overrides: Mapping[str, Value]) -> int:
-        """Submits the app in folder `app` with `overrides` of its run config; returns the run's id.
-
-        None is this installation's own app.
-        """
+        """Submits the app in folder `app`, or this installation's own, with `overrides`; returns the run's id."""
         submitted = time.time()
         run = int(self.flower.submit(app, overrides))
         if overrides.get("run.dir") and overrides.get("run.name"):
@@ -256,6 +254,8 @@ class LocalFederation:
         status = self.status(run)
         completed = flower_status == "finished:completed" and status.get("state", "completed") == "completed"
         reason = str(status.get("reason") or "")
+        if status.get("state") == "running" and process.is_dead(self._status_files[run][0].parent):
+            reason = f"its ServerApp ended without a word: {process.ending(status.get('process') or {})}"
         if not completed and not reason:
             with suppress(LaunchError):
                 log = self.server_log(run, 60)

@@ -60,12 +60,12 @@ def _lead(runs: Sequence[Run]) -> str:
 
 
 def _alert(run: Run) -> Html:
-    state, reason = run.status.get("state", "unknown"), str(run.status.get("reason") or "").strip(" :.")
+    state, reason = str(run.status.get("state", "unknown")), str(run.status.get("reason") or "").strip(" :.")
     done = f"{run.rounds_done} of {run.status.get('rounds', '?')} rounds done"
-    words = "is still running" if state == "running" else f"has state {state}"
+    words = {"running": "is still running", "died": "died", "failed": "failed"}.get(state, f"has state {state}")
     return tag(
         "p",
-        f"{run.name} {words}, {done}. {reason}{'. ' if reason else ''}The figures below are what it has so far.",
+        f"{run.name} {words}, {done}{': ' if reason else ''}{reason}. The figures below are what it has so far.",
         "alert",
     )
 

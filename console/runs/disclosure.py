@@ -45,14 +45,15 @@ class Kind:
 
 def kinds(run: Run) -> list[Kind]:
     """The ledger by kind of message, uploads first."""
-    found: dict[tuple[str, str, tuple[str, ...]], Kind] = {}
+    found: dict[int, Kind] = {}
     for message in run.messages:
-        fields = [(str(f[0]), str(f[1]), list(f[2]), int(f[3])) for f in message["fields"]]
-        key = (str(message["direction"]), str(message.get("variant", "")), tuple(f[0] for f in fields))
-        kind = found.setdefault(key, Kind(key[0], key[1], fields))
-        kind.sites[str(message["site"])] += 1
-        kind.total_bytes += int(message["bytes"])
-        kind.payload_bytes += int(message["payload_bytes"])
+        if message["kind"] not in found:
+            fields = [(name, codec, shape, size) for name, codec, shape, size in message["fields"]]
+            found[message["kind"]] = Kind(message["direction"], message["variant"], fields)
+        kind = found[message["kind"]]
+        kind.sites[message["site"]] += 1
+        kind.total_bytes += message["bytes"]
+        kind.payload_bytes += message["payload_bytes"]
     return sorted(found.values(), key=lambda kind: (kind.direction != "up", kind.variant))
 
 
@@ -60,7 +61,7 @@ def scalars(run: Run) -> dict[str, list[str]]:
     """Names of the values that messages carried beside their tensors, by direction."""
     found: dict[str, set[str]] = {"up": set(), "down": set()}
     for message in run.messages:
-        found[str(message["direction"])] |= set(message.get("scalars") or {})
+        found[message["direction"]] |= set(message["scalars"])
     return {direction: sorted(names) for direction, names in found.items()}
 
 
@@ -72,11 +73,9 @@ def reported(run: Run) -> list[str]:
 
 def never_together(run: Run, site: str) -> bool:
     """Whether no single upload of a site held all the fields that its uploads held together."""
-    uploads: list[set[str]] = [
-        {str(f[0]) for f in message["fields"]}
-        for message in run.messages
-        if message["direction"] == "up" and message["site"] == site
-    ]
+    of_kind = {message["kind"]: message["fields"] for message in run.messages
+               if message["direction"] == "up" and message["site"] == site}  # fmt: skip
+    uploads: list[set[str]] = [{name for name, *_ in fields} for fields in of_kind.values()]
     return len(uploads) > 0 and all(names != set().union(*uploads) for names in uploads)
 
 

@@ -10,6 +10,7 @@ from fedveil.foreign import shown
 
 _POLL_SECONDS = 0.5
 _ASK_SECONDS = 10.0  # a question to Flower costs a CPU-second
+_REASON_CHARACTERS = 2000  # its end is the command that resumes the run
 _BY_FLOWER = {"finished:completed": 0, "finished:failed": 1, "finished:stopped": 3}
 
 
@@ -32,7 +33,7 @@ def until_ended(
     while True:
         status = read()
         if (state := status.get("state")) in ("completed", "failed"):
-            return int(state == "failed"), f"{state} {shown(status.get('reason') or '')}".strip()
+            return int(state == "failed"), f"{state} {_why(status)}".strip()
         died = status.get("state") == "died"
         if died or clock() - asked >= _ASK_SECONDS:
             said, asked = ask(), clock()
@@ -46,8 +47,12 @@ def until_ended(
                 if not died or said == "finished:stopped":
                     return _BY_FLOWER.get(said, 1), words
         if died:
-            return 1, f"died: {shown(status.get('reason') or '')}"
+            return 1, f"died: {_why(status)}"
         if timeout and clock() - started >= timeout:
             about = {key: value for key, value in status.items() if key != "process"}
             return 4, f"still going after {timeout:g} s: {shown(about or 'no status yet')}"
         sleep(_POLL_SECONDS)
+
+
+def _why(status: dict[str, Any]) -> str:
+    return shown(status.get("reason") or "", _REASON_CHARACTERS)

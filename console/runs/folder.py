@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import StateError
-from fedveil.records import process
+from fedveil.records import disclosure, process
 
 Row = dict[str, Any]
 
@@ -27,7 +27,7 @@ class Run:
         attempts: the lines of metrics.jsonl that are attempts at a round, in order. What came of those with "void" is
             not in the model, for the run was resumed from before them; what they sent was sent all the same.
         before: scores of the initial model, by view; {} where there are none.
-        messages: the lines of disclosure.jsonl.
+        messages: as `fedveil.records.disclosure.messages` gives them.
         resumes: the lines of resumes.jsonl.
     """
 
@@ -122,16 +122,14 @@ class Run:
 def load(folder: Path) -> Run:
     """The run in `folder`. Raises StateError where there is none, or where a file cannot be read."""
     status = status_of(folder)
-    rows = [_checked(row, folder / "metrics.jsonl", ("round",)) for row in json_lines(folder / "metrics.jsonl")]
-    ledger = folder / "disclosure.jsonl"
-    needed = ("round", "site", "direction", "bytes", "payload_bytes", "fields")
+    rows = [_checked(row, folder / "metrics.jsonl") for row in json_lines(folder / "metrics.jsonl")]
     return Run(
         folder=folder.resolve(),
         config=_json(folder / "config.json"),
         status=status,
         attempts=_attempts(rows),
         before=next((row.get("scores") or {} for row in rows if row["round"] < 0), {}),
-        messages=[_checked(row, ledger, needed) for row in json_lines(ledger)],
+        messages=disclosure.messages(folder / disclosure.NAME),
         resumes=json_lines(folder / "resumes.jsonl"),
     )
 
@@ -216,10 +214,9 @@ def _parsed(text: str, where: str) -> Row:
     return value
 
 
-def _checked(row: Row, file: Path, needed: tuple[str, ...]) -> Row:
-    missing = [key for key in needed if key not in row]
-    if missing:
-        raise StateError(f"{file}: expected {missing[0]!r} on every line, found {sorted(row)}")
+def _checked(row: Row, file: Path) -> Row:
+    if "round" not in row:
+        raise StateError(f"{file}: expected 'round' on every line, found {sorted(row)}")
     return row
 
 

@@ -60,7 +60,8 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         else:
             accepted = f"{len(row['accepted'])}/{len(row['cohort'])} sites"
             failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
-            note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B  {note}{failures}"
+            loss_too = f"  {note}" if note else ""
+            note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B{loss_too}{failures}"
         done = row["round"] + 1 if row["round"] < 0 or row.get("weights") else row["round"]
         self._tell(done, note)
 

@@ -21,6 +21,7 @@ from fedveil.foreign import shown
 
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
+_TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,28 @@ def workers(state_dir: Path) -> list[WorkerStatus]:
             cards = folder.living()
         found += [WorkerStatus(path.name, card, _ask(folder, card)) for card in cards]
     return found
+
+
+def last_failures(state_dir: Path) -> list[str]:
+    """A line for each site below a state folder whose last turn has failed: which turn, when and why."""
+    found = []
+    for path in sorted((state_dir.expanduser() / "workers").glob("*")):
+        if (turn := _last(Folder(state_dir, path.name).turns)) and "failed" in turn:
+            when = datetime.fromtimestamp(turn["time"]).strftime("%Y-%m-%d %H:%M:%S")
+            which = f", round {turn['round'] + 1} of {shown(turn['run'], 80)}," if "run" in turn else ""
+            found.append(f"{path.name}: the last turn{which} failed at {when}: {shown(turn['failed'], 1200)}")
+    return found
+
+
+def _last(turns: Path) -> dict[str, Any]:
+    """The last whole line of a site's record of turns; {} where there is none."""
+    try:
+        with turns.open("rb") as file:
+            file.seek(max(0, turns.stat().st_size - _TAIL_BYTES))
+            line = next((line for line in reversed(file.readlines()) if line.endswith(b"\n")), b"{}")
+        return dict(json.loads(line))
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 def _ask(folder: Folder, card: Card) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class RunningSums:
     def __init__(self) -> None:
         self._mean: dict[str, Tensor] = {}
         self._weight: dict[str, Tensor | float] = {}
+        self._wide = torch.empty(0)  # a block of half precision, widened; a new one for each block costs page faults
         self.examples = 0
         self.clear: dict[str, Mapping[str, str | float]] = {}
 
@@ -60,10 +61,22 @@ class RunningSums:
             return
         total = float(self._weight.get(name, 0.0)) + weight
         if name not in self._mean:
-            self._mean[name] = value.to(torch.float32, copy=True)
+            # In order, whatever the value's strides: `_blend` writes through a flat view.
+            in_order = torch.contiguous_format
+            self._mean[name] = torch.empty_like(value, dtype=torch.float32, memory_format=in_order).copy_(value)
         else:
-            _blend(self._mean[name], value, weight / total)
+            self._blend(self._mean[name], value, weight / total)
         self._weight[name] = total
+
+    def _blend(self, mean: Tensor, value: Tensor, share: float) -> None:
+        """mean += share * (value - mean), in place. Half precision is widened block by block, in the cache."""
+        if value.dtype == torch.float32:
+            mean.lerp_(value, share)
+            return
+        if not len(self._wide):
+            self._wide = mean.new_empty(_BLOCK)
+        for part, block in zip(torch.split(mean.flatten(), _BLOCK), torch.split(value.flatten(), _BLOCK), strict=True):
+            part.lerp_(self._wide[: len(block)].copy_(block), share)
 
     def _fold_masked(self, name: str, value: Tensor, weight: float, mask: Tensor) -> None:
         mean = self._mean.setdefault(name, torch.zeros(value.shape))
@@ -108,12 +121,3 @@ class RunningSums:
 def _narrow(mask: Tensor) -> Tensor:
     """The mask with one entry along the axes that it is expanded over."""
     return mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
-
-
-def _blend(mean: Tensor, value: Tensor, share: float) -> None:
-    """mean += share * (value - mean), in place. Half precision is widened block by block, to save memory."""
-    if value.dtype == torch.float32:
-        mean.lerp_(value, share)
-        return
-    for part, block in zip(torch.split(mean.flatten(), _BLOCK), torch.split(value.flatten(), _BLOCK), strict=True):
-        part.lerp_(block.to(torch.float32), share)

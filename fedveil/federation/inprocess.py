@@ -17,6 +17,7 @@ from fedveil.contract.spec import Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.federation import cohort, rules
 from fedveil.federation.exchange import Exchange, Participate
+from fedveil.federation.private_states import PrivateStates
 from fedveil.federation.secure.local import LocalSums, settings_of
 from fedveil.federation.secure.site import Demands
 from fedveil.federation.secure.uploads import Summed
@@ -40,12 +41,13 @@ class Federation:
         trainer_for: gives a site's trainer for one round.
         sites: names of the sites.
         server: the server's state.
-        private: each site's private state; a site that never took part has none.
         participated: sites whose upload the server has accepted.
         upload_bytes, download_bytes: bytes of all messages of the run so far.
         reports: the last report of each site.
         tap: records every message; None records nothing.
         max_share: as cohort.max-share of a run over gRPC. No site here is hostile: by default none is cut.
+        private_bytes: of the sites' private states, as many are held in memory; the others lie in temporary files.
+        private: each site's private state; a site that never took part has none.
     """
 
     exchange: Exchange
@@ -53,16 +55,17 @@ class Federation:
     trainer_for: TrainerFor
     sites: list[str]
     server: State
-    private: dict[str, State | None] = field(default_factory=dict)
     participated: set[str] = field(default_factory=set)
     upload_bytes: int = 0
     download_bytes: int = 0
     reports: dict[str, Mapping[str, float]] = field(default_factory=dict)
     tap: Tap | None = None
     max_share: float = 1.0
+    private_bytes: int = 10**9
+    private: PrivateStates = field(init=False)
 
     def __post_init__(self) -> None:
-        self._next: dict[str, State | None] = {}  # of a round that is under way
+        self.private = PrivateStates(self.private_bytes)
         self._dp = DpSgd.of(self.config.dp)
         self._claim = claim_of(self.exchange.method, self.config)
         check_seeded(self._claim.budget if self._claim else None, self.config.run.deterministic)
@@ -93,13 +96,13 @@ class Federation:
     def round(self, round_: int) -> None:
         """One round: draws a cohort, exchanges messages with each of its sites, and settles the sums."""
         chosen = cohort.draw(self.sites, self.config.cohort.fraction, self._server_secret, round_)
-        self._next = {}
+        self.private.discard()
         if self._unseen:
             self.server = self._summed_unseen(self._unseen, round_, chosen)
         else:
             uploads = bounded(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
             self.server = self.exchange.aggregate(self.server, uploads, lambda: rules.sums_of(self.config.aggregate))
-        self.private |= self._next  # with the server's state, or not at all
+        self.private.commit()  # with the server's state, or not at all
         self.participated |= set(chosen)
 
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[Upload]:
@@ -132,7 +135,8 @@ class Federation:
         trainer = self.trainer_for(site, ctx)
         if self._dp:
             trainer = NoisyTrainer(trainer.spec, trainer.rows, self._dp, ctx)
-        self._next[site], parts = participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())
+        state, parts = participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())
+        self.private.stage(site, state)
         up = b"".join(parts)
         self.download_bytes += len(down)
         self.upload_bytes += len(up)

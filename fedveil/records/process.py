@@ -1,6 +1,6 @@
-"""What is known of a process that writes a run folder, and what ended it if it died without a word.
+"""What is known of a ServerApp or a site's worker, and what ended it if it died without a word.
 
-    <folder>/lock     held (flock) as long as the process lives; {"inode": of this file, "pid", "host", "since", ...}
+    <run folder>/lock   held (flock) as long as the process lives; {"inode": of this file, "pid", "host", "since", ...}
 
 Nobody can catch SIGKILL. So the process notes its memory as it goes on, and readers find out the rest: a lock that
 nobody holds says that it is dead, and the kernel's count of memory kills, where it can be read, says why.
@@ -16,16 +16,30 @@ import platform
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from fedveil.errors import StateError
+from fedveil.errors import OutOfMemoryError, StateError
 
 LOCK = "lock"
 _CGROUPS = Path("/sys/fs/cgroup")
 LOWER = "give the server more memory, or lower evaluate.max-examples, or use a smaller or a quantized base"
+LOWER_AT_SITE = (
+    "give the site more memory, or lower train.batch-size, or set train.quantized-base or "
+    'train.optimiser = "adamw-8bit"'
+)
 _MUCH = 0.8  # of the memory that it may have: above that, memory is the likely reason
 _TRIES, _BETWEEN = 20, 0.1  # a reader that looks at a lock holds it for a moment
+
+
+class Cause(StrEnum):
+    """What ended a process, in words that others may read: none of its figures."""
+
+    MEMORY = "out of memory"
+    PERHAPS_MEMORY = "probably out of memory"
+    MACHINE = "its machine was started anew"
+    OTHER = "killed or crashed"
 
 
 def lock(folder: Path) -> int:
@@ -88,18 +102,33 @@ def noted() -> dict[str, Any]:
     return about | {"limit_mb": min(limits), "group": str(group), "oom_kills": _oom_kills(group)}
 
 
-def ending(about: Mapping[str, Any]) -> str:
-    """What ended the process that wrote this of itself, in words. Values are not trusted to be there."""
+def cause(about: Mapping[str, Any]) -> Cause:
+    """What ended the process that wrote this of itself. Values are not trusted to be there."""
     memory, limit, kills = (_number(about.get(key)) for key in ("peak_mb", "limit_mb", "oom_kills"))
-    figures = f"{memory} of {limit} MB when it last wrote"
     if about.get("boot") and about.get("boot") != _boot():
-        return f"the machine was started anew, or this is another one; its memory was {figures}"
+        return Cause.MACHINE
     now = _oom_kills(Path(str(about.get("group", "")))) if about.get("host") == platform.node() else -1
     if now > kills >= 0:
-        return f"killed by the kernel for want of memory: {figures}; {LOWER}"
-    if limit and memory >= _MUCH * limit:
-        return f"killed, probably for want of memory: {figures}; {LOWER}"
-    return f"killed, or its disk was full; its memory was {figures}"
+        return Cause.MEMORY
+    return Cause.PERHAPS_MEMORY if limit > 0 and memory >= _MUCH * limit else Cause.OTHER
+
+
+def ending(about: Mapping[str, Any], lower: str = LOWER) -> str:
+    """The cause with the figures, for who may know them, and what to `lower`."""
+    memory, limit = (_number(about.get(key)) for key in ("peak_mb", "limit_mb"))
+    figures = f"{memory} of {limit} MB when it last wrote" if memory >= 0 else "not noted"
+    return {
+        Cause.MEMORY: f"killed by the kernel for want of memory: {figures}; {lower}",
+        Cause.PERHAPS_MEMORY: f"killed, probably for want of memory: {figures}; {lower}",
+        Cause.MACHINE: f"the machine was started anew, or this is another one; its memory was {figures}",
+        Cause.OTHER: f"killed, or it crashed, or its disk was full; its memory was {figures}",
+    }[cause(about)]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it is Python's own error, or of torch: on a device, or on the CPU, which has no kind of its own there."""
+    kinds = (MemoryError.__name__, OutOfMemoryError.__name__)  # torch has one of this name too
+    return type(error).__name__ in kinds or "can't allocate memory" in str(error)
 
 
 def resume_command(folder: Path) -> str:

@@ -41,6 +41,7 @@ from fedveil.wire import header as header_
 from fedveil.wire.parked import ParkedFields
 
 _BLOCK_BYTES = 1 << 22  # such a block stays in cache from the checksum to the norm
+_HALF_BLOCK_BYTES = 1 << 19  # of half precision, which is widened to twice as much for the norm
 _PARALLEL_BYTES = 8 << 20  # below this a thread costs more than it saves
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="fedveil-wire")
 
@@ -160,16 +161,10 @@ def _header(
     layout: Layout, stamp: Stamp, payload: Payload, entries: list[list[Any]], words: Mapping[str, Any]
 ) -> bytes:
     content = {
-        "method": stamp.method,
-        "version": stamp.version,
-        "round": stamp.round,
-        "direction": stamp.direction,
-        "variant": payload.variant,
-        "layout": digest(layout),
-        "fields": entries,
-        "scalars": dict(payload.scalars),
+        "method": stamp.method, "version": stamp.version, "round": stamp.round, "direction": stamp.direction,
+        "variant": payload.variant, "layout": digest(layout), "fields": entries, "scalars": dict(payload.scalars),
         **words,
-    }
+    }  # fmt: skip
     return zlib.compress(header_.written(content), 6)
 
 
@@ -238,11 +233,15 @@ def _read_field(job: tuple[memoryview, Field, list[Any]]) -> tuple[Value, float 
     except WireError as error:
         raise WireError(f"{name}: {error}") from None
     floats = value.flatten() if isinstance(value, Tensor) and value.is_floating_point() else None
+    is_half = floats is not None and floats.itemsize == 2
+    block_bytes = _HALF_BLOCK_BYTES if is_half else _BLOCK_BYTES
+    wide = torch.empty(min(len(data), block_bytes) // 2 if is_half else 0)  # once a field, for allocating faults pages
     found, squares = xxhash.xxh3_64(), 0.0
-    for start in range(0, len(data), _BLOCK_BYTES):
-        found.update(data[start : start + _BLOCK_BYTES])
+    for start in range(0, len(data), block_bytes):
+        found.update(data[start : start + block_bytes])
         if floats is not None:
-            block = floats[start // floats.itemsize : (start + _BLOCK_BYTES) // floats.itemsize].float()
+            block = floats[start // floats.itemsize : (start + block_bytes) // floats.itemsize]
+            block = wide[: len(block)].copy_(block) if is_half else block.float()
             squares += float(torch.dot(block, block))
     if found.hexdigest() != checksum:
         raise WireError(
@@ -276,7 +275,7 @@ def _explain_layout(layout: Layout, direction: Direction, header: Mapping[str, A
 
 
 def describe(data: Buffer) -> dict[str, Any]:
-    """What a message discloses, from its header alone, for the run folder's disclosure.jsonl.
+    """What a message discloses, from its header alone, for the run folder's record of it.
 
     Returns the keys bytes (of the whole message), payload_bytes, variant, scalars, and fields as [name, codec, shape,
     bytes].

@@ -28,6 +28,7 @@ from fedveil.federation.inprocess import Federation
 from fedveil.federation.rules import check, sums_of
 from fedveil.federation.shares import bounded
 from fedveil.privacy.claims import checked_claim
+from fedveil.records import disclosure
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
@@ -264,7 +265,7 @@ def test_no_record_says_accepted_of_an_upload_that_the_factor_refused(rounds, tm
     seen = [m for m in folder.tap().messages() if m.direction == "up"]
     assert {(m.round, m.site) for m in seen if not m.accepted} == {(2, "east")}
     assert len(seen) == 18
-    told = [json.loads(line) for line in (folder.folder / "disclosure.jsonl").read_text().splitlines()]
+    told = disclosure.messages(folder.folder / "disclosure.jsonl")
     assert {(m["round"], m["site"]) for m in told if m["direction"] == "up"} == {
         (m.round, m.site) for m in seen if m.accepted
     }

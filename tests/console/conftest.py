@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fedveil.records import disclosure
+
 LAYERS = ("h.0.attn", "h.0.mlp")
 SITES = ("site-0", "site-1", "site-2", "site-3")
 
@@ -59,7 +61,9 @@ def write_run(
             }
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "disclosure.jsonl").write_text("".join(json.dumps(message) + "\n" for message in messages))
+    told = disclosure.Disclosures(folder / disclosure.NAME)
+    for message in messages:
+        told.append({key: message[key] for key in ("round", "attempt", "site")}, str(message["direction"]), message)
     return folder
 
 

@@ -13,6 +13,7 @@ from fedveil.console.flower.local_federation import Ended, LocalFederation
 from fedveil.contract.task import Share
 from fedveil.federation import inprocess
 from fedveil.federation.exchange import Exchange
+from fedveil.records import disclosure
 from fedveil.records.state import digest
 from fedveil.server_app.app import initial
 from tests.conftest import ROOT
@@ -50,7 +51,7 @@ def in_process(flat: Mapping[str, Any], data: Path, sites: int) -> inprocess.Fed
 
 def check_same(at: Path, reference: inprocess.Federation, rounds: int) -> None:
     """Weights bit for bit, no site failed, bytes of either direction."""
-    metrics, ledger = lines(at / "metrics.jsonl"), lines(at / "disclosure.jsonl")
+    metrics, ledger = lines(at / "metrics.jsonl"), disclosure.messages(at / "disclosure.jsonl")
     assert metrics[-1]["weights"] == digest(reference.deployed()["server"])
     assert [m["failed"] for m in metrics[1:]] == [{}] * rounds
     uploads = sum(m.get("upload_bytes", 0) for m in metrics)

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from fedveil.console.flower.local_federation import LocalFederation, LocalSite
+from fedveil.records import disclosure
 from tests.conftest import ROOT
-from tests.deployment.loopback import check_same, in_process, lines, over_grpc
+from tests.deployment.loopback import check_same, in_process, over_grpc
 
 DATA = ROOT / "data" / "e2e"
 SITES = 3
@@ -41,7 +42,7 @@ def test_grpc_and_in_process_end_bit_identical(method, worker, rounds, federatio
     ended = over_grpc(federation, tmp_path, overrides)
     assert ended.completed, ended.reason
     check_same(tmp_path / method, in_process(overrides, DATA, SITES), rounds)
-    for line in lines(tmp_path / method / "disclosure.jsonl"):
+    for line in disclosure.messages(tmp_path / method / "disclosure.jsonl"):
         if method == "fedrand" and line["direction"] == "up":
             assert {name[-1] for name, *_ in line["fields"]} == {line["variant"]}
 

@@ -11,6 +11,7 @@ import torch
 from fedveil.console.flower.local_federation import LocalFederation, LocalSite
 from fedveil.contract.budget import Neighbours
 from fedveil.privacy import accounting
+from fedveil.records import disclosure
 from tests.conftest import ROOT
 from tests.deployment.loopback import check_same, in_process, lines, over_grpc
 
@@ -105,7 +106,7 @@ def test_noisy_steps_under_fedrand_are_charged_at_every_site(text, tmp_path):
         charged = [(tuple(step), n, len(records)) for history, records in read(path) for step, n in history]
         assert {step for step, _, _ in charged} == {("poisson", rows, 4, 2.0)}
         assert sum(n * count for _, n, count in charged) == 4 * rows
-    for line in lines(tmp_path / "first" / "fedrand" / "disclosure.jsonl"):
+    for line in disclosure.messages(tmp_path / "first" / "fedrand" / "disclosure.jsonl"):
         if line["direction"] == "up":
             assert {name[-1] for name, *_ in line["fields"]} == {line["variant"]}
     before = [path.read_bytes() for path in ledgers]
@@ -152,7 +153,7 @@ def test_dp_fpl_spends_its_budget_once_at_every_site_and_ends_where_it_is_spent(
     flat = prompts(pictures, "dp_fpl", fields) | {"run.deterministic": False, "cohort.repeats": 0}
     ended = over_grpc(seeing, tmp_path / "first", flat)
     assert ended.completed, ended.reason
-    for line in lines(tmp_path / "first" / "dp_fpl" / "disclosure.jsonl"):
+    for line in disclosure.messages(tmp_path / "first" / "dp_fpl" / "disclosure.jsonl"):
         assert [name for name, *_ in line["fields"]] == ["prompt"]
         assert line["payload_bytes"] == 4 * 16 * 96
     ledgers = sorted(seeing.folder.rglob(".ledger/*.json"))

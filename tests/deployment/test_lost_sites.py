@@ -1,16 +1,23 @@
-"""A site is killed in mid-round and another one's client raises: the round ends with the rest, the report says why."""
+"""Sites are lost in mid-round: killed, broken, out of memory. The round ends with the rest, and all say why."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 
+import psutil
 import pytest
 
+from fedveil.client_app.worker.cards import Folder
 from fedveil.console.flower.local_federation import LocalFederation, LocalSite
+from fedveil.console.main import main
 from fedveil.console.report import run_page
 from fedveil.console.runs import folder
+from fedveil.console.runs.workers import workers
 from tests.conftest import ROOT
 from tests.deployment.engine import until
+from tests.memory_group import join, memory_group
 
 DATA = ROOT / "data" / "e2e"
 
@@ -52,3 +59,66 @@ def test_the_round_goes_on_without_a_killed_and_a_broken_site(tmp_path):
     run_page.write(page, [folder.load(tmp_path / "run")])
     assert "killed" in page.read_text()
     assert first["failed"]["killed"].split(" (")[0].split("&")[0][:20] in page.read_text()
+
+
+def client_of(superexec: int) -> list[psutil.Process]:
+    """The client process that a site's SuperExec has started."""
+    found = psutil.Process(superexec).children(recursive=True)
+    return [one for one in found if "flwr-clientapp" in " ".join(one.cmdline()[:3])]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_site_out_of_memory_in_every_turn_and_one_whose_client_is_killed_are_named_with_that_reason(tmp_path, capsys):
+    """The kernel kills the worker of one site for real, twice a turn; the client process of another gets a SIGKILL."""
+    share = (("num-partitions", 3),)
+    sites = [LocalSite(name, DATA, (("partition-id", i), *share)) for i, name in enumerate(("cut", "short", "sound"))]
+    overrides = {
+        "method.name": "fedavg",
+        "run.rounds": 1,
+        "run.dir": str(tmp_path),
+        "run.name": "run",
+        "train.max-steps": 3,
+        "cohort.sites": 3,
+        "cohort.min-sites": 2,
+        "cohort.repeats": 0,
+        "cohort.deadline-seconds": 200.0,
+    }
+    with memory_group(250) as group, LocalFederation(sites, tmp_path / "federation") as federation:
+        at = tmp_path / "federation" / "sites"
+        shorts = Folder(at / "short", "short")
+        with shorts.locked():
+            for spare in shorts.living():
+                shorts.kill(spare)  # so that every worker of it is started by its client process
+        join(group, federation.processes.pid("short superexec"))
+        superexec = federation.processes.pid("cut superexec")
+        run = federation.run(ROOT, overrides)
+        busy = ("loading", "training")
+        until(lambda: any(w.says["state"] in busy for w in workers(at / "cut")), 120, "a turn at the site", 0.05)
+        for client in client_of(superexec):
+            os.kill(client.pid, signal.SIGKILL)
+        ended = federation.wait(run, timeout=400)
+        log = federation.processes.log("short").read_text()
+    short = "short: WorkerError: the site's worker ended: out of memory (code 2)"
+    cut = (
+        "cut: its client process (flwr-clientapp) ended without a word: killed, perhaps for want of memory; see its log"
+    )
+    for told in (short, cut, "or lower train.batch-size"):
+        assert told in ended.reason
+    assert "killed by the kernel for want of memory: " in log
+    assert main(["watch", str(tmp_path / "run")]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count(short) == 2  # with its round, and at the end
+    assert shown.count(cut) == 2
+    run_page.write(tmp_path / "report.html", [folder.load(tmp_path / "run")])
+    page = (tmp_path / "report.html").read_text().replace("&#x27;", "'")
+    assert "WorkerError: the site's worker ended: out of memory" in page
+    assert "its client process (flwr-clientapp) ended without a word" in page
+    for site, words in (
+        ("short", "SIGKILL: killed by the kernel for want of memory: "),
+        ("cut", "expected the client process to wait for it, found it gone"),
+    ):
+        assert main(["site", "status", "--state-dir", str(at / site)]) == 1
+        shown = capsys.readouterr().out
+        assert f"{site}: the last turn, round 1 of run-" in shown
+        assert words in shown

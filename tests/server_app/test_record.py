@@ -19,7 +19,7 @@ from fedveil.console.runs import by_site
 from fedveil.console.runs import folder as runs_folder
 from fedveil.console.runs.progress import RunProgress
 from fedveil.errors import ConfigError, StateError
-from fedveil.records import audit_log, files
+from fedveil.records import audit_log, disclosure, files
 from fedveil.server_app import app as server
 from fedveil.server_app.attempt import Attempt
 from fedveil.server_app.record import RunFolder
@@ -156,7 +156,9 @@ def test_what_has_left_a_site_stays_on_record_when_the_round_is_interrupted(runs
     runs.killed(RunFolder, "checkpoint", lambda folder, state, loop: loop["round"] == 1, resume=True, before=True)
     runs.go(resume=True)
     assert (runs.at / "disclosure.jsonl").read_text().startswith(kept[0])
-    left = [line for line in runs.lines("disclosure.jsonl") if line["direction"] == "up"]
+    left = [message for message in disclosure.messages(runs.at / "disclosure.jsonl") if message["direction"] == "up"]
+    kinds = [json.dumps(line["fields"]) for line in runs.lines("disclosure.jsonl") if "form" in line]
+    assert len(kinds) == len(set(kinds)) == 3  # both factors, A, B: two resumes go on with them
     assert len(left) == 4 * 3 + 2 + 3
     run = runs_folder.load(runs.at)
     assert [(row["round"], "interrupted" in str(row["failed"]), row.get("void", False)) for row in run.attempts] == [
@@ -281,7 +283,8 @@ def test_a_torn_last_line_is_cut_off_and_kept_in_the_note_and_one_in_the_middle_
     assert runs_folder.load(runs.at).rounds_done == 4
     whole = (runs.at / "disclosure.jsonl").read_text()
     (runs.at / "disclosure.jsonl").write_text(whole.replace('"round": 1', '"rou', 1))
-    with pytest.raises(StateError, match="disclosure.jsonl, line 7: expected a JSON object with a round, found"):
+    line_number = [line.get("round", 0) for line in map(json.loads, whole.splitlines())].index(1) + 1
+    with pytest.raises(StateError, match=f"disclosure.jsonl, line {line_number}: expected a message or a kind of"):
         runs.go(resume=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from pathlib import Path
 
@@ -23,9 +24,10 @@ from fedveil.contract.layout import Field, Layout, Payload
 from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, QuorumError, StateError
 from fedveil.federation.exchange import Exchange
+from fedveil.records import disclosure
 from fedveil.records.state import digest, load_state
 from fedveil.sealed import VARIABLE, is_sealed, new_key
-from fedveil.server_app import sites
+from fedveil.server_app import ending, rounds, sites
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
@@ -295,6 +297,35 @@ def test_a_reason_from_another_node_is_shown_as_text_and_says_what_was_cut(grid,
     assert found.endswith("x... (5019 characters)")
 
 
+@pytest.mark.parametrize(
+    "code,words",
+    [
+        (8, r"its client process \(flwr-clientapp\) ended without a word: killed, perhaps .*; see its log \(code 8\)"),
+        (5, r"its SuperNode has shown no sign of life for a minute: .* \(code 5\)"),
+        (4, r"its reply was lost, or came too late \(code 4\)"),
+        (3, r"its message was lost before it came: .* \(code 3\)"),
+    ],
+)
+def test_what_flower_says_of_a_lost_reply_is_put_in_words(code, words, grid, task):
+    ours = strategy(FedAvg())
+    lost = grid(tamper={"east": lambda m, r: Message(Error(code, "ClientApp stopped responding."), reply_to=m)})
+    ours.start(lost, initial(task), num_rounds=1)
+    assert re.fullmatch(words, ours.history[0].failed["east"])
+
+
+def test_a_run_that_ends_for_sites_out_of_memory_says_so_and_what_to_lower(grid, task, tmp_path, monkeypatch):
+    ended = "WorkerError: the site's worker ended: probably out of memory"
+    monkeypatch.setattr(rounds, "_NAMED", 2)
+    ours = strategy(FedAvg(), cohort={"repeats": 0, "min_sites": 3})
+    g = grid(tamper={site: lambda m, r: Message(Error(2, ended), reply_to=m) for site in ("east", "north", "west")})
+    with pytest.raises(QuorumError) as error:
+        ours.start(g, initial(task), num_rounds=1)
+    said = ending.reason(error.value, tmp_path)
+    assert f"east: {ended} (code 2); north: {ended} (code 2); and 1 more)" in said
+    assert said.endswith("give the site more memory, or lower train.batch-size, or set train.quantized-base or "
+                         'train.optimiser = "adamw-8bit"')  # fmt: skip
+
+
 def test_a_site_that_fails_is_a_newcomer_again(grid, task):
     ours = strategy(FedAvg())
     g = grid(tamper={"east": lambda m, r: Message(Error(2, "boom"), reply_to=m) if m.metadata.group_id == "1" else r})
@@ -321,7 +352,7 @@ def test_run_folder_holds_metrics_ledger_checkpoint_and_final_weights(grid, task
     result = ours.start(grid(), initial(task), num_rounds=3)
     metrics = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(m["round"], m["scores"]["server"]["loss"]) for m in metrics] == [(-1, -1.0), (0, 0.0), (1, 1.0), (2, 2.0)]
-    ledger = [json.loads(x) for x in (tmp_path / "run" / "disclosure.jsonl").read_text().splitlines()]
+    ledger = disclosure.messages(tmp_path / "run" / "disclosure.jsonl")
     assert len(ledger) == 3 * 4 * 2
     for way, key in (("up", "upload_bytes"), ("down", "download_bytes")):
         assert sum(x["bytes"] for x in ledger if x["direction"] == way) == sum(m.get(key, 0) for m in metrics)
@@ -345,7 +376,7 @@ def test_a_tap_is_sealed_where_the_servers_environment_names_a_key_file(grid, ta
     files = [tap.folder / message.file for message in tap.messages()]
     assert len(files) == 8
     assert all(is_sealed(file) for file in files)
-    ledger = [json.loads(x) for x in (tmp_path / "run" / "disclosure.jsonl").read_text().splitlines()]
+    ledger = disclosure.messages(tmp_path / "run" / "disclosure.jsonl")
     assert sum(len(tap.read(m)) for m in tap.messages()) == sum(x["bytes"] for x in ledger)
 
 

@@ -1,8 +1,8 @@
 """A task for worker tests: becomes fedveil/tasks/toy.py of a copied app. What it does stands in <data>/orders.json.
 
 entries: numbers in the one LoRA factor B; load, pause: seconds before the first turn and in each step; steps;
-die_at_step: SIGKILL for itself, once for each file of that name that is not there yet; hold_mb: memory it keeps;
-raises: the kind of error that training ends with.
+die_at_step: die_by (SIGKILL) for itself, once for each file of that name that is not there yet; hold_mb: memory it
+keeps; raises, words: kind and text of the error that training ends with.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ DEFAULTS = {
     "steps": 3,
     "deaths": 0,
     "die_at_step": 2,
+    "die_by": "SIGKILL",
     "hold_mb": 0,
     "raises": "",
+    "words": "row 4711 of the ward",
 }
 
 
@@ -76,7 +78,8 @@ class ToyTraining:
             self._perhaps_die(step)
             self.watch(Step(step, self.orders["steps"], 1.0 / step, 100 * step, 0.5 * step))
         if self.orders["raises"]:
-            raise {"TaskError": TaskError, "ValueError": ValueError}[self.orders["raises"]]("row 4711 of the ward")
+            kinds = (TaskError, ValueError, MemoryError, RuntimeError)
+            raise {kind.__name__: kind for kind in kinds}[self.orders["raises"]](self.orders["words"])
         return Trained({name: w + self.step for name, w in weights.items()}, {"steps": self.orders["steps"]})
 
     def gradient(self, weights):
@@ -88,4 +91,4 @@ class ToyTraining:
             marker = Path(self.orders["folder"]) / f"died-{death}"
             if step == self.orders["die_at_step"] and not marker.exists():
                 marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.Signals[self.orders["die_by"]])

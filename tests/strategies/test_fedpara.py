@@ -172,7 +172,7 @@ def test_the_private_pair_is_on_no_wire(tmp_path):
 
     def recording(site, down, c):
         up = original(site, down, c)
-        trained.append({n: t.numpy().tobytes() for n, t in run._next[site].tensors.items()})
+        trained.append({n: t.numpy().tobytes() for n, t in run.private.staged(site).tensors.items()})
         return up
 
     run._client_turn = recording  # type: ignore[method-assign]

@@ -192,7 +192,7 @@ def test_lower_layers_are_on_no_wire_once_a_client_has_its_own(tmp_path):
     def recording(site, down, c):
         up = original(site, down, c)
         if c.round > 0:
-            secrets.extend(run._next[site].tensors[n].numpy().tobytes() for n in LOWER)
+            secrets.extend(run.private.staged(site).tensors[n].numpy().tobytes() for n in LOWER)
         return up
 
     run._client_turn = recording  # type: ignore[method-assign]

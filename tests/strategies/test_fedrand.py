@@ -169,7 +169,9 @@ def test_server_never_sees_a_pair_that_belongs_together(tmp_path, lora_spec, lor
 
     def recording(site, down, c):
         up = original(site, down, c)
-        pairs.append((of_factor(run._next[site].tensors, "A"), of_factor(run._next[site].tensors, "B")))
+        pairs.append(
+            (of_factor(run.private.staged(site).tensors, "A"), of_factor(run.private.staged(site).tensors, "B"))
+        )
         return up
 
     run._client_turn = recording  # type: ignore[method-assign]

@@ -34,7 +34,7 @@ from fedveil.console.provisioning import enrol
 from fedveil.console.runs import sealing
 from fedveil.console.runs.kept import Kept, kept, leftovers, purge
 from fedveil.console.runs.prepared import prepared, remove
-from fedveil.console.runs.workers import described, follow, workers
+from fedveil.console.runs.workers import described, follow, last_failures, workers
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
 from fedveil.foreign import shown
@@ -287,8 +287,8 @@ def _status(args: argparse.Namespace) -> int:
             console.print()
         return 0
     found = workers(args.state_dir)
-    for run in [run for run in kept(args.state_dir) if run.bytes]:
-        print(_line(run))
+    for line in [_line(run) for run in kept(args.state_dir) if run.bytes] + last_failures(args.state_dir):
+        print(line)
     if sets := prepared(args.state_dir):
         print(f"prepared rows: {sum(of.bytes for of in sets):,} bytes in {len(sets)} sets")
     if not found:

@@ -6,7 +6,11 @@
     keys.py        signatures, agreed keys, shares that one holder alone can read
     shamir.py      secrets in shares
     parts.py       which sites of a sum masks join
-    statements.py  what goes over the wire beside the vectors, each checked before it is believed
+    forms.py       the form of what goes over the wire beside the vectors, bounded before it is believed
+    membership.py  who holds whose shares
+    statements.py  what a server asks, and what sites answer
+    agreed.py      what two ends agree on
+    kept.py        what a site keeps
     site.py        a site's half: what it answers, and what it refuses
     server.py      the server's half
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from fedveil.config import SecureConfig
 from fedveil.federation.secure import keys
+from fedveil.federation.secure.kept import MemoryStore
 from fedveil.federation.secure.server import Attempt, Coordinator, Settings
-from fedveil.federation.secure.site import Demands, MemoryStore, Site
+from fedveil.federation.secure.site import Demands, Site
 from fedveil.federation.secure.statements import Opened, Unmask
 from fedveil.federation.secure.summands import RingSums
 from fedveil.federation.secure.uploads import Summed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fedveil.federation.secure.statements import Membership
+from fedveil.federation.secure.membership import Membership
 
 
 def smallest(membership: Membership, sites: Collection[str]) -> int:

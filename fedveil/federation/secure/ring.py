@@ -2,10 +2,10 @@
 
     integer = round(S w clip(x, -C, C)),    S = (2^(w-1) - 1 - K - 2^(w-51)) / (K M C)
 
-C is the bound, K the most summands, M the largest weight. No sum of K integers wraps: each is at most
-S M C + 1/2 in absolute value; the last term is what fp64 may round up by, 0 for w = 32. Rounding moves a weighted
-mean by at most K / (2 S W) with W the sum of the weights: for equal weights, by K C 2^-w. Where sites add noise, S is
-no larger than the noise makes sensible (`finest`).
+C is the bound, K the most summands, M the largest weight. No sum of K integers wraps: each is at most S M C + 1/2 in
+absolute value; the last term is what fp64 may round up by, 0 for w = 32. Rounding moves a weighted mean by at most
+K / (2 S W) with W the sum of the weights: for equal weights, by K C 2^-w. Where sites add noise, S is no
+larger than the noise makes sensible (`finest`).
 
 | case | what happens |
 |---|---|

@@ -20,20 +20,12 @@ import numpy as np
 
 from fedveil.errors import QuorumError, WireError
 from fedveil.federation.secure import keys, masks, parts, shamir
+from fedveil.federation.secure.agreed import negative, own_mask, pair_mask, partners
+from fedveil.federation.secure.forms import ALL_PAIRS
+from fedveil.federation.secure.kept import How
 from fedveil.federation.secure.masks import Integers
-from fedveil.federation.secure.site import How, negative, own_mask, pair_mask, partners
-from fedveil.federation.secure.statements import (
-    ALL_PAIRS,
-    Attached,
-    Bundle,
-    Hello,
-    Member,
-    Membership,
-    Opened,
-    Plan,
-    Setup,
-    Unmask,
-)  # fmt: skip
+from fedveil.federation.secure.membership import Bundle, Member, Membership
+from fedveil.federation.secure.statements import Attached, Hello, Opened, Plan, Setup, Unmask
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,7 @@ class Coordinator:
         return Hello(run=self.run)
 
     def admit(self, site: str, member: Member) -> None:
-        """Takes a run key. Raises WireError for one of another name, not signed by its owner, or another's."""
+        """Takes a run key. Raises WireError for one of another name or site, or that its owner did not sign."""
         known = self.roster.get(site)
         if any(other.run_key == member.run_key for name, other in self.members.items() if name != site):
             raise WireError(f"secure: expected a run key of {site}'s own, found another site's")

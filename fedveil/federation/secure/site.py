@@ -18,84 +18,27 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
-
-from pydantic import Field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fedveil.errors import PolicyError, WireError
 from fedveil.federation.secure import keys, masks, parts, shamir
+from fedveil.federation.secure.agreed import (
+    closed_shares,
+    key_with,
+    mask_purpose,
+    own_mask,
+    pair_mask,
+    partners,
+    seed_purpose,
+)
+from fedveil.federation.secure.kept import Answered, How, Kept, Store
 from fedveil.federation.secure.masks import Integers
-from fedveil.federation.secure.statements import (
-    Attached,
-    Bundle,
-    ClosedShare,
-    Digest,
-    Hello,
-    Key,
-    Member,
-    Membership,
-    Number,
-    Opened,
-    Plan,
-    Prekey,
-    Setup,
-    Share,
-    Shares,
-    Statement,
-    Unmask,
-    roster_digest,
-)  # fmt: skip
+from fedveil.federation.secure.membership import Bundle, Member, Membership, Prekey, roster_digest
+from fedveil.federation.secure.statements import Attached, Hello, Opened, Plan, Setup, Unmask
 
 if TYPE_CHECKING:
     from fedveil.federation.secure.ring import Ring
-
-How = Literal["heard", "silent"]
-
-
-class Answered(Statement):
-    """The last prekey of a site of which this one has opened a share: which half, and for which plan and sum."""
-
-    number: Number
-    how: How
-    context: Digest
-
-
-class Kept(Statement):
-    """What a site keeps of a run.
-
-    Attributes:
-        run_key: private.
-        prekeys: made so far.
-        seed: of the last prekey; "" once it is spent.
-        membership: joined last.
-        answered: by the run key of the site whose share it was: one that lost its keys begins anew, and no old answer
-            is forgotten.
-    """
-
-    run_key: Key
-    prekeys: Number = 0
-    seed: Share | Literal[""] = ""
-    membership: Membership | None = None
-    answered: dict[Key, Answered] = Field(default_factory=dict)
-
-
-class Store(Protocol):
-    """Where a site keeps it."""
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Held from reading to writing: two questions at a time are answered one after the other."""
-        ...
-
-    def load(self) -> Kept | None:
-        """What was saved last; None at first."""
-        ...
-
-    def save(self, kept: Kept) -> None:
-        """Keeps it, on disk when this returns."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -199,7 +142,7 @@ class Site:
         def purpose(holder: str) -> bytes:
             return seed_purpose(membership, self.name, number, holder)
 
-        shares = _closed_shares(kept, membership, self.name, seed, purpose)
+        shares = closed_shares(kept, membership, self.name, seed, purpose)
         unsigned = Prekey(
             site=self.name, number=number, key=keys.public_of(private).hex(), shares=shares.digest, signature="0" * 128
         )
@@ -248,7 +191,7 @@ class Site:
         def purpose(holder: str) -> bytes:
             return mask_purpose(plan, self.name, holder)
 
-        shares = _closed_shares(kept, membership, self.name, secret, purpose)
+        shares = closed_shares(kept, membership, self.name, secret, purpose)
         return Attached(mask=hashlib.sha256(secret).hexdigest(), shares=shares, next=bundle)
 
     def unmask(self, asked: Unmask) -> Opened:
@@ -309,7 +252,7 @@ class Site:
         else:
             purpose = seed_purpose(membership, site, prekey.number, self.name)
         try:
-            return keys.opened(_key_with(kept, membership, site, purpose), closed, purpose)
+            return keys.opened(key_with(kept, membership, site, purpose), closed, purpose)
         except WireError as error:
             raise WireError(f"secure: {site}: {error}; none is opened") from None
 
@@ -328,72 +271,3 @@ class Site:
         if kept.membership is None or kept.membership.digest != plan.membership:
             raise PolicyError("secure: expected the membership that this site has joined last, found another; set up")
         return kept, kept.membership
-
-
-class MemoryStore:
-    """Keeps it in memory, for a federation in one process."""
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Nobody else is here."""
-        return nullcontext()
-
-    def __init__(self) -> None:
-        self._kept: Kept | None = None
-
-    def load(self) -> Kept | None:
-        """What was saved last."""
-        return self._kept
-
-    def save(self, kept: Kept) -> None:
-        """Keeps it as long as this object lives."""
-        self._kept = kept
-
-
-def _closed_shares(
-    kept: Kept, membership: Membership, site: str, secret: bytes, purpose: Callable[[str], bytes]
-) -> Shares:
-    holders = membership.holders(site)
-    shares = shamir.split(secret, membership.threshold, len(holders))
-    closed: dict[str, ClosedShare] = {}
-    for holder, share in zip(holders, shares, strict=True):
-        text = purpose(holder)
-        closed[holder] = keys.closed(_key_with(kept, membership, holder, text), share, text).hex()
-    return Shares(closed=closed)
-
-
-def _key_with(kept: Kept, membership: Membership, other: str, purpose: bytes) -> bytes:
-    """Of both ends' run keys. Not of the prekey: who rebuilds that one would open the shares of the site's own mask."""
-    return keys.agreed(bytes.fromhex(kept.run_key), bytes.fromhex(membership.by_name[other].run_key), purpose)
-
-
-def partners(plan: Plan, membership: Membership, site: str) -> list[Prekey]:
-    """The cohort's sites with which a site has a mask in common."""
-    near = set(membership.holders(site)) - {site}
-    return [prekey for prekey in plan.prekeys if prekey.site in near]
-
-
-def pair_mask(plan: Plan, site: str, other: str, private: bytes, public: bytes) -> masks.Mask:
-    """The mask that `site` adds for the pair; the other one subtracts it."""
-    first, second = sorted((site, other))
-    key = keys.agreed(private, public, keys.about("pair mask", first, second), bytes.fromhex(plan.digest))
-    return masks.Mask(key, 1 if site == first else -1)
-
-
-def own_mask(secret: bytes, plan: Plan, site: str) -> masks.Mask:
-    """The mask that `site` adds for itself alone."""
-    return masks.Mask(keys.derived(secret, keys.about("own mask", site), bytes.fromhex(plan.digest)), 1)
-
-
-def negative(mask: masks.Mask) -> masks.Mask:
-    """What takes a mask off."""
-    return replace(mask, sign=-mask.sign)
-
-
-def seed_purpose(membership: Membership, site: str, number: int, holder: str) -> bytes:
-    """Of a share of a prekey's seed."""
-    return keys.about("prekey share", membership.digest, site, number, holder)
-
-
-def mask_purpose(plan: Plan, site: str, holder: str) -> bytes:
-    """Of a share of the secret of a site's own mask."""
-    return keys.about("mask share", plan.digest, site, holder)

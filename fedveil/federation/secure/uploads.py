@@ -25,11 +25,12 @@ from fedveil.contract.method import RoundContext, State
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import WireError
 from fedveil.federation.exchange import Exchange, Participate
+from fedveil.federation.secure.forms import MOST_SITES
 from fedveil.federation.secure.masks import Integers
-from fedveil.federation.secure.noise import SharedNoise, require_the_step_alone
+from fedveil.federation.shared_noise import SharedNoise, require_the_step_alone
 from fedveil.federation.secure.ring import Ring
 from fedveil.federation.secure.site import Site
-from fedveil.federation.secure.statements import MOST_SITES, Attached, Plan
+from fedveil.federation.secure.statements import Attached, Plan
 from fedveil.federation.secure.summands import Slots
 from fedveil.privacy.in_sum import InSum
 from fedveil.wire import integers

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from fedveil.benchmarks.core import killer
-from fedveil.benchmarks.core.faults import _compared, _kept, _outcome
+from fedveil.benchmarks.core.faults import _Bench, _compared, _kept, _outcome
 from fedveil.benchmarks.core.killer import SITES, VICTIMS, Killer, Point, drawn
 from fedveil.benchmarks.run import commit
 
@@ -44,6 +44,46 @@ def test_a_private_run_charges_each_turn_that_was_asked_for_and_no_other(charged
     whole = WHOLE | {"charged": {"north": 6}}
     found = whole | {"weights": "b", "charged": {"north": charged}, "orders": {"north": turns}}
     assert _compared(whole, found).split()[0] == end
+
+
+def test_the_turn_that_a_killed_worker_began_is_charged_and_so_is_its_repetition():
+    """The server does not know of it: the client process hands the same message to a second worker."""
+    whole = WHOLE | {"charged": {"north": 6}}
+    found = whole | {"charged": {"north": 8}}
+    assert _compared(whole, found, "north") == "equal"
+    assert _compared(whole, found, "south").startswith("different ledger")
+    assert _compared(whole, whole | {"charged": {"north": 10}}, "north").startswith("different ledger")
+
+
+class Federation:
+    """What was started, and whether a site's SuperNode has ended by itself."""
+
+    def __init__(self):
+        self.did, self.code, self.processes = [], None, self
+
+    def kill_site(self, site):
+        self.did.append(f"kill {site}")
+
+    def start_site(self, site):
+        self.did.append(f"start {site}")
+
+    def ended(self, site):
+        return self.code
+
+
+def test_a_site_is_started_again_as_often_as_its_supernode_is_sent_away(tmp_path):
+    federation = Federation()
+    bench = _Bench(federation, tmp_path, tmp_path, {})
+    found = Killer(Point(0, "fedrand", "site", "north", "kept", 1, 0.0), list, lambda: iter(()))
+    bench._restored(found)
+    assert federation.did == []  # nothing was killed yet
+    found.killed = True
+    bench._restored(found)
+    bench._restored(found)
+    assert federation.did == ["kill north", "start north"]
+    federation.code = 49
+    bench._restored(found)
+    assert federation.did[2:] == ["kill north", "start north"]
 
 
 def test_the_killer_kills_what_it_is_shown_once_the_event_is_seen_as_often_as_asked(tmp_path):

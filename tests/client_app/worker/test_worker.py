@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -35,11 +36,13 @@ from fedveil.contract.spec import TensorSpec
 from fedveil.contract.task import Step
 from fedveil.errors import ConfigError, WorkerError
 from fedveil.federation.exchange import Exchange
+from fedveil.records import process
 from fedveil.sealed import is_sealed, new_key
 from fedveil.strategies.fedrand import FedRand
 from fedveil.wire import header
 from fedveil.wire.slices import sliced
 from tests.conftest import ROOT
+from tests.memory_group import memory_group
 
 HERE = Owner.of(os.getpid())
 
@@ -105,6 +108,10 @@ class Bench:
         return (state or self.state) / run / "north" / f"turn-{self.last[run]}.safetensors"
 
     def lines(self) -> list[dict]:
+        """The whole turns."""
+        return [line for line in self.ends() if "failed" not in line]
+
+    def ends(self) -> list[dict]:
         return [json.loads(line) for line in self.folder.turns.read_text().splitlines()]
 
 
@@ -116,11 +123,11 @@ def bench(tmp_path, app):
 
 
 def kill(bench: Bench) -> None:
-    for process in psutil.Process().children(recursive=True):
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if str(bench.folder.path) in process.cmdline():
-                process.kill()
-                process.wait()
+            if str(bench.folder.path) in child.cmdline():
+                child.kill()
+                child.wait()
 
 
 def until(condition, seconds=10.0) -> bool:
@@ -275,6 +282,14 @@ def test_after_its_run_s_last_round_a_worker_holds_nothing_of_it_and_the_next_ru
     assert [c.key != "" for c in bench.workers()] == [True]
 
 
+def grouped_python(tmp_path: Path, group: Path) -> str:
+    """A python in a memory cgroup."""
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\necho $$ > {group}/cgroup.procs\nexec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
 def shell_python(tmp_path: Path, deaths: int) -> str:
     """A python that kills itself at its first starts."""
     script = tmp_path / "python"
@@ -300,6 +315,15 @@ def test_killed_at_start_twice_is_an_error_that_names_the_log(bench, tmp_path, m
     assert bench.workers() == []
 
 
+def test_killed_for_memory_before_it_listens_the_server_is_told_too(bench, tmp_path, monkeypatch):
+    with memory_group(10) as group:
+        monkeypatch.setattr(sys, "executable", grouped_python(tmp_path, group))
+        monkeypatch.setattr(process, "_group", lambda: group)  # that of this process, as in a container
+        with pytest.raises(cards.DiedError, match="exit code -9, out of memory; give the site more memory") as error:
+            bench.turn()
+    assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
+
+
 def test_killed_in_training_the_turn_is_repeated_once_and_ends_as_if_unbroken(bench, tmp_path):
     whole = unbroken(tmp_path / "whole", bench.app, rounds=2)
     uploads = [bench.turn(0)]
@@ -314,12 +338,71 @@ def test_killed_in_training_twice_is_an_error_and_the_private_state_stays(bench)
     bench.turn(0)
     before = bench.private()
     bench.orders(deaths=2)
-    with pytest.raises(WorkerError, match=r"expected an upload, found it gone after .* \(UNAVAILABLE\); its log is"):
+    gone = r"expected an upload, found it gone after .* \(UNAVAILABLE\): SIGKILL: killed, .* MB when it last wrote; its"
+    with pytest.raises(cards.DiedError, match=gone) as error:
         bench.turn(1)
+    assert client.public_reason(error.value) == "WorkerError: the site's worker ended: killed or crashed"
+    assert [line["round"] for line in bench.ends() if re.search(gone, line.get("failed", ""))] == [1, 1]
     assert bench.private() == before
     assert bench.workers() == []
     bench.orders()
     assert bench.turn(1)
+
+
+def test_killed_for_memory_by_the_kernel_the_site_is_told_what_to_lower_and_the_server_no_figure(
+    bench, tmp_path, monkeypatch
+):
+    bench.orders(hold_mb=3000)
+    with memory_group(800) as group:
+        monkeypatch.setattr(sys, "executable", grouped_python(tmp_path, group))
+        with pytest.raises(cards.DiedError) as error:
+            bench.turn(0)
+    said = (
+        r"SIGKILL: killed by the kernel for want of memory: \d+ of (799|800) MB when it last wrote; .* train.batch-size"
+    )
+    assert re.search(said, str(error.value)), error.value
+    assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
+    assert [bool(re.search(said, line["failed"])) for line in bench.ends()] == [True, True]
+
+
+def test_a_worker_that_nobody_here_started_is_judged_by_what_it_noted(bench, monkeypatch):
+    """It was started by an earlier client process, so its exit signal is not for this one."""
+    bench.turn(0)
+    bench.orders(deaths=2)
+    much = process.noted() | {"peak_mb": 980, "limit_mb": 1000}
+    monkeypatch.setattr(Folder, "noted", lambda self, worker: much)
+    monkeypatch.setattr(link, "_exit_code", lambda pid: None)
+    with pytest.raises(cards.DiedError, match="killed, probably for want of memory: 980 of 1000 MB") as error:
+        bench.turn(1)
+    assert client.public_reason(error.value) == "WorkerError: the site's worker ended: probably out of memory"
+    assert link._exit_code(os.getppid()) is None
+
+
+def test_a_crash_is_not_taken_for_want_of_memory(bench, monkeypatch):
+    bench.turn(0)
+    bench.orders(deaths=2, die_by="SIGSEGV")
+    monkeypatch.setattr(Folder, "noted", lambda self, worker: process.noted() | {"peak_mb": 980, "limit_mb": 1000})
+    with pytest.raises(cards.DiedError, match="SIGSEGV: it was not killed for want of memory") as error:
+        bench.turn(1)
+    assert client.public_reason(error.value) == "WorkerError: the site's worker ended: killed or crashed"
+
+
+def test_a_worker_s_memory_stands_beside_its_card_until_it_ends_or_is_asked_for(bench):
+    bench.turn(0)
+    (worker,) = bench.workers()
+    file = bench.folder.path / f"{worker.id}.noted"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert 50 < json.loads(file.read_text())["peak_mb"] < 10_000
+    os.kill(worker.pid, signal.SIGKILL)
+    assert until(lambda: bench.workers() == [])  # `fedveil site status` looks too
+    assert bench.folder.noted(worker.id)["pid"] == worker.pid
+    assert bench.folder.noted(worker.id) == {}
+    file.write_text("torn {")
+    assert bench.folder.noted(worker.id) == {}
+    file.write_text("{}")
+    os.utime(file, (0, 0))
+    assert bench.workers() == []
+    assert not file.exists()
 
 
 def test_killed_while_replying_the_turn_is_repeated_from_the_same_private_state(bench, tmp_path, monkeypatch):
@@ -479,8 +562,20 @@ def test_beyond_its_memory_the_turn_fails_and_the_worker_ends(bench):
     bench.orders(hold_mb=600)
     with pytest.raises(link.TurnError, match="worker-memory-mb: expected at most 500 MB, found") as error:
         bench.turn(0, worker_memory_mb=500)
-    assert error.value.kind == "WorkerError"
+    assert error.value.kind == "OutOfMemoryError"
+    assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
+    (end,) = bench.ends()
+    assert end["round"] == 0
+    assert "raise it in the node config; give the site more memory, or lower train.batch-size" in end["failed"]
     assert until(lambda: bench.workers() == [])
+
+
+@pytest.mark.parametrize("kind", ["MemoryError", "RuntimeError"])
+def test_an_allocation_that_fails_is_called_want_of_memory(kind, bench):
+    bench.orders(raises=kind, words="DefaultCPUAllocator: can't allocate memory")
+    with pytest.raises(link.TurnError, match="can't allocate memory; give the site more memory") as error:
+        bench.turn(0)
+    assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
 
 
 @pytest.mark.parametrize("kind,stays", [("TaskError", True), ("ValueError", False)])
@@ -527,9 +622,9 @@ def test_a_worker_seals_under_the_sites_key_which_no_argument_or_environment_has
     assert is_sealed(bench.file())
     processes = [psutil.Process(card.pid) for card in bench.workers()]
     assert processes
-    for process in processes:
-        said = [*process.cmdline(), *process.environ().values()]
+    for one in processes:
+        said = [*one.cmdline(), *one.environ().values()]
         assert not [text for text in said if "state.key" in text or seal.key.hex() in text]
-        assert seal.key not in Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert seal.key not in Path(f"/proc/{one.pid}/environ").read_bytes()
     with pytest.raises(link.TurnError, match="found a sealed one; name its key"):
         bench.turn(2)

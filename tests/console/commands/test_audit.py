@@ -19,6 +19,7 @@ from fedveil.contract.method import State
 from fedveil.contract.task import Share
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
+from fedveil.records.disclosure import Disclosures
 from fedveil.records.state import save_state
 from fedveil.sealed import VARIABLE, new_key
 from fedveil.wire.tap import Tap
@@ -61,9 +62,11 @@ def run_folder(tmp_path_factory) -> Path:
         json.dumps({"config": config.flat(), "method": {"name": "fedrand", "fields": {}}})
     )
     (folder / "status.json").write_text(json.dumps({"state": "completed", "round": 1, "rounds": 2, "reason": ""}))
-    lines = [{"round": r, "site": s, "direction": d, "bytes": 1, "payload_bytes": 1, "fields": []}
-             for r in range(2) for s in SITES for d in ("down", "up")]  # fmt: skip
-    (folder / "disclosure.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told, empty = Disclosures(folder / "disclosure.jsonl"), {"bytes": 1, "variant": "", "fields": [], "scalars": {}}
+    for r in range(2):
+        for s in SITES:
+            for d in ("down", "up"):
+                told.append({"round": r, "attempt": 0, "site": s}, d, empty)
     return folder
 
 

@@ -67,7 +67,8 @@ def test_half_written_last_line_is_left_out(make_run):
         ("status.json", "{", "status.json: expected JSON"),
         ("config.json", "[]", "config.json: expected a JSON object"),
         ("metrics.jsonl", "nonsense\n", "metrics.jsonl, line 1: expected JSON"),
-        ("disclosure.jsonl", '{"round": 0}\n', "disclosure.jsonl: expected 'site' on every line"),
+        ("disclosure.jsonl", '{"round": 0}\n', "attempt: expected a count, found none"),
+        ("disclosure.jsonl", '{"round": 0, "fields": []}\n', "disclosure.jsonl, line 1: expected form 2"),
     ],
 )
 def test_broken_file_is_one_clear_error(make_run, capsys, file, text, expected):

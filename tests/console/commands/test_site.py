@@ -81,6 +81,27 @@ def test_without_a_worker_it_says_why_there_may_be_none(tmp_path, capsys):
     assert f"no worker under {tmp_path}" in capsys.readouterr().out
 
 
+def test_why_the_last_turn_failed_is_said_until_one_succeeds(tmp_path, capsys):
+    folder = Folder(tmp_path, "north")
+    folder.path.mkdir(parents=True)
+    assert workers.last_failures(tmp_path) == []
+    folder.failed(
+        {"run": "pilot\x1b[2J", "round": 2}, "worker 41: killed by the kernel for want of memory: 900 of 1000 MB"
+    )
+    folder.failed({}, "worker: expected a turn of another run")
+    with folder.turns.open("a") as file:
+        file.write("{half a li")
+    assert workers.last_failures(tmp_path)[0].endswith("worker: expected a turn of another run")
+    folder.turns.write_text(folder.turns.read_text().splitlines()[0] + "\n")
+    assert main(["site", "status", "--state-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "north: the last turn, round 3 of pilot\\x1b[2J, failed at 20" in said
+    assert ": worker 41: killed by the kernel for want of memory: 900 of 1000 MB" in said
+    with folder.turns.open("a") as file:
+        file.write('{"time": 1.0, "run": "pilot", "round": 2, "seconds": 1.5}\n')
+    assert workers.last_failures(tmp_path) == []
+
+
 def test_a_worker_started_for_a_container_is_shown_and_ends_with_its_owner(tmp_path, capsys):
     with subprocess.Popen(["sleep", "100"]) as owner:
         assert main(["site", "warm", "--name", "north", "--state-dir", str(tmp_path), "--owner", str(owner.pid)]) == 0

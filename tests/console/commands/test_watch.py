@@ -10,6 +10,7 @@ import time
 import pytest
 
 from fedveil.console.commands.running import status
+from fedveil.console.flower.local_federation import LocalFederation, LocalSite
 from fedveil.console.main import main
 from fedveil.console.provisioning.presence import why_absent
 from fedveil.console.report import run_page
@@ -42,6 +43,7 @@ def ended(states, said=(), timeout=0.0):
 
 
 RUNNING, DONE, FAILED = {"state": "running"}, {"state": "completed"}, {"state": "failed", "reason": "round 1: too few"}
+LONG = {"state": "failed", "reason": "x" * 900 + "resume it: fedveil submit"}
 DIED = {"state": "died", "reason": "killed by the kernel"}
 
 
@@ -50,6 +52,7 @@ DIED = {"state": "died", "reason": "killed by the kernel"}
     [
         ([RUNNING, DONE], [], 0, "completed"),
         ([RUNNING, FAILED], [], 1, "failed round 1: too few"),
+        ([LONG], [], 1, "resume it: fedveil submit"),
         ([RUNNING], ["running", "finished:failed"], 1, "failed: so says Flower"),
         ([RUNNING], ["running", "finished:stopped"], 3, "stopped: so says Flower"),
         ([RUNNING], ["finished:completed"], 1, "does not say that it completed"),
@@ -150,6 +153,16 @@ def test_everybody_is_told_that_a_run_died_of_what_and_how_it_goes_on(make_run, 
     for told in (words, lower, resume):
         assert shown.count(told) == 2
         assert told in page
+
+
+def test_who_runs_a_federation_on_this_machine_is_told_of_what_its_run_died(make_run, tmp_path):
+    """`fedveil demo`: status.json itself says nothing of it, and the log ends with the last good round."""
+    folder = killed(make_run(method="fedavg", state="running"))
+    federation = LocalFederation([LocalSite("north")], tmp_path / "federation")
+    federation._status_files[7] = (folder / "status.json", 0.0)
+    ended = federation._ended(7, "finished:failed", 1.0)
+    assert not ended.completed
+    assert "killed, probably for want of memory: 980 of 1000 MB" in ended.reason
 
 
 def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, tmp_path):

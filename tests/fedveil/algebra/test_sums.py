@@ -40,6 +40,28 @@ def test_widening_block_by_block_equals_widening_as_a_whole():
     assert torch.equal(blocks.means({"w": first.float()})["w"], whole.means({"w": first.float()})["w"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (262_144,), (262_145,), (3, 200_003)])
+def test_folded_half_precision_has_the_bits_of_one_lerp_of_the_whole_tensor(dtype, shape):
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]
+    mean, expected, total = RunningSums(), values[0].float(), 3.0
+    mean.fold("w", values[0], 3.0)
+    for weight, value in zip((17.0, 1e6, 5.0), values[1:], strict=True):
+        mean.fold("w", value, weight)
+        total += weight
+        expected.lerp_(value.float(), weight / total)
+    assert torch.equal(mean.mean("w"), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_values_that_lie_transposed_in_memory_count_too(dtype):
+    mean = RunningSums()
+    for value in (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])):
+        mean.fold("w", value.to(dtype).T, 1.0)
+    assert mean.mean("w").tolist() == [[3.0, 5.0], [4.0, 6.0]]
+
+
 def test_inputs_are_only_read_and_a_missing_name_stays_the_same_tensor():
     value, old = torch.ones(3), {"w": torch.zeros(3), "other": torch.full((2,), 7.0)}
     mean = RunningSums()

@@ -38,9 +38,9 @@ def test_a_process_notes_its_memory_and_its_bound(group):
             {"peak_mb": 430},
             "killed, probably for want of memory: 430 of 500 MB when it last wrote; give",
         ),
-        ({}, "killed, or its disk was full; its memory was 120 of 500 MB"),
+        ({}, "killed, or it crashed, or its disk was full; its memory was 120 of 500 MB"),
         ({"boot": "another"}, "the machine was started anew, or this is another one"),
-        ({"host": "another", "kills": 4}, "killed, or its disk was full"),
+        ({"host": "another", "kills": 4}, "killed, or it crashed"),
     ],
 )
 def test_what_ended_it_is_found_out(change, words, group):
@@ -51,7 +51,8 @@ def test_what_ended_it_is_found_out(change, words, group):
 
 
 def test_nothing_noted_is_no_error():
-    assert process.ending({}).startswith("killed")
+    assert process.ending({}) == "killed, or it crashed, or its disk was full; its memory was not noted"
+    assert process.cause({}) is process.Cause.OTHER
 
 
 def test_a_copy_of_a_folder_says_nothing_of_the_process(tmp_path):

@@ -51,6 +51,21 @@ def test_decoded_tensors_are_views_of_the_received_bytes():
     assert torch.equal(tensor.flatten()[1:], before.flatten()[1:])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("entries", [1, 262_144, 262_145, 1_100_003])
+def test_the_norm_is_of_every_entry_and_a_flip_in_any_block_is_found(dtype, entries):
+    layout = Layout(dense_fields({"w": TensorSpec((entries,))}, "up", dtype))
+    value = torch.randn(entries, generator=torch.Generator().manual_seed(2)).to(getattr(torch, dtype))
+    data = bytearray(pack(layout, STAMP, Payload({"w": value}), num_examples=3))
+    assert unpack(data, layout, STAMP).norms["w"] == pytest.approx(float(value.double().norm()), rel=1e-5)
+    padding = -value.nbytes % 8
+    for position in (len(data) - padding - value.nbytes, len(data) - padding - 1):
+        data[position] ^= 1
+        with pytest.raises(WireError, match="w: expected checksum"):
+            unpack(data, layout, STAMP)
+        data[position] ^= 1
+
+
 def other(**changes) -> Payload:
     return Payload({**PAYLOAD.fields, **changes})
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from fedveil.errors import PolicyError
 from fedveil.federation.secure import keys, masks
-from fedveil.federation.secure.site import MemoryStore, Site, negative, own_mask, pair_mask, partners
+from fedveil.federation.secure.agreed import negative, own_mask, pair_mask, partners
+from fedveil.federation.secure.kept import MemoryStore
+from fedveil.federation.secure.site import Site
 from tests.fedveil.federation.secure.sites import combined, drawn, masked, names, question, run
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from Crypto.Cipher import AES
 
+from fedveil.federation.secure.agreed import negative
 from fedveil.federation.secure.masks import Mask, apply
-from fedveil.federation.secure.site import negative
 from tests.fedveil.federation.secure.sites import drawn
 
 AB, AC, BC = (Mask(bytes([i]) * 32, 1) for i in (1, 2, 3))

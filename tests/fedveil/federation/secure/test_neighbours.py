@@ -9,9 +9,10 @@ import pytest
 
 from fedveil.errors import PolicyError, QuorumError, WireError
 from fedveil.federation.secure import parts
+from fedveil.federation.secure.agreed import partners
+from fedveil.federation.secure.membership import Member, Membership
 from fedveil.federation.secure.server import Settings
-from fedveil.federation.secure.site import partners
-from fedveil.federation.secure.statements import Member, Membership, Unmask
+from fedveil.federation.secure.statements import Unmask
 from tests.fedveil.federation.secure.sites import (
     RUN,
     add,
@@ -123,6 +124,17 @@ def test_a_sum_that_falls_apart_is_not_asked_for_and_not_opened(forty):
     holder = sorted(near)[0]
     with pytest.raises(PolicyError, match="which masks join"):
         forty.sites[holder].unmask(question(attempt.plan, attempt, holder, uploads, uploads))
+
+
+def test_a_holder_answers_one_sum_also_of_sites_that_it_holds_nothing_of(forty):
+    attempt = forty.begin(6, 0, FORTY)
+    uploads = masked(forty, attempt, {s: drawn(3, i) for i, s in enumerate(FORTY)})
+    far = next(s for s in FORTY if s not in ("s00", *attempt.membership.holders("s00")))
+    first, other = (question(attempt.plan, attempt, "s00", set(FORTY) - out, uploads) for out in (set(), {far}))
+    assert first.heard == other.heard
+    forty.sites["s00"].unmask(first)
+    with pytest.raises(PolicyError, match="never both halves"):
+        forty.sites["s00"].unmask(other)
 
 
 def test_a_site_that_nobody_near_has_uploaded_beside_leaves_no_mask_to_take_off(forty):

@@ -17,7 +17,7 @@ from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, PolicyError, QuorumError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
-from fedveil.federation.secure.noise import SharedNoise
+from fedveil.federation.shared_noise import SharedNoise
 from fedveil.federation.secure.ring import Ring
 from fedveil.federation.secure.site import Demands
 from fedveil.federation.secure.statements import Unmask
@@ -36,7 +36,14 @@ FLAT = {
     "dp.noise": 1.5, "dp.learning-rate": 0.5, "train.max-steps": 1, "train.batch-size": 2, "run.rounds": 1,
     "run.deterministic": True,
 }  # fmt: skip
-FPL = {"rank": 3, "adapter": Prompt(LENGTH), "noise_local": 0.5, "noise_global": 1.5, "clip_global": 0.3}
+FPL = {
+    "rank": 3,
+    "adapter": Prompt(LENGTH),
+    "noise_local": 0.5,
+    "noise_global": 1.5,
+    "clip_global": 0.3,
+    "learning_rate": 1.0,
+}
 
 
 class OneStep(ToyTrainer):
@@ -115,8 +122,8 @@ def test_dp_fpl_sends_its_shared_part_without_noise_and_keeps_the_private_one_no
     )
     expected, noise, server = clear.run().tensors["prompt"], shares(noisy)["prompt"], noisy.run().tensors["prompt"]
     _, ring = noise_of(noisy)
-    moved = -method.learning_rate * noise
-    torch.testing.assert_close(server.double(), expected.double() + moved, rtol=0, atol=2 / ring.scale + 1e-8)
+    torch.testing.assert_close(server.double(), expected.double() - noise, rtol=0, atol=2 / ring.scale + 1e-6)
+    assert float(noise.abs().max()) > 100 / ring.scale
     for site in SITES:
         assert torch.equal(noisy.private[site].tensors["prompt"], clear.private[site].tensors["prompt"])
     silent = federation("dp_fpl", method=replace(method, noise_local=1e-9), trainer=trainer, train__batch_size=4, **dp)

@@ -9,8 +9,9 @@ import pytest
 
 from fedveil.errors import QuorumError, WireError
 from fedveil.federation.secure import keys, shamir
-from fedveil.federation.secure.site import mask_purpose
-from fedveil.federation.secure.statements import Opened, Shares
+from fedveil.federation.secure.agreed import mask_purpose
+from fedveil.federation.secure.membership import Shares
+from fedveil.federation.secure.statements import Opened
 from tests.fedveil.federation.secure.sites import (
     add,
     changed,
@@ -78,7 +79,7 @@ def test_shares_that_no_five_holders_can_make_fit_throw_the_attempt_away(round_o
 
 
 def test_a_site_that_shares_another_secret_than_it_masked_with_is_named(round_of_seven):
-    local, attempt, vectors, _ = round_of_seven
+    local, attempt, _vectors, _ = round_of_seven
     liar = local.sites["s06"]
     seed = liar.store.load().run_key
     attached = liar.mask(attempt.plan, drawn(9, 6))

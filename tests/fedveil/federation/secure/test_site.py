@@ -7,8 +7,10 @@ import pytest
 
 from fedveil.errors import PolicyError, WireError
 from fedveil.federation.secure import keys
-from fedveil.federation.secure.site import Demands, MemoryStore, Site
-from fedveil.federation.secure.statements import Hello, Setup, roster_digest
+from fedveil.federation.secure.kept import MemoryStore
+from fedveil.federation.secure.membership import roster_digest
+from fedveil.federation.secure.site import Demands, Site
+from fedveil.federation.secure.statements import Hello, Setup
 from tests.fedveil.federation.secure.sites import RUN, changed, drawn, names, run, signed, stranger
 
 SITES = names(5)
@@ -222,9 +224,10 @@ def test_a_prekey_is_spent_before_anything_of_it_leaves(lied, monkeypatch):
     def dies(vector, masks):
         raise SystemExit
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+    with monkeypatch.context() as patch:
         patch.setattr("fedveil.federation.secure.masks.apply", dies)
-        lied.site.mask(plan, drawn(4, 0))
+        with pytest.raises(SystemExit):
+            lied.site.mask(plan, drawn(4, 0))
     no_mask(lied.site, plan, "not spent")
 
 

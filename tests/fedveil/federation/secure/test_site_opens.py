@@ -9,8 +9,10 @@ import pytest
 
 from fedveil.errors import PolicyError, WireError
 from fedveil.federation.secure import keys, shamir
-from fedveil.federation.secure.site import Demands, MemoryStore, mask_purpose, seed_purpose
-from fedveil.federation.secure.statements import Bundle, Prekey, Shares
+from fedveil.federation.secure.agreed import mask_purpose, seed_purpose
+from fedveil.federation.secure.kept import MemoryStore
+from fedveil.federation.secure.membership import Bundle, Prekey, Shares
+from fedveil.federation.secure.site import Demands
 from tests.fedveil.federation.secure.sites import (
     changed,
     combined,

@@ -9,20 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import WireError
-from fedveil.federation.secure.site import Kept
-from fedveil.federation.secure.statements import (
-    Attached,
-    Bundle,
-    Hello,
-    Member,
-    Membership,
-    Opened,
-    Plan,
-    Prekey,
-    Setup,
-    Shares,
-    Unmask,
-)  # fmt: skip
+from fedveil.federation.secure.kept import Kept
+from fedveil.federation.secure.membership import Bundle, Member, Membership, Prekey, Shares
+from fedveil.federation.secure.statements import Attached, Hello, Opened, Plan, Setup, Unmask
 from tests.fedveil.federation.secure.sites import drawn, masked, names, question, run
 
 KINDS = [Attached, Bundle, Hello, Kept, Member, Membership, Opened, Plan, Prekey, Setup, Shares, Unmask]
@@ -161,12 +150,11 @@ def test_a_wrong_value_anywhere_is_refused_or_is_another_statement(said, kind):
             data = json.dumps(replaced(whole, path, wrong)).encode()
             try:
                 found = kind.of(data)
-            except WireError as error:
+            except WireError:
                 refused += 1
-                assert len(str(error)) < 300
-            else:
-                assert kind.of(found.to_bytes()) == found
-                assert found != said[kind] or json.loads(data) == whole
+                continue
+            assert kind.of(found.to_bytes()) == found
+            assert found != said[kind] or json.loads(data) == whole
     assert refused > 10
 
 

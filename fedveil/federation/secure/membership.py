@@ -1,0 +1,153 @@
+"""Who holds whose shares: the sites of a run with their keys. What is signed is signed by a site's signing key."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+
+from pydantic import Field, model_validator
+
+from fedveil.federation.secure import keys
+from fedveil.federation.secure.forms import MOST_SITES, ClosedShare, Digest, Key, Name, Number, Signature, Statement
+
+
+class Member(Statement):
+    """A site with the key to which shares are closed for it in one run.
+
+    Attributes:
+        signing_key: Ed25519, by which the other sites know it.
+        run_key: X25519.
+        signature: of run, name and run key.
+    """
+
+    name: Name
+    signing_key: Key
+    run_key: Key
+    signature: Signature
+
+    def text(self, run: str) -> bytes:
+        """What is signed."""
+        return keys.about("run key", run, self.name, self.run_key)
+
+    def is_genuine(self, run: str) -> bool:
+        """Whether the owner of the signing key has said so, of a key that is one."""
+        return _is_signed(self.signing_key, self.signature, self.text(run)) and _is_point(self.run_key)
+
+
+class Membership(Statement):
+    """The holders of each other's shares.
+
+    Attributes:
+        run: its name with its id.
+        neighbours: k, sites with which a site has masks and shares; 0 = all, itself among them.
+        threshold: t, shares that open a secret.
+        members: sorted by name.
+    """
+
+    run: Name
+    neighbours: int = Field(ge=0, le=MOST_SITES)
+    threshold: int = Field(ge=1, le=MOST_SITES)
+    members: tuple[Member, ...] = Field(min_length=1, max_length=MOST_SITES, strict=False)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Membership:
+        names = [member.name for member in self.members]
+        if names != sorted(set(names)):
+            raise ValueError("expected each name once, sorted")
+        if self.neighbours % 2 or self.neighbours >= len(names):
+            raise ValueError("expected an even number of neighbours, below the number of members")
+        if self.threshold > self.count:
+            raise ValueError("expected a threshold of at most the holders")
+        return self
+
+    @property
+    def count(self) -> int:
+        """N: holders of each site's secrets."""
+        return self.neighbours or len(self.members)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Member]:
+        """The members by name."""
+        return {member.name: member for member in self.members}
+
+    @cached_property
+    def _circle(self) -> list[str]:
+        """The members in an order that all their run keys decide together."""
+        place = {name: hashlib.sha256(keys.about("circle", self.digest, name)).digest() for name in self.by_name}
+        return sorted(self.by_name, key=lambda name: place[name])
+
+    @cached_property
+    def _place(self) -> Mapping[str, int]:
+        return {name: i for i, name in enumerate(self._circle)}
+
+    def holders(self, site: str) -> list[str]:
+        """Who holds shares of a site's secrets, sorted: all members, or its neighbours on the circle."""
+        if not self.neighbours:
+            return list(self.by_name)
+        at, half = self._place[site], self.neighbours // 2
+        offsets = [*range(-half, 0), *range(1, half + 1)]
+        return sorted(self._circle[(at + offset) % len(self._circle)] for offset in offsets)
+
+
+class Prekey(Statement):
+    """The public half of a key with which a site masks in one round, and no other.
+
+    Attributes:
+        number: counts the site's prekeys in the run; a later one has a higher number.
+        key: X25519.
+        shares: digest of the closed shares of its seed.
+        signature: of all this and the membership.
+    """
+
+    site: Name
+    number: Number
+    key: Key
+    shares: Digest
+    signature: Signature
+
+    def text(self, membership: str) -> bytes:
+        """What is signed; `membership`: its digest."""
+        return keys.about("prekey", membership, self.site, self.number, self.key, self.shares)
+
+    def is_genuine(self, membership: Membership) -> bool:
+        """Whether the member of that name has said so for this membership, of a key that is one."""
+        member, text = membership.by_name.get(self.site), self.text(membership.digest)
+        return member is not None and _is_signed(member.signing_key, self.signature, text) and _is_point(self.key)
+
+
+class Shares(Statement):
+    """Shares of one secret, each closed to its holder."""
+
+    closed: dict[Name, ClosedShare] = Field(max_length=MOST_SITES)
+
+
+class Bundle(Statement):
+    """A prekey with the shares of its seed."""
+
+    prekey: Prekey
+    shares: Shares
+
+
+class Roster(Statement):
+    """The signing keys of all sites of a federation.
+
+    Attributes:
+        signing_keys: by name.
+    """
+
+    signing_keys: dict[Name, Key] = Field(max_length=MOST_SITES)
+
+
+def roster_digest(roster: Mapping[str, str]) -> str:
+    """The digest of names and signing keys, by which sites tell each other which roster they mean."""
+    return "sha256:" + hashlib.sha256(keys.about("roster", json.dumps(sorted(roster.items())))).hexdigest()
+
+
+def _is_signed(key: str, signature: str, text: bytes) -> bool:
+    return keys.is_signed(bytes.fromhex(key), bytes.fromhex(signature), text)
+
+
+def _is_point(key: str) -> bool:
+    return keys.is_point(bytes.fromhex(key))

@@ -1,0 +1,166 @@
+"""Every method under secure aggregation: its sum unseen is its sum in the clear, whoever is silent."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fedveil import strategies
+from fedveil.config import SecureConfig
+from fedveil.contract.method import RoundContext, State
+from fedveil.errors import ConfigError, QuorumError
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.secure.local import LocalSums, settings_of
+from fedveil.federation.secure.uploads import Summed
+from tests.conftest import ToyTrainer
+from tests.contract.test_contract import METHODS, SECRET, as_upload, spec_for, start
+
+SITES = list("abcde")  # t = 4
+MOST_EXAMPLES = 10
+# Silent before the upload, deaf at the unmasking, round by round: nobody, some, as many as there may be.
+PATTERNS = [("", ""), ("b", ""), ("ae", "b"), ("cd", "d"), ("", "c")]
+VARIANTS = {
+    "fedavg": [{"wire_dtype": "bfloat16"}],
+    "fedlpp": [{"update": "replace", "bits": 4}],
+    "fedper": [{"layers": 1}],
+    "fedqsn": [
+        {"upload_bits": 2},
+        {"exact": True},
+        {"client_rate": 0.5, "server_rate": 0.4, "mask_targets": "all"},
+        {"update": "replace"},
+        {"client_rate": 0.0},
+        {"embeddings": "open"},
+    ],
+    "fedrand": [{"downlink": "selected"}, {"rho": 0.9}, {"upload_bits": 4}, {"init_factors": "independent"}],
+    "fedsp": [{"proxy": "shared", "distil_steps": 0}],
+    "fixed_position": [{"weighted": True}, {"exchange": "epoch"}],
+    "random_binary": [
+        {"wire": "implicit"},
+        {"wire": "seeded"},
+        {"weighted": True, "mask_period": "batch"},
+        {"rate": {"a": 0.25, ".": 0.75}},
+        {"rate": {"^[a-m]": 0.5}},
+        {"rate": 0.0},
+        {"rate": 1.0},
+        {"optimiser": "adam", "exchange": "epoch"},
+        {"wire_dtype": "bfloat16"},
+    ],
+    "dp_fpl": [{"exchange": "epoch"}, {"clipped": "texts", "residual": False}],
+}
+
+
+def exchange_of(name: str, fields) -> Exchange:
+    method = strategies.create_from_json(name, json.dumps(fields))
+    return Exchange(method, name, spec_for(method))
+
+
+class Both:
+    """A run whose rounds are summed twice, in the clear and unseen; it goes on from what was summed unseen."""
+
+    def __init__(self, exchange: Exchange, ring_bits: int = 32) -> None:
+        bound = 256.0 if exchange.name == "dp_fpl" else 16.0  # noise of standard deviation 10
+        config = SecureConfig(enabled=True, max_examples=MOST_EXAMPLES, bound=bound, ring_bits=ring_bits)
+        self.exchange, self.server, self.bits = exchange, start(exchange), ring_bits
+        self.local = LocalSums("run-31415", settings_of(config), SITES)
+        self.private: dict[str, State | None] = {}
+
+    def attempt(self, round_: int, silent: str, seeded: bool = True):
+        """One attempt's uploads, of both kinds: the attempt, what is summed, uploads in the clear, words in clear."""
+        attempt, summed = self.local.begin(round_, 0, SITES), Summed.of(self.exchange, round_, self.bits)
+        uploads, clear = [], {}
+        for i, site in enumerate(SITES):
+            if site in silent:
+                continue
+            private, is_new = self.private.get(site), site not in self.private
+            ours = RoundContext(round_, site, is_new, SECRET, seeded)
+            theirs = RoundContext(round_, site, is_new, bytes([i + 7]) * 32, seeded)
+            down = self.exchange.broadcast(self.server, ours)
+            trainer = ToyTrainer(self.exchange.spec, 3 + i, 0.25 + 0.375 * i)
+            _, parts = self.exchange.participate(down, private, trainer, theirs)
+            uploads.append(as_upload(self.exchange, b"".join(parts), ours))
+            turn = summed.of_site(self.local.sites[site], attempt.plan)
+            self.private[site], parts = turn(down, private, trainer, theirs, "")
+            message, vector, attached = summed.receive(b"".join(parts))
+            attempt.add(site, vector, attached)
+            clear[site] = dict(message.payload.scalars)
+        return attempt, summed, uploads, clear
+
+    def round(self, round_: int, silent: str, deaf: str) -> tuple[State, State, float]:
+        """The server's next state either way, and by how much rounding may part them."""
+        attempt, summed, uploads, clear = self.attempt(round_, silent)
+        sums = self.local.sums(attempt, summed, clear, deaf)
+        sums.check(1e6)
+        wanted = self.exchange.aggregate(self.server, uploads)
+        found = self.exchange.method.settle(self.server, sums, RoundContext(round_, "", False, SECRET, True))
+        self.server = found
+        return found, wanted, len(SITES) / (2 * attempt.plan.ring.scale)
+
+
+def agree(found: State, wanted: State, error: float) -> None:
+    """Of sums whose weights are at least 1; what a method makes of a mean moves by at most a few times as much."""
+    assert found.scalars == wanted.scalars
+    assert found.tensors.keys() == wanted.tensors.keys()
+    for name, tensor in wanted.tensors.items():
+        other = found.tensors[name]
+        assert (other.shape, other.dtype) == (tensor.shape, tensor.dtype), name
+        fine = torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0
+        torch.testing.assert_close(other, tensor, atol=4 * error, rtol=8 * fine, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CASES = [(name, {}) for name in METHODS] + [(name, fields) for name in VARIANTS for fields in VARIANTS[name]]
+
+
+@pytest.mark.parametrize(("name", "fields"), CASES, ids=[f"{n}-{','.join(map(str, f))}" for n, f in CASES])
+def test_the_sum_unseen_is_the_sum_in_the_clear(name, fields):
+    """Round after round with private state; a variant for two rounds, the defaults for every pattern of silence."""
+    both = Both(exchange_of(name, fields))
+    for round_, (silent, deaf) in enumerate(PATTERNS if not fields else PATTERNS[2:4]):
+        agree(*both.round(round_, silent, deaf))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedqsn", "random_binary"])
+def test_in_64_bits_the_sum_is_the_clear_one_to_fp32(name):
+    both = Both(exchange_of(name, {}), ring_bits=64)
+    found, wanted, error = both.round(0, "", "")
+    assert error < 1e-14
+    agree(found, wanted, 2**-26)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_below_the_least_or_the_threshold_nothing_is_opened(name):
+    both = Both(exchange_of(name, {}))
+    attempt, summed, _, clear = both.attempt(0, "abc")
+    with pytest.raises(QuorumError, match="min-sites"):
+        both.local.sums(attempt, summed, clear)
+    assert all(site.store.load().answered == {} for site in both.local.sites.values())
+    attempt, summed, _, clear = both.attempt(1, "b")
+    with pytest.raises(QuorumError, match="threshold"):
+        both.local.sums(attempt, summed, clear, deaf="ab")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_upload_says_nothing_beside_its_sum(name):
+    """Neither examples nor report nor variant; and whatever the draw, as many bytes of payload."""
+    exchange = exchange_of(name, {})
+    both, sizes = Both(exchange), set()
+    attempt, summed = both.local.begin(0, 0, SITES), Summed.of(exchange, 0, 32)
+    for i, site in enumerate(SITES):
+        down = exchange.broadcast(both.server, RoundContext(0, site, True, SECRET, True))
+        ctx = RoundContext(0, site, True, bytes([i + 7]) * 32, True)
+        turn = summed.of_site(both.local.sites[site], attempt.plan)
+        _, parts = turn(down, None, ToyTrainer(exchange.spec, 3 + i), ctx, "")
+        message, vector, _ = summed.receive(b"".join(parts))
+        assert (message.num_examples, message.report, message.payload.variant) == (None, {}, "")
+        assert len(vector) == summed.slots.length
+        sizes.add(message.payload_bytes)
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("mode", ["paper", "code"])
+def test_what_needs_a_sites_own_number_is_refused_with_its_name(mode):
+    """DP-FPL's server divides its noise by each site's batch."""
+    both = Both(exchange_of("dp_fpl", {"mode": mode, "epsilon": 3.0}))
+    with pytest.raises(ConfigError, match=r"secure.enabled: .*dp_fpl with rows_a_step of each site in clear"):
+        both.attempt(0, "", seeded=False)

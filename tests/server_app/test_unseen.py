@@ -1,0 +1,299 @@
+"""Secure aggregation over a Grid in this process: rounds, silence, refusals and what the server has at the end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Error, Message
+
+from fedveil import rng, strategies
+from fedveil.client_app.app import app
+from fedveil.config import AggregateConfig, CohortConfig, SecureConfig, parse
+from fedveil.errors import ConfigError, QuorumError
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.federation.secure import keys
+from fedveil.federation.secure.membership import Roster
+from fedveil.federation.secure.ring import Ring
+from fedveil.federation.secure.statements import question_of
+from fedveil.records.state import digest
+from fedveil.server_app.record import RunFolder
+from fedveil.server_app.settings import RunSettings
+from fedveil.server_app.strategy import MethodStrategy
+from fedveil.wire import header, statements
+from fedveil.wire.tap import Tap
+from tests.server_app.grid import LocalGrid, use_toy_task
+
+SITES = ["a", "b", "c", "d", "e"]
+METHODS = {"fedavg": "", "fedrand": "rho = 0.5", "random_binary": "wire = 'explicit'\nadapter = {kind = 'lora'}"}
+QUICK = {"min_sites": 3, "deadline_seconds": 1.0, "wait_seconds": 1.0}
+
+
+class Runs:
+    """Runs of one method under secure aggregation, or in the clear."""
+
+    def __init__(self, monkeypatch, folder, name: str = "fedavg") -> None:
+        self.task, self.folder, self.name = use_toy_task(monkeypatch), folder, name
+        self.method = strategies.create(name, METHODS[name])
+        self.config = {"run.deterministic": True, "run.seed": 9, "run.rounds": 3, "run.name": "unseen"}
+        self.config |= {"method.name": name, "method.fields": METHODS[name]}
+
+    def grid(self, secure: SecureConfig, sites=SITES, **more) -> LocalGrid:
+        config = self.config | {f"secure.{k}": v for k, v in secure.model_dump(by_alias=True).items()}
+        return LocalGrid(app, sites, self.folder / f"sites-{secure.enabled}", config, **more)
+
+    def strategy(self, secure: SecureConfig, folder: RunFolder | None = None, **cohort) -> MethodStrategy:
+        settings = RunSettings(
+            CohortConfig(**(QUICK | cohort)), seed=9, deterministic=True, method=self.name, secure=secure,
+            tap=folder is not None,
+        )  # fmt: skip
+        return MethodStrategy(self.method, settings, folder=folder, spec=self.task.spec)
+
+    def weights(self) -> ArrayRecord:
+        return ArrayRecord(dict(self.task.initial(rng.initial(9, "weights"))))
+
+    def run(self, secure: SecureConfig, grid: LocalGrid | None = None, folder: RunFolder | None = None, **cohort):
+        ours = self.strategy(secure, folder, **cohort)
+        end = ours.start(grid or self.grid(secure), self.weights(), num_rounds=3).arrays.to_torch_state_dict()
+        return end, ours.history
+
+
+ON = SecureConfig(enabled=True, max_examples=10)
+
+
+@pytest.fixture
+def runs(monkeypatch, tmp_path) -> Runs:
+    return Runs(monkeypatch, tmp_path)
+
+
+def asks(kind: str, rounds=(0, 1, 2)):
+    """Whether a message asks that in one of those rounds: "train", or a kind of question."""
+
+    def matches(message: Message) -> bool:
+        round_ = message.content.config_records["order"]["round"]
+        if message.metadata.message_type != "query.secure":
+            return kind == "train" and round_ in rounds
+        return kind == asked(message).kind and round_ in rounds
+
+    return matches
+
+
+def asked(message: Message):
+    data = b"".join(array.data for array in message.content.array_records["fedveil"].values())
+    whole = memoryview(data)
+    content, start = header.read(whole)
+    return question_of(bytes(whole[start : start + content["fields"][0][3]]))
+
+
+def lost(when) -> object:
+    """A reply that never comes."""
+    return lambda message, reply: None if when(message) else reply
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_whose_uploads_nobody_sees_ends_as_one_in_the_clear_to_the_rounding(name, monkeypatch, tmp_path):
+    runs = Runs(monkeypatch, tmp_path, name)
+    runs.config["run.name"] = "one"
+    secure, history = runs.run(ON)
+    clear, open_history = runs.run(SecureConfig())
+    step = Ring(32, len(SITES), 10, 64.0).step
+    assert all(torch.allclose(secure[n], clear[n], rtol=0, atol=3 * 100 * step) for n in clear)
+    assert [r.accepted for r in history] == [r.accepted for r in open_history] == [SITES] * 3
+    assert all(r.reports for r in open_history)
+    assert not any(r.reports or r.failed or r.unseen["deaf"] for r in history)
+    assert history[0].unseen | {"deaf": {}} == {"sites": 5, "holders": 5, "threshold": 4, "deaf": {}}
+
+
+def test_over_the_wire_and_in_one_process_the_same_bits(runs):
+    over_grid, _ = runs.run(ON)
+    config = parse(runs.config | {"secure.enabled": True, "secure.max-examples": 10})
+    exchange = Exchange(runs.method, runs.name, runs.task.spec)
+    start = runs.method.init(
+        runs.task.spec, runs.task.initial(rng.initial(9, "weights")), rng.initial(9, "method init")
+    )
+    trainer_for = lambda site, ctx: runs.task.trainer([{}] * (3 + SITES.index(site)), ctx.rng("batches"))  # noqa: E731
+    federation = Federation(exchange, config, trainer_for, SITES, start)
+    federation.run()
+    assert digest(over_grid) == digest(federation.deployed()["server"])
+
+
+def test_a_site_that_is_silent_is_not_in_the_sum_and_is_set_up_again(runs):
+    """What the four others send is the mean of four; the next round is one of five again."""
+    grid = runs.grid(ON, tamper={"c": lost(asks("train", [1]))})
+    _, history = runs.run(ON, grid)
+    assert [r.accepted for r in history] == [SITES, ["a", "b", "d", "e"], SITES]
+    assert list(history[1].failed) == ["c"]
+    hellos = [m for m in grid.pushed if asks("hello")(m)]
+    assert len(hellos) == 6  # each site once, and c a second time
+
+
+def test_four_of_five_holders_open_a_sum_and_three_do_not(runs):
+    _, history = runs.run(ON, runs.grid(ON, tamper={"b": lost(asks("unmask"))}))
+    assert [r.accepted for r in history] == [SITES] * 3
+
+    refuse = lambda message, reply: Error_(message) if asks("unmask", [1])(message) else reply  # noqa: E731
+    grid = runs.grid(ON, tamper={"b": refuse, "d": refuse})
+    with pytest.raises(QuorumError, match=r"no sum: secure.threshold: expected 4 holders that open their shares"):
+        runs.run(ON, grid, repeats=1)
+    assert sum(asks("unmask", [1])(m) for m in grid.pushed) == 2 * 5
+
+
+def Error_(message: Message) -> Message:  # noqa: N802
+    return Message(Error(5, "node unavailable"), reply_to=message)
+
+
+def test_an_attempt_that_is_thrown_away_is_repeated_with_new_keys_and_ends_as_an_unbroken_run(runs):
+    whole, _ = runs.run(ON)
+    done = []
+
+    def once(message, reply):
+        if asks("unmask", [1])(message) and len(done) < 2:
+            done.append(message)
+            return Error_(message)
+        return reply
+
+    runs.config["run.name"] = "broken"
+    grid = runs.grid(ON, tamper={"b": once, "d": once})
+    found, history = runs.run(ON, grid)
+    assert [(r.round, r.attempt, "reason" in r.unseen) for r in history] == [
+        (0, 0, False), (1, 0, True), (1, 1, False), (2, 0, False),
+    ]  # fmt: skip
+    assert digest(found) == digest(whole)
+    used = [asked(m).plan.prekeys for m in grid.pushed if asks("unmask")(m)]
+    keys_of = [{prekey.key for prekey in plan} for plan in dict.fromkeys(used)]
+    assert all(not a & b for i, a in enumerate(keys_of) for b in keys_of[:i])  # no prekey twice
+
+
+def test_below_the_least_sum_nobody_is_asked_to_open_anything(runs):
+    grid = runs.grid(ON, tamper=dict.fromkeys("abc", lost(asks("train"))))
+    with pytest.raises(QuorumError, match="expected at least 3 accepted uploads, found 2"):
+        runs.run(ON, grid, repeats=0)
+    assert not any(asks("unmask")(m) for m in grid.pushed)
+
+
+def test_a_server_that_dies_with_a_round_s_uploads_ends_where_an_unbroken_one_does(runs, monkeypatch, tmp_path):
+    with RunFolder(tmp_path / "whole") as folder:
+        folder.status("running", 0, 3)
+        whole, _ = runs.run(ON, folder=folder)
+    real = RunFolder.checkpoint
+
+    class Killed(BaseException):
+        pass
+
+    def dies(folder, server, loop):
+        if loop["round"] == 1:
+            raise Killed
+        real(folder, server, loop)
+
+    grid = runs.grid(ON)
+    with monkeypatch.context() as patch, RunFolder(tmp_path / "broken") as folder:
+        patch.setattr(RunFolder, "checkpoint", dies)
+        folder.status("running", 0, 3)
+        with pytest.raises(Killed):
+            runs.run(ON, grid, folder)
+    with RunFolder(tmp_path / "broken", resume=True) as folder:
+        folder.status("running", 0, 3)
+        found, history = runs.run(ON, grid, folder)
+    assert [r.round for r in history] == [1, 2]
+    assert digest(found) == digest(whole)
+
+
+def test_the_tap_of_a_secure_run_has_one_masked_vector_of_each_site_and_no_figure_beside_it(runs, tmp_path):
+    with RunFolder(tmp_path / "run") as folder:
+        folder.status("running", 0, 3)
+        runs.run(ON, folder=folder)
+    tap = Tap(tmp_path / "run" / "tap")
+    ups = [header.of_slices([tap.read(seen)]) for seen in tap.messages() if seen.direction == "up"]
+    assert len(ups) == 15
+    assert all([field[0] for field in up["fields"]] == ["attached", "sum"] for up in ups)
+    assert all((up["num_examples"], up["report"], up["variant"]) == (None, {}, "") for up in ups)
+
+
+def test_an_order_in_the_clear_in_a_secure_run_is_refused_before_a_row_is_looked_at(runs):
+    """The run config says secure; a server that lies leaves the plan out."""
+    grid, ours = runs.grid(ON), runs.strategy(SecureConfig())
+    runs.task.trainer = None  # nobody trains
+    with pytest.raises(QuorumError, match=r"order: secure: expected a plan, as secure.enabled has it, found ''"):
+        ours.start(grid, runs.weights(), num_rounds=1)
+
+
+@pytest.mark.parametrize(
+    "key,value", [("max_examples", 11), ("bound", 65.0), ("min_sites", 4), ("ring_bits", 64), ("threshold", 5)]
+)
+def test_a_server_whose_sums_are_not_the_run_config_s_is_refused(key, value, runs):
+    ours = runs.strategy(ON.model_copy(update={key: value}), repeats=0)
+    with pytest.raises(QuorumError, match="secure: expected a (plan|membership)"):
+        ours.start(runs.grid(ON), runs.weights(), num_rounds=1)
+
+
+def test_a_site_that_demands_it_takes_no_part_in_the_clear(runs, tmp_path):
+    (tmp_path / "policy.toml").write_text("require-secure = true\n[permits]\n" + PERMITS)
+    grid = runs.grid(SecureConfig())
+    grid.node_config = {"a": {"policy": str(tmp_path / "policy.toml")}}
+    _, history = runs.run(SecureConfig(), grid)
+    assert "secure.enabled: this site permits masked uploads alone" in history[0].failed["a"]
+
+
+PERMITS = (
+    '"run.deterministic" = true\n"run.seed" = 9\n"run.rounds" = 3\n"run.name" = "unseen"\n'
+    '"method.name" = "fedavg"\n"secure.max-examples" = 10\n'
+)
+
+
+@pytest.mark.parametrize(
+    "line,why",
+    [("min-cohort = 6", "sums of at least 6, found 3"), ("min-threshold = 5", "at least 5 of 5 holders, found 4"),
+     (f'roster = "sha256:{"0" * 64}"', "roster: this site permits sha256:0000")],
+)  # fmt: skip
+def test_what_a_site_s_policy_demands_of_sums_is_asked_before_it_trains(line, why, runs, tmp_path):
+    (tmp_path / "policy.toml").write_text(f"require-secure = true\n{line}\n[permits]\n" + PERMITS)
+    grid = runs.grid(ON)
+    grid.node_config = {"a": {"policy": str(tmp_path / "policy.toml")}}
+    _, history = runs.run(ON, grid, repeats=0)
+    assert why in history[0].failed["a"]
+    assert "a" not in history[0].accepted
+
+
+def test_with_a_roster_a_site_s_key_is_the_registry_s_or_it_takes_no_part(runs, tmp_path):
+    """The site named `a` signs with another key than the registry has."""
+    signing = {site: bytes([i]) * 32 for i, site in enumerate(SITES)}
+    for site, key in signing.items():
+        (tmp_path / f"{site}.key").write_bytes(key)
+        (tmp_path / f"{site}.key").chmod(0o600)
+    known = {site: keys.verifying_key(key).hex() for site, key in signing.items()}
+    (tmp_path / "roster.json").write_bytes(Roster(signing_keys=known | {"a": known["b"]}).to_bytes())
+    secure = ON.model_copy(update={"roster": str(tmp_path / "roster.json")})
+    grid = runs.grid(secure)
+    grid.node_config = {site: {"signing-key": str(tmp_path / f"{site}.key")} for site in SITES}
+    _, history = runs.run(secure, grid)
+    assert history[0].accepted == ["b", "c", "d", "e"]
+    assert "signed with its key of the registry" in history[0].failed["a"]
+
+
+@pytest.mark.parametrize(
+    "key,value", [("rule", {"aggregate": "median"}), ("norm", {"norm_factor": 2.0}), ("part", {"fraction": 0.5})]
+)
+def test_what_needs_single_uploads_is_refused_before_any_site_is_asked(key, value, runs):
+    secure = ON.model_copy(update={"neighbours": 2})
+    rule = AggregateConfig(rule=value.pop("aggregate", "mean"))
+    cohort = CohortConfig(**(QUICK | value))
+    ours = MethodStrategy(runs.method, RunSettings(cohort, rule, secure=secure), spec=runs.task.spec)
+    with pytest.raises(ConfigError, match="with secure.enabled"):
+        ours.start(runs.grid(secure), runs.weights(), num_rounds=1)
+
+
+def test_a_statement_of_another_round_attempt_or_site_is_refused():
+    from fedveil.contract.address import Address
+    from fedveil.errors import WireError
+
+    at = Address("run", 1, "a")
+    message = statements.packed(b"{}", 2, "up", at)
+    assert statements.unpacked(message, 2, "up", at, 1000) == b"{}"
+    for round_, way, where in ((3, "up", at), (2, "down", at), (2, "up", Address("run", 2, "a")), (2, "up", Address())):
+        with pytest.raises(WireError):
+            statements.unpacked(message, round_, way, where, 1000)
+    for at_byte in range(len(message)):
+        changed = bytearray(message)
+        changed[at_byte] ^= 1
+        with pytest.raises(WireError):
+            statements.unpacked(bytes(changed), 2, "up", at, 1000)
