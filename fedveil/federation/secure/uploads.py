@@ -27,11 +27,11 @@ from fedveil.errors import WireError
 from fedveil.federation.exchange import Exchange, Participate
 from fedveil.federation.secure.forms import MOST_SITES
 from fedveil.federation.secure.masks import Integers
-from fedveil.federation.shared_noise import SharedNoise, require_the_step_alone
 from fedveil.federation.secure.ring import Ring
 from fedveil.federation.secure.site import Site
 from fedveil.federation.secure.statements import Attached, Plan
 from fedveil.federation.secure.summands import Slots
+from fedveil.federation.shared_noise import SharedNoise, require_the_step_alone
 from fedveil.privacy.in_sum import InSum
 from fedveil.wire import integers
 from fedveil.wire.conformity import bounds
