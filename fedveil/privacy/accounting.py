@@ -123,6 +123,12 @@ def mean_loss(charges: Spent) -> float:
     return total
 
 
+def in_sum(charges: Spent, own: Spent) -> Spent:
+    """Charges of the same looks by the noise of a sum, and by a site's own share of it, as both kinds."""
+    kinds = ((SUMMED, charges), (OWN_SHARE, own))
+    return {(kind, *step[1:]): count for kind, spent_ in kinds for step, count in spent_.items()}
+
+
 def against_all(charges: Spent) -> Spent:
     """The same charges, where of the noise in sums the site's own share alone counts."""
     own = {(SUMMED if kind == OWN_SHARE else kind, *rest): n for (kind, *rest), n in charges.items() if kind != SUMMED}

@@ -47,7 +47,6 @@ from typing_extensions import override
 
 from fedveil.config import RunConfig
 from fedveil.contract.budget import (
-    OWN_SHARE,
     SUMMED,
     Budget,
     Claim,
@@ -122,12 +121,31 @@ class InSum(Claim):
         """Both figures: against the server with the sites that collude, and against all others together."""
         if plan.steps != 1:
             raise ConfigError(f'steps: expected 1 between two sums with secure.noise = "sum", found {plan.steps}')
-        noise, found = self.noise, {}
-        for kind, multiplier in ((SUMMED, noise.multiplier), (OWN_SHARE, noise.multiplier / math.sqrt(self.honest))):
-            z = joint(multiplier, *noise.kept)
-            for (_, examples, batch, _), n in accounting.spent(z, noise.sampling, plan, noise.across_rounds).items():
-                found[kind, examples, batch, z] = n
-        return found
+        how = (self.noise.sampling, plan, self.noise.across_rounds)
+        return accounting.in_sum(*(accounting.spent(z, *how) for z in self._multipliers))
+
+    @property
+    def _multipliers(self) -> tuple[float, float]:
+        """Of a whole look: with the noise of all honest sites, and with the site's own share."""
+        noise = self.noise
+        return tuple(joint(noise.multiplier / root, *noise.kept) for root in (1.0, math.sqrt(self.honest)))  # type: ignore[return-value]
+
+    def against_all(self, counted: float) -> float:
+        """What rows that are charged an epsilon of `counted` lose against the server and all other sites together.
+
+        Exact for looks at all rows; of subsampled ones, about.
+        """
+        budget, (z, own) = self.budget, self._multipliers
+        once = accounting.multiplier_for(lambda z: {(SUMMED, 0, 0, z): 1}, counted, budget.delta, budget.neighbours)
+        return accounting.epsilon({(SUMMED, 0, 0, once * own / z): 1}, budget.delta, budget.neighbours)
+
+    @property
+    def words(self) -> str:
+        """Where the noise is, and on whom the claim counts."""
+        return (
+            f"noise is in the sum: the claim counts on {self.honest} honest sites in every sum, each of which adds a share that "
+            "it tells nobody"
+        )
 
     @property
     def moved(self) -> int:

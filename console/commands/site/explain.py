@@ -21,6 +21,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.console.flower.bundle import built
 from fedveil.console.run_config import overrides
 from fedveil.console.runs.disclosure import words_of
+from fedveil.contract.budget import stated
 from fedveil.contract.layout import Direction, Field
 from fedveil.contract.method import REPORT_FIELDS, fields_of
 from fedveil.errors import PolicyError
@@ -28,6 +29,7 @@ from fedveil.federation.exchange import Exchange
 from fedveil.foreign import shown
 from fedveil.guard import signature
 from fedveil.privacy.claims import claim_of
+from fedveil.privacy.in_sum import InSum
 from fedveil.privacy.promised import epsilon
 
 
@@ -97,6 +99,11 @@ def explained(exchange: Exchange, config: RunConfig, delta: float) -> list[str]:
             f"Epsilon: at most {found:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any row, over "
             "this and all earlier runs; this site's ledger stops the run before."
         )
+    if isinstance(claim, InSum):
+        lines.append(f"Its {claim.words}.")
+        if not math.isinf(found):
+            alone = stated(claim.against_all(found), claim.budget.delta, claim.budget.neighbours)
+            lines.append(f"Against the server and all other sites together, rows so charged have about {alone}.")
     return [*lines, "", *words_of(exchange.name)]
 
 
