@@ -80,18 +80,23 @@ def verdicts(figures: Mapping[str, Figure], sites: Sequence[int]) -> list[str]:
     """Whether each row stands above its controls, and what it would take where none does."""
     found, won = [], False
     for count in sites:
-        label = lambda name, n=count: f"{n} sites, {name}"  # noqa: E731
         pairs = [(CLEAR, None), *((where, federated_prompts.blind(where)) for where in (SITE, SUM))]
         for mine, control in pairs:
-            others = [ZERO, label(START), *([label(control)] if control else [])]
-            told = [resampling.difference(figures[label(mine)], figures[other]) for other in others]
+            others = [ZERO, _label(count, START), *([_label(count, control)] if control else [])]
+            told = [resampling.difference(figures[_label(count, mine)], figures[other]) for other in others]
             shown = "; ".join(f"less {o}: {resampling.shown(d, '+.1f')}" for o, d in zip(others, told, strict=True))
             above = all(resampling.told(d) == "higher" for d in told)
             won = won or (above and mine != CLEAR)
-            found.append(f"{label(mine)}: {shown}: {'above all of them' if above else 'not told apart from all'}.")
-        d = resampling.difference(figures[label(SUM)], figures[label(SITE)])
-        found.append(f"{label(SUM)} less {SITE}: {resampling.shown(d, '+.1f')}: {resampling.told(d)}.")
+            found.append(
+                f"{_label(count, mine)}: {shown}: {'above all of them' if above else 'not told apart from all'}."
+            )
+        d = resampling.difference(figures[_label(count, SUM)], figures[_label(count, SITE)])
+        found.append(f"{_label(count, SUM)} less {SITE}: {resampling.shown(d, '+.1f')}: {resampling.told(d)}.")
     return [*found, "A private row stands above its controls." if won else "Not decided: no private row does."]
+
+
+def _label(count: int, name: str) -> str:
+    return f"{count} sites, {name}"
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
@@ -109,7 +114,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
         for name in (START, CLEAR, SITE, federated_prompts.blind(SITE), SUM, federated_prompts.blind(SUM)):
             started = time.perf_counter()
             found = _federated(sites, settings, name)
-            label = f"{count} sites, {name}"
+            label = _label(count, name)
             rows[label] = {"right": _figure(found.pop("right"), sites, seed), **found}
             options.say(f"seed {seed}: {label}: {rows[label]['right'][0]:.1f}; {time.perf_counter() - started:.0f} s")
     return rows

@@ -143,8 +143,8 @@ class InSum(Claim):
     def words(self) -> str:
         """Where the noise is, and on whom the claim counts."""
         return (
-            f"noise is in the sum: the claim counts on {self.honest} honest sites in every sum, each of which adds a share that "
-            "it tells nobody"
+            f"noise is in the sum: the claim counts on {self.honest} honest sites in every sum, each of which "
+            "adds a share that it tells nobody"
         )
 
     @property
