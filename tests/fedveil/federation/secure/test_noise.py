@@ -21,8 +21,7 @@ from fedveil.federation.secure.ring import Ring
 from fedveil.federation.secure.site import Demands
 from fedveil.federation.secure.statements import Unmask
 from fedveil.federation.secure.summands import Slot, Slots
-from fedveil.federation.secure.uploads import Summed
-from fedveil.federation.shared_noise import SharedNoise
+from fedveil.federation.secure.uploads import SharedNoise, Summed
 from fedveil.privacy import discrete
 from fedveil.privacy.claims import claim_of
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
