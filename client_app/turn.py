@@ -21,7 +21,8 @@ from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.exchange import Exchange, Participate
 from fedveil.federation.secure.uploads import Summed
-from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, checked_claim
+from fedveil.privacy.claims import checked_claim, claim_of
+from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
 from fedveil.privacy.metered import MeteredRows, RowsOnly
 from fedveil.sealed import Seal
 from fedveil.training.per_sample import SampleLoss
@@ -74,7 +75,8 @@ class Turns:
         store = PrivateStore.of(assignment.site.state_dir, order.run, assignment.name, seal)
         secret = store.secret(config.run.seed, assignment.name, config.run.deterministic)
         seeded = config.run.deterministic
-        ctx = RoundContext(order.round, assignment.name, order.is_new, secret, seeded, order.address)
+        in_sum = config.secure.noise == "sum"
+        ctx = RoundContext(order.round, assignment.name, order.is_new, secret, seeded, order.address, in_sum)
         received = Received.of(assignment.site.state_dir, order.run, assignment.name, seal)
         initial = lambda: task.initial(rng.initial(config.run.seed, "weights"))  # noqa: E731
         trained = task.trainer(prepared.rows, ctx.rng("batches"), watch)
@@ -84,7 +86,8 @@ class Turns:
         private, turn = store.load(order.last, order.is_new), ctx.new_turn()
         participate: Participate = exchange.participate
         if unseen:
-            participate = Summed.of(exchange, order.round, unseen.plan.bits).of_site(unseen.site, unseen.plan)
+            claim = claim_of(exchange.method, config)
+            participate = Summed.of(exchange, order.round, unseen.plan.bits, claim).of_site(unseen.site, unseen.plan)
         private, parts = participate(_same(receive(), assignment), private, trainer, ctx, turn)
         policy.check_rows(assignment.site, witness.distinct, witness.least)
         store.save(turn, order.last, private)

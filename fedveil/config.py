@@ -158,6 +158,22 @@ class SecureConfig(_Section):
     max_examples: int = Field(
         1, ge=1, le=1_000_000, description="most that one site counts for; 1 = all count alike, whatever they have"
     )
+    noise: Literal["site", "sum"] = Field(
+        "site", description="where the noise of an epsilon is whole: at each site, or in the sum of min-sites of them"
+    )
+    colluding: int = Field(
+        1, ge=0, le=10_000, description="sum: sites that may tell the server their noise; an epsilon counts the others"
+    )
+
+    @property
+    def honest(self) -> int:
+        """h: sites of the smallest sum whose noise nobody knows."""
+        return self.min_sites - self.colluding
+
+    @property
+    def feared(self) -> int:
+        """Holders beside a server that lies who must open no secret, for an epsilon counts on it."""
+        return self.colluding if self.noise == "sum" else 0
 
     @field_validator("neighbours")
     @classmethod

@@ -62,7 +62,7 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> MethodStrategy:
     """
     from fedveil import strategies, tasks
     from fedveil.contract.method import ServerTrained
-    from fedveil.privacy.dp_sgd import checked_claim
+    from fedveil.privacy.claims import checked_claim
     from fedveil.server_app.evaluate import Evaluator
     from fedveil.server_app.settings import RunSettings
     from fedveil.server_app.strategy import MethodStrategy

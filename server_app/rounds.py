@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedveil import rng
 from fedveil.algebra.krum import KrumSums
+from fedveil.config import parse
 from fedveil.contract.address import Address
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights, spec_of
@@ -28,6 +29,7 @@ from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation import cohort as cohorts
 from fedveil.federation import rules, shares
 from fedveil.federation.exchange import Exchange
+from fedveil.privacy.claims import claim_of
 from fedveil.records.state import digest
 from fedveil.server_app import fingerprint, sites
 from fedveil.server_app.attempt import Attempt
@@ -87,7 +89,8 @@ class Rounds:
         )
         self._check_rule(self._exchange)
         if self.settings.secure.enabled:
-            self._unseen = Unseen.of(self._exchange, self.settings.secure, self.run_name)
+            claim = claim_of(self.method, parse(self.settings.config))
+            self._unseen = Unseen.of(self._exchange, self.settings.secure, self.run_name, claim)
 
     def _check_rule(self, exchange: Exchange) -> None:
         """Raises ConfigError for a rule that method or cohort do not allow."""

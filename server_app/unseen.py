@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from fedveil.config import SecureConfig
 from fedveil.contract.address import Address
+from fedveil.contract.budget import Claim
 from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
@@ -162,15 +163,17 @@ class Unseen:
 
     Attributes:
         coordinator: the sites' keys.
+        claim: of the run, whose noise may be in the sum.
     """
 
     exchange: Exchange
     coordinator: server.Coordinator
+    claim: Claim | None = None
 
     @classmethod
-    def of(cls, exchange: Exchange, config: SecureConfig, run: str) -> Unseen:
+    def of(cls, exchange: Exchange, config: SecureConfig, run: str, claim: Claim | None) -> Unseen:
         """Of a run's config. Raises ConfigError for a roster that cannot be read."""
-        return cls(exchange, server.Coordinator(run, settings_of(config), read_roster(config.roster)))
+        return cls(exchange, server.Coordinator(run, settings_of(config), read_roster(config.roster)), claim)
 
     def ready(self, questions: Questions) -> dict[str, str]:
         """Gets every connected site its keys. Returns why others have none."""
@@ -199,7 +202,7 @@ class Unseen:
     def begin(self, clear: Attempt, questions: Questions) -> UnseenAttempt:
         """The same attempt, whose uploads nobody sees. All of its sites have prekeys."""
         found = self.coordinator.attempt(clear.record.round, clear.record.attempt, clear.record.cohort)
-        summed = Summed.of(self.exchange, clear.record.round, found.plan.bits)
+        summed = Summed.of(self.exchange, clear.record.round, found.plan.bits, self.claim)
         own = {f.name: getattr(clear, f.name) for f in fields(Attempt)}
         return UnseenAttempt(**own, questions=questions, found=found, summed=summed)
 
@@ -240,7 +243,7 @@ class Unseen:
             except WireError as error:  # it is asked for another one before the next attempt
                 log(WARNING, "round %s: %s: its next prekey: %s", record.round, site, error)
         clear = {site: attempt.words.get(site, {}) for site in found.uploads}
-        sums = RingSums(attempt.summed.slots, found.plan.ring, found.total(), clear)
+        sums = RingSums(attempt.summed.slots, attempt.summed.ring(found.plan), found.total(), clear)
         sums.check(attempt.limits.max_norm)
         return sums
 

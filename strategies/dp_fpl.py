@@ -43,6 +43,7 @@ Formal guarantees, for each row of each site, against everyone but that site, p_
 |---|---|
 | noise 0, without epsilon | gradients are clipped, and epsilon is infinite |
 | an empty Poisson batch | a step of noise alone |
+| secure.noise = "sum" | D_G is sent without noise, which the sum has; the noise on u and v stays as it is |
 | a batch larger than the site's rows | the site refuses it before its rows are looked at |
 | deterministic run | its noise is seeded: refused where an epsilon is asked for |
 | a turn that is repeated | its rows and noise are drawn anew, and its charge is made anew |
@@ -70,7 +71,7 @@ from fedveil.adapters.prompt import Prompt
 from fedveil.algebra import low_rank
 from fedveil.algebra.low_rank import Residual
 from fedveil.contract import budget as plan
-from fedveil.contract.budget import Budget, Claim, Neighbours, Plan, Sampling, Spent, joint
+from fedveil.contract.budget import Budget, Claim, Neighbours, Plan, Sampling, Spent, Summable, joint
 from fedveil.contract.layout import Field, Layout, Payload
 from fedveil.contract.method import Method, RoundContext, Sends, State
 from fedveil.contract.spec import Spec, Weights
@@ -168,6 +169,19 @@ class DpFpl(Method, Claim):
             z /= plan.batch if self.sampling == "disjoint" else 2 * plan.batch
         return accounting.spent(z, self.sampling, plan, self.exchange == "batch")
 
+    def summable(self, batch: int, most_steps: int) -> Summable:
+        """D_G of one step, clipped in the prompt; the noise on u and v stays at the site."""
+        asked = {"mode": "strict", "exchange": "batch", "clipped": "prompt", "wire_dtype": "float32"}
+        for name, expected in asked.items():
+            if (found := getattr(self, name)) != expected:
+                raise ConfigError(
+                    f'{name}: expected "{expected}" with secure.noise = "sum", found "{found}"; change it, or set '
+                    'secure.noise to "site"'
+                )
+        if self.sampling == "fixed":
+            raise ConfigError('sampling: expected "poisson" or "disjoint" with secure.noise = "sum", found "fixed"')
+        return Summable(self.noise_global, self.clip_global / batch, (self.noise_local,), self.sampling, True)
+
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
         """p_G."""
         if list(spec) != [PROMPT] or spec[PROMPT].shape[0] != self.adapter.length:
@@ -221,7 +235,7 @@ class DpFpl(Method, Claim):
             whole = clipping.clipped_sum({PROMPT: g}, c_global)[PROMPT]
         std = c_local * (self.noise_local if self.mode == "strict" else self._nominal)
         d_u, d_v = (noise.added(sums[n], std, ctx.noise(f"noise {n} {step}")) / size for n in ("u", "v"))
-        if self.mode == "strict":
+        if self.mode == "strict" and not ctx.noise_in_sum:
             whole = noise.added(whole, c_global * self.noise_global, ctx.noise(f"noise {PROMPT} {step}"))
         plus = 0.1 * (d_u @ v + u @ d_v)  # as the published code has it
         return plus if self.mode == "code" else low_rank.full_gradient(u, v, d_u, d_v), whole / size

@@ -84,7 +84,8 @@ def site_of(assignment: Assignment) -> Site:
     """This site, with its keys and its demands. Raises ConfigError, PolicyError."""
     site, found = assignment.site, policy.of(assignment.site)
     store = FileStore(folder_of(site.state_dir, assignment.order.run, assignment.name), Seal.of(site.key_file))
-    demands = Demands(max(found.min_cohort or 2, 2), found.min_threshold or 2, found.roster or "")
+    feared = assignment.config.secure.feared
+    demands = Demands(max(found.min_cohort or 2, 2), found.min_threshold or 2, found.roster or "", feared)
     return Site(assignment.order.run, assignment.order.site, signing_key(assignment), store, demands)
 
 

@@ -11,7 +11,8 @@ from fedveil.console.runs.folder import Run
 from fedveil.contract.budget import Claim, Plan, stated
 from fedveil.errors import ConfigError
 from fedveil.privacy import accounting
-from fedveil.privacy.dp_sgd import DpSgd, claim_of
+from fedveil.privacy.claims import claim_of
+from fedveil.privacy.in_sum import InSum
 
 _MOST_ROWS = 100_000_000  # as the server's gate has it
 # Of all participations together: beyond these, accounting takes minutes and then all memory.
@@ -27,7 +28,7 @@ def statements(run: Run) -> list[str]:
         method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
     except ConfigError as error:  # a run of another version; the rest of its report is worth having
         return [f"Not known: this version cannot make the run's method ({error}). Take epsilon for infinite."]
-    claim = claim_of(method, DpSgd.of(parse(config).dp))
+    claim = claim_of(method, parse(config))
     if claim is None:
         return ["The run makes no claim of differential privacy: epsilon infinite."]
     budget = claim.budget
@@ -37,7 +38,8 @@ def statements(run: Run) -> list[str]:
     trusted = (
         " It holds against everyone but the server, which saw the sums without noise." if budget.server_trusted else ""
     )
-    sentences = [f"{run.method}: a Gaussian mechanism for every single row.{nominal}{trusted}"]
+    where = f" Its {claim.words}." if isinstance(claim, InSum) else ""
+    sentences = [f"{run.method}: a Gaussian mechanism for every single row.{nominal}{trusted}{where}"]
     return sentences + [f"{site}: {_of_site(run, site, claim)}" for site in run.sites]
 
 
@@ -72,8 +74,12 @@ def _of_site(run: Run, site: str, claim: Claim) -> str:
             f"{rows} rows, {len(asked)} participations of {steps} steps: more than can be accounted here (a mean "
             f"privacy loss of at most {_MOST_LOSS:g} in {_MOST_STEPS:,} steps). Take epsilon for infinite."
         )
-    found = stated(accounting.epsilon(charges, budget.delta, budget.neighbours), budget.delta, budget.neighbours)
-    return f"{rows} rows, {len(asked)} participations of {steps} steps: at most {found}, this run alone."
+    found, alone = (
+        stated(accounting.epsilon(c, budget.delta, budget.neighbours), budget.delta, budget.neighbours)
+        for c in (charges, accounting.against_all(charges))
+    )
+    all_others = f"; {alone} against the server and all other sites together" if isinstance(claim, InSum) else ""
+    return f"{rows} rows, {len(asked)} participations of {steps} steps: at most {found}{all_others}, this run alone."
 
 
 def _count(value: object, least: int, most: int) -> int | None:

@@ -45,6 +45,7 @@ class Budget:
 
 
 Step = tuple[str, int, int, float]  # one look at a record: kind, rows of the site, rows of a batch, z
+SUMMED, OWN_SHARE = "summed", "own share"  # kinds of a look at noise that is in a sum: all of it, and the site's part
 Spent = Mapping[Step, int]  # how often each step was taken
 
 
@@ -84,6 +85,38 @@ class Claim(Protocol):
 
     def privacy_spent(self, plan: Plan) -> Spent:
         """What the most looked-at record of a site is charged over the plan."""
+        ...
+
+
+@dataclass(frozen=True)
+class Summable:
+    """What a claim's noise on an upload must be, so that it can be added in the sum of uploads instead.
+
+    Attributes:
+        multiplier: z, on what is summed.
+        part: by how much one row, added or removed, moves an upload, in the upload's unit; replaced, by twice as much.
+        kept: multipliers of noise on the same look at the rows that stays at the site.
+        sampling, across_rounds: as the accountant takes them.
+    """
+
+    multiplier: float
+    part: float
+    kept: tuple[float, ...] = ()
+    sampling: Sampling = "poisson"
+    across_rounds: bool = False
+
+
+@runtime_checkable
+class Distributable(Claim, Protocol):
+    """A claim whose noise may be in the sum."""
+
+    def summable(self, batch: int, most_steps: int) -> Summable:
+        """Of uploads under this claim, with train.batch-size and train.max-steps.
+
+        Raises:
+            ConfigError: another step would look at rows at a point that has no noise in it, or rows move the upload by
+                an amount that is not known.
+        """
         ...
 
 

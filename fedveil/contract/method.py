@@ -54,6 +54,7 @@ class RoundContext:
         secret: this side's secret; never on the wire.
         seeded: run.deterministic is set: noise repeats and protects nobody.
         address: what the turn's messages belong to; for the envelope, not for methods.
+        noise_in_sum: noise on what is summed is added behind the method (secure.noise): it adds none there itself.
     """
 
     round: int
@@ -62,6 +63,7 @@ class RoundContext:
     secret: bytes = field(repr=False)
     seeded: bool = False
     address: Address = Address()
+    noise_in_sum: bool = False
 
     def rng(self, purpose: str) -> Stream:
         """A new stream derived from (secret, round, client, purpose): the same call gives the same draws."""

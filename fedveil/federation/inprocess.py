@@ -19,9 +19,11 @@ from fedveil.federation import cohort, rules
 from fedveil.federation.exchange import Exchange, Participate
 from fedveil.federation.private_states import PrivateStates
 from fedveil.federation.secure.local import LocalSums, settings_of
+from fedveil.federation.secure.site import Demands
 from fedveil.federation.secure.uploads import Summed
 from fedveil.federation.shares import bounded
-from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, claim_of
+from fedveil.privacy.claims import claim_of
+from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
 from fedveil.rng import secret
 from fedveil.wire.tap import Tap
 
@@ -66,12 +68,15 @@ class Federation:
     def __post_init__(self) -> None:
         self.private = PrivateStates(self.private_bytes)
         self._dp = DpSgd.of(self.config.dp)
-        claim = claim_of(self.exchange.method, self._dp)
-        check_seeded(claim.budget if claim else None, self.config.run.deterministic)
+        self._claim = claim_of(self.exchange.method, self.config)
+        check_seeded(self._claim.budget if self._claim else None, self.config.run.deterministic)
         rules.check(self.exchange, self.config.aggregate)
         rules.check_secure(self.config.secure, self.config.aggregate, self.config.cohort)
+        secure = self.config.secure
         self.unseen = (
-            LocalSums("run", settings_of(self.config.secure), self.sites) if self.config.secure.enabled else None
+            LocalSums("run", settings_of(secure), self.sites, Demands(colluding=secure.feared))
+            if secure.enabled
+            else None
         )
         drawn = cohort.size(self.config.cohort.fraction, len(self.sites))
         rules.check_count(self.config.aggregate, "sites in a cohort", drawn)
@@ -111,7 +116,7 @@ class Federation:
 
     def _summed_unseen(self, unseen: LocalSums, round_: int, chosen: list[str]) -> State:
         attempt, clear = unseen.begin(round_, 0, chosen), dict[str, Mapping[str, str]]()
-        summed = Summed.of(self.exchange, round_, attempt.plan.bits)
+        summed = Summed.of(self.exchange, round_, attempt.plan.bits, self._claim)
         for site in chosen:
             up = self._turn(round_, site, summed.of_site(unseen.sites[site], attempt.plan))
             message, vector, attached = summed.receive(up)
@@ -121,7 +126,8 @@ class Federation:
         return self.exchange.method.settle(self.server, unseen.sums(attempt, summed, clear), ctx)
 
     def _context(self, round_: int, site: str, secret_: bytes) -> RoundContext:
-        return RoundContext(round_, site, site not in self.participated, secret_, self.config.run.deterministic)
+        is_new, in_sum = site not in self.participated, self.config.secure.noise == "sum"
+        return RoundContext(round_, site, is_new, secret_, self.config.run.deterministic, noise_in_sum=in_sum)
 
     def _turn(self, round_: int, site: str, participate: Participate) -> bytes:
         """One site's turn: its upload, which is counted and tapped, as is the broadcast."""

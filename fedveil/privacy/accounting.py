@@ -9,10 +9,17 @@ Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C 
 | with Poisson subsampling | privacy loss distributions | an upper bound, tight to about 1 % |
 | with sampling without replacement | Renyi, with every z halved: its bound assumes that the sum moves by C | an upper
   bound |
-| the last two together | no accountant takes both: epsilon of each group at delta / 2, added up | an upper bound, by
-  basic composition; Gaussian steps count with the Poisson ones |
+| integer noise in a sum ("summed"; discrete.py) | Renyi, for a discrete Gaussian has a Gaussian's Renyi divergence, but
+  not its loss distribution; at orders where Poisson subsampling has it too (see `_renyi`) | an upper bound |
+| Poisson and one of the last two | no accountant takes both: epsilon of each group at delta / 2, added up | an upper
+  bound, by basic composition; Gaussian steps count with the Poisson ones |
 | sampling without replacement, under add-or-remove-one | none: all batches change with the number of rows | infinite |
 | NonPrivate, or z = 0 | - | infinite |
+| "summed" above an epsilon of about 80 | none: the sampler's table is not exact enough for more | infinite |
+
+A charge of integer noise is two: "summed", with the noise that the honest sites of a sum have together, and "own
+share", with that of the site alone. `epsilon` counts the first: it holds as long as no more sites than the run says
+work together with the server. `against_all` is the same history against the server and all other sites together.
 """
 
 from __future__ import annotations
@@ -23,11 +30,15 @@ from functools import lru_cache
 from typing import Any
 
 import dp_accounting
+import numpy as np
 from dp_accounting import gaussian_mechanism
 from dp_accounting.pld import PLDAccountant
-from dp_accounting.rdp import RdpAccountant
+from dp_accounting.rdp import RdpAccountant, compute_epsilon
+from numpy.typing import NDArray
 
 from fedveil.contract.budget import (
+    OWN_SHARE,
+    SUMMED,
     Neighbours,
     Plan,
     Sampling,
@@ -45,6 +56,9 @@ _RELATION = {
 }
 _LARGEST_MULTIPLIER = 1e6
 _TOLERANCE = 1e-3  # relative, of a calibrated multiplier; always on the private side
+_HALF_ORDERS = [order / 2 for order in (*range(3, 128), 128, 160, 192, 256, 384, 512, 1024)]
+_TABLE_DISTANCE = 2.0**-163  # of a round's noise: discrete.distance of 2^30 draws at each of 2^13 sites
+_TABLE_SHARE = 2.0**-20  # of delta that it may take
 
 
 def spent(multiplier: float, sampling: Sampling, plan: Plan, across_rounds: bool) -> Spent:
@@ -97,9 +111,11 @@ def mean_loss(charges: Spent) -> float:
     """
     total = 0.0
     for (kind, examples, batch, multiplier), count in charges.items():
+        if kind == OWN_SHARE:
+            continue
         if multiplier == 0:
             return math.inf
-        inverse, rate = multiplier**-2, batch / examples if kind == "poisson" else 1.0
+        inverse, rate = multiplier**-2, batch / examples if examples and kind in ("poisson", SUMMED) else 1.0
         one = 2 * rate * inverse
         if rate < 1 and inverse < 1:  # above it, the other bound is the smaller one or the step is hardly private
             one = min(one, 4 * rate**2 / (1 - rate) * math.sinh(inverse))
@@ -107,8 +123,21 @@ def mean_loss(charges: Spent) -> float:
     return total
 
 
+def in_sum(charges: Spent, own: Spent) -> Spent:
+    """Charges of the same looks by the noise of a sum, and by a site's own share of it, as both kinds."""
+    kinds = ((SUMMED, charges), (OWN_SHARE, own))
+    return {(kind, *step[1:]): count for kind, spent_ in kinds for step, count in spent_.items()}
+
+
+def against_all(charges: Spent) -> Spent:
+    """The same charges, where of the noise in sums the site's own share alone counts."""
+    own = {(SUMMED if kind == OWN_SHARE else kind, *rest): n for (kind, *rest), n in charges.items() if kind != SUMMED}
+    return own  # type: ignore[return-value]  # mypy forgets what `rest` holds
+
+
 @lru_cache(maxsize=4096)
 def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neighbours) -> float:
+    charges = tuple((step, count) for step, count in charges if step[0] != OWN_SHARE)
     kinds = {step[0] for step, _ in charges}
     if any(step[3] == 0 for step, _ in charges):
         return math.inf
@@ -118,15 +147,53 @@ def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Ne
         moved = 2 if neighbours is Neighbours.REPLACE_ONE else 1
         together = sum(count / step[3] ** 2 for step, count in charges) ** -0.5
         return float(gaussian_mechanism.get_epsilon_gaussian(together / moved, delta))
-    if "fixed" not in kinds:
+    if not kinds & {"fixed", SUMMED}:
         return _composed(PLDAccountant(_RELATION[neighbours]), charges, delta)
-    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+    if "fixed" in kinds and neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         return math.inf
     if "poisson" in kinds:
-        groups = [tuple(c for c in charges if (c[0][0] == "fixed") is fixed) for fixed in (True, False)]
+        groups = [tuple(c for c in charges if (c[0][0] in ("fixed", SUMMED)) is renyi) for renyi in (True, False)]
         return sum(_epsilon(group, delta / 2, neighbours) for group in groups)
-    halved = tuple(((kind, n, b, z / 2), count) for (kind, n, b, z), count in charges)
-    return _composed(RdpAccountant(neighboring_relation=_RELATION[neighbours]), halved, delta)
+    return _renyi(charges, delta, neighbours)
+
+
+def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neighbours) -> float:
+    """Epsilon of Gaussian, fixed and summed steps.
+
+    For integers x and a shift by a vector D of integers, E (q(x) / p(x))^k = exp((k^2 - k) |D|^2 / (2 sigma^2)) for
+    every whole k, as for a Gaussian. So the divergence of a Poisson-subsampled step, whose power at a whole order
+    expands into these, is the Gaussian's there; without subsampling it is so at every order.
+
+    Under replace-one, a subsampled step goes by way of the data set without the row (Mironov 2017, Proposition 11):
+    D_a(P, Q) <= (a - 1/2) / (a - 1) D_2a(P, R) + D_2a-1(R, Q).
+    """
+    replaced = neighbours is Neighbours.REPLACE_ONE
+    drawn = [(step, count) for step, count in charges if step[0] == SUMMED and step[1]]
+    whole = [(step, count) for step, count in charges if (step, count) not in drawn]
+    orders = [order for order in _HALF_ORDERS if replaced or order == int(order)] if drawn else None
+    rest = RdpAccountant(orders, _RELATION[neighbours])
+    for (kind, examples, batch, z), count in whole:
+        shifted = ("gaussian" if kind == SUMMED else kind, examples, batch, z / 2 if replaced else z)
+        rest.compose(_one(*shifted), count)
+    used = rest.orders
+    total = rest.rdp
+    if drawn and replaced:
+        total = total + (used - 0.5) / (used - 1) * _drawn(drawn, 2 * used) + _drawn(drawn, 2 * used - 1)
+    elif drawn:
+        total = total + _drawn(drawn, used)
+    summed = sum(count for step, count in charges if step[0] == SUMMED)
+    found = float(compute_epsilon(used, total, delta * (1 - _TABLE_SHARE if summed else 1))[0])
+    # Draws within a distance d of exact ones cost (1 + e^epsilon) d of delta.
+    taken = math.log(summed * _TABLE_DISTANCE) + found + 1 if summed else -math.inf
+    return found if taken <= math.log(delta * _TABLE_SHARE) else math.inf
+
+
+def _drawn(charges: Iterable[tuple[Step, int]], orders: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Divergences of Poisson-subsampled steps when a row is added or removed."""
+    accountant = RdpAccountant(orders.tolist(), dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    for (_, examples, batch, z), count in charges:
+        accountant.compose(_one("poisson", examples, batch, z), count)
+    return np.asarray(accountant.rdp)
 
 
 def _composed(accountant: dp_accounting.PrivacyAccountant, charges: Iterable[tuple[Step, int]], delta: float) -> float:

@@ -22,6 +22,7 @@ Formal guarantees, for each row of the site, against everyone but that site:
 | a method that trains twice in a turn | charged twice |
 | a method that adds noise itself, or one that sends gradients | ConfigError before any site is asked |
 | train.accumulate above 1; a task without row gradients | ConfigError before any site is asked |
+| secure.noise = "sum" | one step without noise; the sites' shares are added to the integers (in_sum.py) |
 | run.deterministic with an epsilon | ConfigError: seeded noise protects nobody |
 """
 
@@ -34,7 +35,7 @@ from typing import final
 import torch
 from typing_extensions import override
 
-from fedveil.config import DpConfig, RunConfig
+from fedveil.config import DpConfig
 from fedveil.contract.budget import (
     Budget,
     Claim,
@@ -42,11 +43,11 @@ from fedveil.contract.budget import (
     Plan,
     Sampling,
     Spent,
+    Summable,
     check_claim,
     check_number,
-    check_seeded,
 )
-from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained
 from fedveil.errors import ConfigError
@@ -106,43 +107,14 @@ class DpSgd(Claim):
         """Poisson-subsampled Gaussian releases."""
         return accounting.spent(self.noise, "poisson", plan, across_rounds=False)
 
-
-def claim_of(method: Method, dp: DpSgd | None) -> Claim | None:
-    """The run's claim of privacy, made by `dp.*` or by its method; None if there is none."""
-    return dp or (method if isinstance(method, Claim) else None)
-
-
-def checked_claim(method: Method, config: RunConfig, has_row_gradients: bool) -> Claim | None:
-    """The run's claim, after a check that method, task and config fit it.
-
-    Raises:
-        ConfigError: `dp.*` with a method or task that cannot have it, or an epsilon in a deterministic run.
-    """
-    dp = DpSgd.of(config.dp)
-    if dp is not None:
-        found = ""
-        if isinstance(method, Claim):
-            found = f"{config.method.name}, which adds noise of its own"
-        elif method.sends == "gradients":
-            found = f"{config.method.name}, which sends gradients"
-        elif not has_row_gradients:
-            found = f"the task {config.task.name}, which has no gradients of single rows"
-        elif config.train.accumulate > 1:
-            found = (
-                f"train.accumulate = {config.train.accumulate}, which noisy steps do not have; raise train.batch-size"
-            )
-        if found:
+    def summable(self, batch: int, most_steps: int) -> Summable:
+        """An upload is w - eta sum / B, and one row's part of the sum has a norm of at most C."""
+        if most_steps != 1:
             raise ConfigError(
-                f"dp: expected a run whose clients can train by noisy steps, found {found}; leave [dp] out"
+                f'train.max-steps: expected 1 with secure.noise = "sum", found {most_steps}: a second step would look '
+                'at the rows from a point that has no noise in it; set it to 1, or secure.noise to "site"'
             )
-    claim = claim_of(method, dp)
-    check_seeded(claim.budget if claim else None, config.run.deterministic)
-    if config.aggregate.rule != "mean" and claim is not None and claim.budget.server_trusted:
-        raise ConfigError(
-            f'aggregate.rule: expected "mean" with {config.method.name}, whose server adds noise for a mean, found '
-            f'"{config.aggregate.rule}"; leave it out'
-        )
-    return claim
+        return Summable(self.noise, self.learning_rate * self.clip / batch)
 
 
 @final
@@ -153,13 +125,19 @@ class NoisyTrainer(TrainerOfRows):
         spec: what is trained.
         rows: charged to the ledger if the run makes a claim.
         how: the parameters of the steps.
-        ctx: the client's, which gives the noise.
+        ctx: the client's, which gives the noise, or says that it is in the sum: the one step then has none.
+
+    Attributes:
+        started, without_noise: what the step led from and to, where the noise is in the sum. Nothing of it may leave
+            the site otherwise.
     """
 
     def __init__(self, spec: Spec, rows: RowGradients, how: DpSgd, ctx: RoundContext) -> None:
         super().__init__(spec, rows)
         self._how, self._ctx = how, ctx
         self._steps = 0
+        self.started: Weights = {}
+        self.without_noise: Weights | None = None
 
     @property
     @override
@@ -170,6 +148,13 @@ class NoisyTrainer(TrainerOfRows):
     def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
         """`steps` noisy steps from `weights`, which are only read. Reports the number of steps in this turn so far."""
         held, how, rows = frozen or {}, self._how, self._rows
+        in_sum = self._ctx.noise_in_sum
+        if in_sum and (rows.steps > 1 or self.without_noise is not None):
+            raise ConfigError(
+                'secure.noise: expected one step a turn with "sum", found another: it would look at the rows from a '
+                "point that has no noise in it; choose another method, or add the noise at the site"
+            )
+        std = 0.0 if in_sum else how.clip * how.noise
         now = {n: w.clone() for n, w in weights.items()}
         drawn = rows.batches("poisson", rows.steps, Stream(self._ctx.noise("rows")(32)))
         for step, batch in enumerate(drawn):
@@ -177,11 +162,13 @@ class NoisyTrainer(TrainerOfRows):
             free = {n: g.masked_fill(held[n], 0.0) if n in held else g for n, g in found.items()}
             pull = _gradient(penalty, now) if penalty else {}
             for name, total in clipping.clipped_sum(free, how.clip).items():
-                noisy = noise.added(total, how.clip * how.noise, self._ctx.noise(f"noise {name} {step}"))
+                noisy = noise.added(total, std, self._ctx.noise(f"noise {name} {step}"))
                 change = (how.learning_rate / rows.batch_size) * noisy.to(now[name])
                 change = change + how.learning_rate * pull[name] if name in pull else change
                 now[name] = now[name] - (change.masked_fill(held[name], 0.0) if name in held else change)
         self._steps += len(drawn)
+        if in_sum:
+            self.started, self.without_noise = weights, now
         return Trained(now, {"steps": float(self._steps)})
 
     @override

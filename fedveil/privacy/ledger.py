@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any, final
 
 from fedveil import places
-from fedveil.contract.budget import Budget, Spent, Step, stated
+from fedveil.contract.budget import OWN_SHARE, SUMMED, Budget, Spent, Step, stated
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
 from fedveil.records.files import stamped, stamped_bytes, unstamped, unstamped_bytes, write_atomic
@@ -192,6 +192,6 @@ def _history(spent: Iterable[Sequence[Any]]) -> Counter[Step]:
 
 def _step(parts: Sequence[Any]) -> Step:
     kind, examples, batch, multiplier = parts
-    if kind not in ("gaussian", "poisson", "fixed") or not float(multiplier) >= 0:
+    if kind not in ("gaussian", "poisson", "fixed", SUMMED, OWN_SHARE) or not float(multiplier) >= 0:
         raise ValueError(f"step {parts}")
     return str(kind), int(examples), int(batch), float(multiplier)

@@ -14,12 +14,12 @@ import math
 
 from fedveil.config import RunConfig
 from fedveil.contract.method import Method
-from fedveil.privacy.dp_sgd import DpSgd, claim_of
+from fedveil.privacy.claims import claim_of
 
 
 def epsilon(method: Method, config: RunConfig, delta: float) -> float:
     """The epsilon at `delta` of all that the run may ask of a record, under the budget's neighbouring relation."""
-    claim = claim_of(method, DpSgd.of(config.dp))
+    claim = claim_of(method, config)
     if claim is None or claim.budget.server_trusted or config.run.deterministic or delta < claim.budget.delta:
         return math.inf
     return claim.budget.epsilon

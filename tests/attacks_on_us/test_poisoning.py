@@ -27,7 +27,7 @@ from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.federation.rules import check, sums_of
 from fedveil.federation.shares import bounded
-from fedveil.privacy.dp_sgd import checked_claim
+from fedveil.privacy.claims import checked_claim
 from fedveil.records import disclosure
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings

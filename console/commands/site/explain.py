@@ -22,13 +22,15 @@ from fedveil.console.flower.bundle import built
 from fedveil.console.run_config import overrides
 from fedveil.console.runs.disclosure import words_of
 from fedveil.console.runs.masked import Masked
+from fedveil.contract.budget import stated
 from fedveil.contract.layout import Direction, Field
 from fedveil.contract.method import REPORT_FIELDS, fields_of
 from fedveil.errors import PolicyError
 from fedveil.federation.exchange import Exchange
 from fedveil.foreign import shown
 from fedveil.guard import signature
-from fedveil.privacy.dp_sgd import DpSgd, claim_of
+from fedveil.privacy.claims import claim_of
+from fedveil.privacy.in_sum import InSum
 from fedveil.privacy.promised import epsilon
 
 
@@ -90,7 +92,7 @@ def explained(
         "fields leave this site.",
         "Rows, prepared rows and the method's private state stay in this site's own folders.",
     ]
-    found, claim = epsilon(exchange.method, config, delta), claim_of(exchange.method, DpSgd.of(config.dp))
+    found, claim = epsilon(exchange.method, config, delta), claim_of(exchange.method, config)
     if config.run.deterministic:
         lines.append("Epsilon: not private: seeded noise (run.deterministic).")
     elif claim is None:
@@ -104,6 +106,11 @@ def explained(
             f"Epsilon: at most {found:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any row, over "
             "this and all earlier runs; this site's ledger stops the run before."
         )
+    if isinstance(claim, InSum):
+        lines.append(f"Its {claim.words}.")
+        if not math.isinf(found):
+            alone = stated(claim.against_all(found), claim.budget.delta, claim.budget.neighbours)
+            lines.append(f"Against the server and all other sites together, rows so charged have about {alone}.")
     of_sums = ["In this run, of the sum over sites in the place of a single one's:"] if masked else []
     return [*lines, "", *of_sums, *words_of(exchange.name)]
 

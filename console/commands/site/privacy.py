@@ -46,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--exchange", choices=("batch", "epoch"), default="batch", help="what a participation is")
     plan.add_argument(
+        "--honest",
+        type=int,
+        metavar="H",
+        help='with secure.noise = "sum": secure.min-sites less secure.colluding; epsilon then has a second figure, '
+        "against the server and all other sites together",
+    )
+    plan.add_argument(
         "--neighbours",
         type=Neighbours,
         choices=list(Neighbours),
@@ -60,6 +67,11 @@ def run(args: argparse.Namespace) -> int:
     check_delta(args.delta)
     if args.exchange == "batch" and args.steps != 1:
         raise ConfigError(f"--steps: expected 1 with --exchange batch, found {args.steps}; use --exchange epoch")
+    if args.honest is not None and (args.honest < 1 or args.steps != 1 or args.sampling == "fixed"):
+        raise ConfigError(
+            f"--honest: expected at least 1, with --steps 1 and batches that are not fixed, found {args.honest}, "
+            f"--steps {args.steps}, {args.sampling}; a second step between two sums would have no noise before it"
+        )
     plans = [Plan(args.rounds, args.steps, args.batch, rows, args.neighbours) for rows in args.sites]
     costs = [_cost(args, plan) for plan in plans]
     local, shared = args.noise_local, args.noise_global
@@ -76,13 +88,16 @@ def run(args: argparse.Namespace) -> int:
         local = shared = _rounded_up(max(needed) * math.sqrt(2))  # two releases a step share it
     elif min(local, shared) < 0 or not math.isfinite(local + shared):
         raise ConfigError(f"--noise-local: expected finite numbers of at least 0, found {local} and {shared}")
-    table = Table(
-        "rows", "batch", "needs z (local = global)", "epsilon", title=f"delta {args.delta:g}, {args.neighbours}"
-    )
+    seconds = [] if args.honest is None else ["against all others together"]
+    title = f"delta {args.delta:g}, {args.neighbours}"
+    table = Table("rows", "batch", "needs z (local = global)", "epsilon", *seconds, title=title)
     for plan, cost, z in zip(plans, costs, needed, strict=True):
-        found = accounting.epsilon(cost(joint(local, shared)), args.delta, args.neighbours)
+        figures = [cost(joint(local, shared)), *(cost(_own(args, local, shared)) for _ in seconds)]
+        found = [
+            stated(accounting.epsilon(c, args.delta, args.neighbours), args.delta, args.neighbours) for c in figures
+        ]
         needs = f"{z * math.sqrt(2):.4f}" if z else "-"
-        table.add_row(str(plan.examples), str(plan.batch), needs, stated(found, args.delta, args.neighbours))
+        table.add_row(str(plan.examples), str(plan.batch), needs, *found)
     console = Console(highlight=False)
     console.print(table)
     alone = f"; noisy steps, with one release a step: dp.noise = {_rounded_up(joint(local, shared)):.6g}"
@@ -94,7 +109,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cost(args: argparse.Namespace, plan: Plan) -> Callable[[float], Any]:
-    return lambda z: accounting.spent(z, args.sampling, plan, args.exchange == "batch")
+    def charges(z: float) -> Any:
+        found = accounting.spent(z, args.sampling, plan, args.exchange == "batch")
+        return found if args.honest is None else accounting.in_sum(found, {})
+
+    return charges
+
+
+def _own(args: argparse.Namespace, local: float, shared: float) -> float:
+    """The multiplier of a look with the site's own share of the noise; of noisy steps all of it is shared out."""
+    root = math.sqrt(args.honest)
+    return joint(local, shared) / root if args.noise is not None else joint(local, shared / root)
 
 
 def _rounded_up(value: float) -> float:

@@ -84,4 +84,4 @@ class LocalSums:
         for site, attached in attempt.uploads.items():
             if attached.next is not None:
                 self.coordinator.keep(site, attached.next)
-        return RingSums(summed.slots, attempt.plan.ring, attempt.total(), clear)
+        return RingSums(summed.slots, summed.ring(attempt.plan), attempt.total(), clear)

@@ -4,7 +4,8 @@
 
 C is the bound, K the most summands, M the largest weight. No sum of K integers wraps: each is at most S M C + 1/2 in
 absolute value; the last term is what fp64 may round up by, 0 for w = 32. Rounding moves a weighted mean by at most
-K / (2 S W) with W the sum of the weights: for equal weights, by K C 2^-w.
+K / (2 S W) with W the sum of the weights: for equal weights, by K C 2^-w. Where sites add noise, S is no
+larger than the noise makes sensible (`finest`).
 
 | case | what happens |
 |---|---|
@@ -38,12 +39,16 @@ class Ring:
         most_summands: K.
         most_weight: M; weights are whole numbers from 1 to M.
         bound: C, on the absolute value of an entry.
+        finest: the largest S that is made use of.
+        noise: the largest integer that a site adds to an entry.
     """
 
     bits: int
     most_summands: int
     most_weight: int
     bound: float
+    finest: float = math.inf
+    noise: int = 0
 
     def __post_init__(self) -> None:
         if self.bits not in (32, 64):
@@ -55,6 +60,8 @@ class Ring:
                 f"expected at most {1 << (self.bits - 2)} for summands times weight in {self.bits} bits, found "
                 f"{self.most_summands * self.most_weight}"
             )
+        if self.noise and self.most_summands * (self.largest + self.noise) >= 1 << (self.bits - 1):
+            raise ValueError(f"noise: expected less, found {self.noise}, with which a sum would wrap")
         if not math.isfinite(self.scale * self.most_weight):
             raise ValueError(f"bound: expected one whose integers can be counted, found {self.bound}; raise it")
 
@@ -67,7 +74,12 @@ class Ring:
     def scale(self) -> float:
         """S, integers a unit of weight times value."""
         room = (1 << (self.bits - 1)) - 1 - self.most_summands - ((1 << self.bits) >> 51)
-        return room // (self.most_summands * self.most_weight) / self.bound
+        return min(room // (self.most_summands * self.most_weight) / self.bound, self.finest)
+
+    @property
+    def largest(self) -> int:
+        """No integer of a value is larger."""
+        return math.ceil(self.scale * self.most_weight * self.bound) + 1
 
     @property
     def step(self) -> float:

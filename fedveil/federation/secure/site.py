@@ -53,11 +53,13 @@ class Demands:
         min_cohort: sites of a cohort, and of a sum.
         min_threshold: shares that open a secret.
         roster: digest of the federation's signing keys; "" = the server's word is taken for them.
+        colluding: other holders that may work together with a server that lies, and must open no secret.
     """
 
     min_cohort: int = 2
     min_threshold: int = 2
     roster: str = ""
+    colluding: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Site:
                 raise PolicyError(f"roster: expected the signing key of {member.name} as it has it, found another")
 
     def _require_threshold(self, membership: Membership) -> None:
-        least = max(self.demands.min_threshold, membership.count // 2 + 1)
+        least = max(self.demands.min_threshold, (membership.count + self.demands.colluding) // 2 + 1)
         if membership.threshold < least:
             raise PolicyError(
                 f"secure.threshold: this site permits at least {least} of {membership.count} holders, found "

@@ -186,7 +186,8 @@ class RingSums:
         for slot in self._slots.values():
             values = self._ring.decode(self._total[slot.start : slot.start + slot.values])
             weights = torch.from_numpy(self._weights(slot).astype(np.float64)).reshape(slot.weights_shape)
-            most = (self._ring.bound * weights + 1).expand(slot.shape).flatten()  # rounding adds less than 1
+            more = 1 + len(self.clear) * self._ring.noise / self._ring.scale  # rounding adds less than 1
+            most = (self._ring.bound * weights + more).expand(slot.shape).flatten()
             norm = float(torch.linalg.vector_norm(values)) / max(float(weights.max()), 1.0) if slot.values else 0.0
             if bool((values.abs() > most).any()) or norm > max_norm:
                 raise WireError(

@@ -3,12 +3,13 @@
     sum        the vector, `ring.bits` an entry: uniform to whoever has not all of its masks
     attached   shares of the mask's secret, and the site's next prekey (statements.py)
 
-Its header says neither examples nor figures of the training: they are summands, or they are not sent.
+Its header says neither examples nor figures of the training: they are summands, or they are not sent. Where the noise
+of a claim is in the sum (privacy/in_sum.py), a site adds its share to the integers before it masks them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import INFO, WARNING, getLogger
 from typing import cast
@@ -18,17 +19,24 @@ import torch
 from torch import Tensor
 
 from fedveil.contract.address import Address
+from fedveil.contract.budget import Claim
 from fedveil.contract.codec import Buffer
 from fedveil.contract.layout import Field, Layout, Payload
 from fedveil.contract.method import RoundContext, State
+from fedveil.contract.sums import Terms
 from fedveil.contract.trainer import Trainer
-from fedveil.errors import WireError
+from fedveil.errors import ConfigError, WireError
 from fedveil.federation.exchange import Exchange, Participate
 from fedveil.federation.secure.forms import MOST_SITES
 from fedveil.federation.secure.masks import Integers
+from fedveil.federation.secure.ring import Ring
 from fedveil.federation.secure.site import Site
 from fedveil.federation.secure.statements import Attached, Plan
 from fedveil.federation.secure.summands import Slots
+from fedveil.privacy import discrete
+from fedveil.privacy.dp_sgd import NoisyTrainer
+from fedveil.privacy.in_sum import InSum
+from fedveil.privacy.noise import Source
 from fedveil.wire import integers
 from fedveil.wire.conformity import bounds
 from fedveil.wire.envelope import Message, Stamp, packed, unpack
@@ -41,23 +49,102 @@ _MOST_ATTACHED = MOST_SITES * 2 * (88 + 64 + 8) + 4096  # characters: names and 
 
 
 @dataclass(frozen=True)
+class SharedNoise:
+    """The noise of one round's uploads.
+
+    Attributes:
+        claim: what it must be.
+        slots: of the vector. All values have noise; numbers of sites and of examples depend on no row and have none.
+    """
+
+    claim: InSum
+    slots: Slots
+
+    @property
+    def entries(self) -> int:
+        """d."""
+        return sum(slot.values for slot in self.slots.slots)
+
+    def ring(self, ring: Ring) -> Ring:
+        """The same ring with integers that fit the noise. Raises ConfigError where none do."""
+        room = ((1 << (ring.bits - 1)) - 1 - ((1 << ring.bits) >> 51)) / ring.most_summands
+        finest = self.claim.scale(self.entries, ring.bound, room)
+        return replace(ring, finest=finest, noise=discrete.largest(self.deviation(replace(ring, finest=finest))))
+
+    def deviation(self, ring: Ring) -> float:
+        """sigma_i, in the integers of such a ring."""
+        return self.claim.deviation(ring.scale, self.entries, ring.bound)
+
+    def add(self, vector: Integers, ring: Ring, source: Source) -> None:
+        """Adds the share to a vector, in place."""
+        sigma = self.deviation(ring)
+        for slot in self.slots.slots:
+            values = vector[slot.start : slot.start + slot.values]
+            values += discrete.gaussian(slot.values, sigma, source).astype(f"<i{ring.bits // 8}").view(ring.dtype)
+
+
+def require_the_step_alone(
+    trainer: Trainer, private: State | None, payload: Payload, terms: Terms, bound: float
+) -> None:
+    """Checks that a method has made nothing else of a step that has no noise yet.
+
+    Only the sum has noise. So what the method sends must be the stepped weights themselves, or their change: of
+    anything else nobody knows by how much a row moves it. And it may keep nothing, for a later upload would depend on
+    it.
+
+    Raises:
+        ConfigError: it has made something else, or weights were received that are above the bound; the upload is
+            withheld.
+    """
+    if not isinstance(trainer, NoisyTrainer):  # a method with noise of its own says itself what it sends
+        return
+    found = ""
+    if private is not None:
+        found = "one that keeps state at the site"
+    if payload.scalars:
+        found = f"one that sends {', '.join(payload.scalars)} in clear"
+    stepped, started = trainer.without_noise or {}, trainer.started
+    for term in terms.tensors:
+        name, mask = term.name, torch.ones((), dtype=torch.bool) if term.mask is None else term.mask.cpu()
+        value = torch.where(mask, term.value.cpu().float(), 0.0)
+        own = (stepped[name], stepped[name] - started[name]) if name in stepped else ()
+        if not any(torch.equal(value, torch.where(mask, w.cpu().float(), 0.0)) for w in own):
+            found = f"one that makes something else of {name}"
+        elif float(started[name].abs().max()) > bound:
+            found = f"{name} received with values above secure.bound, {bound:g}"
+    if found:
+        raise ConfigError(
+            f'secure.noise: expected a method that sends trained weights as they are, or their change, with "sum", '
+            f"found {found}; "
+            'choose another method or other fields, or set secure.noise to "site"'
+        )
+
+
+@dataclass(frozen=True)
 class Summed:
     """A method's uploads of one round, as they are summed unseen.
 
     Attributes:
         slots: of the vector.
         bits: of the ring.
+        noise: what each site adds to its vector, if the noise of the run's claim is in the sum.
     """
 
     exchange: Exchange
     round: int
     slots: Slots
     bits: int
+    noise: SharedNoise | None = None
 
     @classmethod
-    def of(cls, exchange: Exchange, round_: int, bits: int) -> Summed:
-        """Of one round."""
-        return cls(exchange, round_, Slots.of(exchange, round_), bits)
+    def of(cls, exchange: Exchange, round_: int, bits: int, claim: Claim | None = None) -> Summed:
+        """Of one round, in a run with this claim."""
+        slots = Slots.of(exchange, round_)
+        return cls(exchange, round_, slots, bits, SharedNoise(claim, slots) if isinstance(claim, InSum) else None)
+
+    def ring(self, plan: Plan) -> Ring:
+        """What the integers of a plan stand for. Raises WireError, ConfigError where none fit."""
+        return self.noise.ring(plan.ring) if self.noise else plan.ring
 
     @cached_property
     def layout(self) -> Layout:
@@ -78,17 +165,22 @@ class Summed:
         """A client's whole turn under a plan, as `Exchange.participate`, with a masked upload.
 
         The turn raises PolicyError and WireError as `Site.begin` does, before anything is trained, and ConfigError for
-        a method that cannot be summed unseen.
+        a method that cannot be summed unseen, or that noise in the sum does not cover.
         """
 
         def participate(
             data: Buffer, private: State | None, trainer: Trainer, ctx: RoundContext, turn: str = ""
         ) -> tuple[State | None, list[Buffer]]:
-            ring = site.begin(plan)
+            site.begin(plan)
+            ring = self.ring(plan)
             received = [self.exchange.opened(data, ctx)]
             del data
             private, payload, _ = self.exchange.trained(private, received, trainer, ctx)
             vector, clipped = self.slots.vector(self.exchange, payload, trainer.num_examples, self.round, ring)
+            if self.noise:
+                terms = self.exchange.method.terms(payload, ring.most_weight, self.exchange.spec, ctx)
+                require_the_step_alone(trainer, private, payload, terms, ring.bound)
+                self.noise.add(vector, ring, ctx.noise("noise in the sum"))
             log.log(WARNING if clipped else INFO, "masked; %s entries were clipped to +-%g", clipped, ring.bound)
             return private, self._packed(payload, vector, site.mask(plan, vector), ctx, turn if private else "")
 

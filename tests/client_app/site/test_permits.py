@@ -34,7 +34,7 @@ def printed(capsys, config: dict) -> str:
     return capsys.readouterr().out
 
 
-OTHERS = {"secure.ring-bits": 64, "secure.neighbours": 2,
+OTHERS = {"secure.ring-bits": 64, "secure.neighbours": 2, "secure.noise": "sum",
     "method.name": "fedrand", "method.fields": "", "task.partition": "natural", "train.precision": "bf16",
     "train.optimiser": "adamw-8bit",
     "train.quantized-base": "8bit", "evaluate.generate": "never", "dp.neighbours": "add-or-remove-one",

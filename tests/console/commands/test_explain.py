@@ -8,10 +8,12 @@ from fedveil import rng, strategies
 from fedveil.config import parse
 from fedveil.console.commands.site import explain
 from fedveil.console.main import main
+from fedveil.contract.budget import Neighbours
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import spec_of
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
+from fedveil.privacy import accounting
 from fedveil.privacy.promised import epsilon
 from fedveil.wire.envelope import describe
 from tests.conftest import ToyTrainer
@@ -78,3 +80,19 @@ def test_epsilon_is_the_methods_budget_and_infinite_where_nothing_keeps_it():
     assert epsilon(private, config, 1e-7) == float("inf")
     assert epsilon(private, parse({"run.deterministic": True}), 1e-5) == float("inf")
     assert epsilon(strategies.create("fedavg"), config, 1e-5) == float("inf")
+
+
+def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(lora_spec):
+    """h = 5 - 1: the site's own share alone has half of the multiplier."""
+    flat = {
+        "dp.clip": 1.0, "dp.noise": 2.0, "dp.epsilon": 3.0, "train.max-steps": 1, "secure.enabled": True,
+        "secure.noise": "sum", "secure.min-sites": 5,
+    }  # fmt: skip
+    exchange = Exchange(strategies.create("fedavg"), "fedavg", lora_spec)
+    said = "\n".join(explain.explained(exchange, parse(flat), 1e-5))
+    assert "Epsilon: at most 3 at delta = 1e-05" in said
+    assert "Its noise is in the sum: the claim counts on 4 honest sites" in said
+    once = accounting.multiplier_for(lambda z: {("summed", 0, 0, z): 1}, 3.0, 1e-5, Neighbours.REPLACE_ONE)
+    alone = accounting.epsilon({("summed", 0, 0, once / 2): 1}, 1e-5, Neighbours.REPLACE_ONE)
+    assert f"together, rows so charged have about epsilon {alone:.4g}" in said
+    assert "Its noise is in the sum" not in "\n".join(explain.explained(exchange, parse({}), 1e-5))

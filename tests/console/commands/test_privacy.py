@@ -10,6 +10,8 @@ from fedveil.console.main import main
 from fedveil.console.report import privacy
 from fedveil.console.report import run_page as report
 from fedveil.console.runs.folder import Run
+from fedveil.contract.budget import Neighbours
+from fedveil.privacy import accounting
 
 PLAN = ["privacy", "plan", "--rounds", "20", "--batch", "8", "--sites", "40", "240"]
 
@@ -43,9 +45,27 @@ def test_a_plan_of_dp_sgd_there_and_back(capsys, monkeypatch):
     assert max(epsilons(back)) <= 2
 
 
+def test_a_plan_of_noise_in_the_sum_has_both_figures(capsys, monkeypatch):
+    """Against all others together dp.noise is a third of itself, of the private and the shared part the latter."""
+    monkeypatch.setenv("COLUMNS", "220")
+    whole = ["privacy", "plan", "--rounds", "10", "--batch", "40", "--sites", "40"]
+    assert main([*whole, "--noise", "6", "--honest", "9", "--exchange", "epoch"]) == 0
+    counted, alone = epsilons(capsys.readouterr().out)
+    assert main([*whole, "--noise", "2", "--honest", "1", "--exchange", "epoch"]) == 0
+    assert epsilons(capsys.readouterr().out) == [alone, alone]
+    assert 0 < counted < alone
+    assert main([*whole, "--noise-local", "6", "--noise-global", "6", "--honest", "9"]) == 0
+    assert epsilons(capsys.readouterr().out)[1] == pytest.approx(
+        accounting.epsilon({("summed", 0, 0, (1 / 36 + 9 / 36) ** -0.5): 10}, 1e-5, Neighbours.REPLACE_ONE), rel=1e-3
+    )
+
+
 @pytest.mark.parametrize(
     "extra, named",
     [
+        (["--epsilon", "1", "--honest", "0"], "--honest"),
+        (["--epsilon", "1", "--honest", "2", "--exchange", "epoch", "--steps", "3"], "--honest"),
+        (["--epsilon", "1", "--honest", "2", "--sampling", "fixed"], "--honest"),
         (["--epsilon", "0"], "epsilon"),
         (["--epsilon", "-1"], "epsilon"),
         (["--epsilon", "1", "--delta", "0"], "delta"),

@@ -19,7 +19,8 @@ from fedveil.contract.trainer import Batch, PerSample
 from fedveil.errors import BudgetError, ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy import accounting
-from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer, checked_claim, claim_of
+from fedveil.privacy.claims import checked_claim, claim_of
+from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
 from fedveil.privacy.ledger import Ledger
 from fedveil.privacy.metered import MeteredRows
 from fedveil.privacy.promised import epsilon
@@ -101,7 +102,7 @@ def test_any_method_that_trains_takes_it(name):
     claim = claimed(name)
     assert claim.budget == Budget(3.0, 1e-5, Neighbours.REPLACE_ONE)
     assert claim.privacy_spent(Plan(3, 2, 4, 40, Neighbours.REPLACE_ONE)) == {("poisson", 40, 4, 1.1): 6}
-    assert claim_of(strategies.create(name), None) is None
+    assert claim_of(strategies.create(name), parse({})) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""At one epsilon, noise at every site beside noise in the sum of all sites, at several numbers of sites.
+
+A seed takes `rows_a_site` training pictures for each of the most sites, at random, and every number of sites uses as
+many of them. A round is one step on all of a site's rows, so that no sampling hides in the comparison. What is scored
+is the shared prompt alone: only it gains. Rows of a result:
+
+| row | which model |
+|---|---|
+| zero-shot | the CLIP as it is, "a photo of a" before the names: nothing was learned |
+| N sites, start | the shared prompt before the first round |
+| N sites, no noise | rows' gradients are clipped as in the others |
+| N sites, at the site | every site adds all of the noise |
+| N sites, in the sum | each of N sites adds a share; two thirds of them, rounded up, are counted on |
+| ..., noise only | the same run with every row's gradient set to zero |
+
+| metric | what |
+|---|---|
+| right | per cent of the test pictures, all classes |
+| z | noise on what is summed over the clipping bound, wherever it is |
+| noise on the mean | its norm, over the clipping bound of one row's part in the mean of a site |
+| epsilon, epsilon against all | by the accountant: as claimed; against the server and all other sites together |
+
+Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fedveil import rng, strategies
+from fedveil.benchmarks.common import resampling, seeds
+from fedveil.benchmarks.common.federations import federation
+from fedveil.benchmarks.common.forwarding import Dark
+from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.dp_fpl import accuracy, federated_prompts
+from fedveil.benchmarks.dp_fpl.federated_prompts import Sites
+from fedveil.benchmarks.run import Options, Outcome
+from fedveil.config import RunConfig
+from fedveil.contract.budget import Plan
+from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.trainer import Trainer
+from fedveil.federation.exchange import Exchange
+from fedveil.models.clip_towers import EncodedImage
+from fedveil.privacy import accounting
+from fedveil.privacy.claims import claim_of
+from fedveil.strategies.dp_fpl import DpFpl
+
+ZERO, START, CLEAR, SITE, SUM = "zero-shot", "start", "no noise", "at the site", "in the sum"
+_DRAW = "rows"
+
+
+def run(settings: dict[str, Any], options: Options) -> Outcome:
+    """Every number of sites, one run for each seed."""
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
+    figures = {
+        name: resampling.over_seeds([Figure.from_json(answer[name]["right"]) for answer in answers])
+        for name in answers[0]
+    }
+    rows = []
+    for name, figure in figures.items():
+        metrics = {"right": resampling.interval(figure)}
+        for key, value in answers[0][name].items():
+            if key != "right" and value is not None:
+                metrics[key] = resampling.interval(resampling.fixed(value))
+        rows.append({"name": name, "metrics": metrics})
+    config = settings["config"]
+    said = (
+        f"this run: {settings['rows_a_site']} rows a site, {config['run.rounds']} rounds of one step on all of them, "
+        f"{settings['classes']} classes, epsilon {settings['epsilon']:g}; {len(answers)} seeds"
+    )
+    return Outcome(rows, verdicts(figures, settings["sites"]), [said])
+
+
+def verdicts(figures: Mapping[str, Figure], sites: Sequence[int]) -> list[str]:
+    """Whether each row stands above its controls, and what it would take where none does."""
+    found, won = [], False
+    for count in sites:
+        pairs = [(CLEAR, None), *((where, federated_prompts.blind(where)) for where in (SITE, SUM))]
+        for mine, control in pairs:
+            others = [ZERO, _label(count, START), *([_label(count, control)] if control else [])]
+            told = [resampling.difference(figures[_label(count, mine)], figures[other]) for other in others]
+            shown = "; ".join(f"less {o}: {resampling.shown(d, '+.1f')}" for o, d in zip(others, told, strict=True))
+            above = all(resampling.told(d) == "higher" for d in told)
+            won = won or (above and mine != CLEAR)
+            found.append(
+                f"{_label(count, mine)}: {shown}: {'above all of them' if above else 'not told apart from all'}."
+            )
+        d = resampling.difference(figures[_label(count, SUM)], figures[_label(count, SITE)])
+        found.append(f"{_label(count, SUM)} less {SITE}: {resampling.shown(d, '+.1f')}: {resampling.told(d)}.")
+    return [*found, "A private row stands above its controls." if won else "Not decided: no private row does."]
+
+
+def _label(count: int, name: str) -> str:
+    return f"{count} sites, {name}"
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """What `run` asks of each seed."""
+    most = max(settings["sites"])
+    loaded = federated_prompts.load({**settings, "clients": 1}, seed, options)
+    pool = [row for rows in loaded.rows.values() for row in rows]
+    random.Random(seed).shuffle(pool)
+    each = min(settings["rows_a_site"], len(pool) // most)
+    parts = {f"site-{i:02d}": pool[i * each : (i + 1) * each] for i in range(most)}
+    options.say(f"seed {seed}: {each} rows at each of {most} sites")
+    rows: dict[str, Any] = {ZERO: {"right": _figure(loaded.zero_shot(), loaded, seed)}}
+    for count in settings["sites"]:
+        sites = replace(loaded, rows=dict(list(parts.items())[:count]))
+        for name in (START, CLEAR, SITE, federated_prompts.blind(SITE), SUM, federated_prompts.blind(SUM)):
+            started = time.perf_counter()
+            found = _federated(sites, settings, name)
+            label = _label(count, name)
+            rows[label] = {"right": _figure(found.pop("right"), sites, seed), **found}
+            options.say(f"seed {seed}: {label}: {rows[label]['right'][0]:.1f}; {time.perf_counter() - started:.0f} s")
+    return rows
+
+
+def _federated(sites: Sites, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """One run: what its shared prompt names rightly, and its costs."""
+    where, dark = name.partition(",")[0], name.endswith("noise only")
+    count, each = len(sites.rows), len(next(iter(sites.rows.values())))
+    flat = {
+        **sites.flat, **settings["config"], "train.batch-size": each, "train.max-steps": 1, "method.name": "dp_fpl",
+        "method.fields": settings["fields"],
+    }  # fmt: skip
+    if where == SUM:
+        colluding = count - math.ceil(2 * count / 3)
+        flat |= {
+            "secure.enabled": True,
+            "secure.noise": "sum",
+            "secure.min-sites": count,
+            "secure.colluding": colluding,
+        }
+    if where == START:
+        flat["run.rounds"] = 1
+    task = federated_prompts.prompt_task(sites, {"name": "dp_fpl", "fields": settings["fields"], "config": flat})
+    plan = Plan(settings["config"]["run.rounds"], 1, each, each, _plain(settings).neighbours)
+    method, costs = _noised(settings, task.config, plan, where)
+    exchange = Exchange(method, "dp_fpl", task.spec)
+
+    def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
+        return Dark(local) if dark else local
+
+    initial = task.initial(rng.initial(sites.seed, "weights"))
+    done = federation(exchange, task.config, task, sites.rows, initial, around=around)
+    if where != START:
+        done.run()
+    test: Sequence[EncodedImage] = sites.test
+    if "z" in costs:
+        honest = math.ceil(2 * count / 3) if where == SUM else 1
+        entries = sum(math.prod(t.shape) for t in task.spec.values())
+        costs["noise on the mean"] = costs["z"] * math.sqrt(entries / count / honest)
+    return {"right": federated_prompts.right(task, done.deployed()["server"], test), **costs}
+
+
+def _plain(settings: Mapping[str, Any]) -> DpFpl:
+    method = strategies.create("dp_fpl", settings["fields"])
+    assert isinstance(method, DpFpl), "the preset's fields are DP-FPL's"
+    return method
+
+
+def _noised(settings: Mapping[str, Any], config: RunConfig, plan: Plan, where: str) -> tuple[Method, dict[str, float]]:
+    """The method with the noise that the preset's epsilon takes, most of it on what stays at the site."""
+    plain, share = _plain(settings), float(settings["local_over_global"])
+    if where in (START, CLEAR):
+        return replace(plain, noise_local=0.0, noise_global=0.0), {}
+
+    def noisy(z: float) -> DpFpl:
+        return replace(plain, noise_local=share * z, noise_global=z)
+
+    def charges(z: float) -> Any:
+        claim = claim_of(noisy(z), config)
+        assert claim is not None
+        return claim.privacy_spent(plan)
+
+    z = accounting.multiplier_for(charges, settings["epsilon"], plain.delta, plain.neighbours)
+    spent = charges(z)
+    costs = {"z": z, "epsilon": accounting.epsilon(spent, plain.delta, plain.neighbours)}
+    alone = accounting.epsilon(accounting.against_all(spent), plain.delta, plain.neighbours)
+    return noisy(z), costs | ({"epsilon against all": alone} if alone < math.inf else {})
+
+
+def _figure(right: Any, sites: Sites, seed: int) -> Any:
+    labels = [row.label for row in sites.test]
+    return accuracy.accuracy([right], labels, [set(labels)], True, seed).to_json()

@@ -1,0 +1,236 @@
+"""Shares of noise in masked vectors, and whole rounds in which the sum alone has enough of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedveil import rng, strategies
+from fedveil.adapters.prompt import Prompt
+from fedveil.config import parse
+from fedveil.contract.method import RoundContext
+from fedveil.contract.spec import TensorSpec
+from fedveil.errors import ConfigError, PolicyError, QuorumError
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.federation.secure.ring import Ring
+from fedveil.federation.secure.site import Demands
+from fedveil.federation.secure.statements import Unmask
+from fedveil.federation.secure.summands import Slot, Slots
+from fedveil.federation.secure.uploads import SharedNoise, Summed
+from fedveil.privacy import discrete
+from fedveil.privacy.claims import claim_of
+from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
+from tests.conftest import ToyTrainer
+from tests.fedveil.federation.secure import sites as few
+from tests.prompt_toy import LENGTH, WIDTH, local_of
+
+SITES = ["a", "b", "c", "d"]
+FLAT = {
+    "secure.enabled": True, "secure.noise": "sum", "secure.min-sites": 4, "secure.bound": 4.0, "dp.clip": 2.0,
+    "dp.noise": 1.5, "dp.learning-rate": 0.5, "train.max-steps": 1, "train.batch-size": 2, "run.rounds": 1,
+    "run.deterministic": True,
+}  # fmt: skip
+FPL = {
+    "rank": 3,
+    "adapter": Prompt(LENGTH),
+    "noise_local": 0.5,
+    "noise_global": 1.5,
+    "clip_global": 0.3,
+    "learning_rate": 1.0,
+}
+
+
+class OneStep(ToyTrainer):
+    """Rows that say the same, and one step a turn."""
+
+    steps = 1
+
+
+def federation(name: str = "fedavg", method=None, sites=SITES, trainer=None, **changes) -> Federation:
+    flat = FLAT | {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
+    method = method or strategies.create(name)
+    spec = dict(method.adapter.example_spec()) if trainer is None else {"prompt": TensorSpec((LENGTH, WIDTH))}
+    exchange = Exchange(method, name, spec)
+    generator = torch.Generator().manual_seed(31415)
+    weights = {n: 0.1 * torch.randn(t.shape, generator=generator) for n, t in spec.items()}
+    state = method.init(spec, weights, rng.initial(0, "method init"))
+    return Federation(exchange, parse(flat), trainer or (lambda site, ctx: OneStep(spec, 9)), list(sites), state)
+
+
+def noise_of(run: Federation, round_: int = 0, summands: int = 4) -> tuple[SharedNoise, Ring]:
+    noise = Summed.of(run.exchange, round_, 32, run._claim).noise
+    assert noise is not None
+    return noise, noise.ring(Ring(32, summands, 1, 4.0))
+
+
+def shares(run: Federation, round_: int = 0) -> dict[str, torch.Tensor]:
+    """The sum of all sites' noise by name, in units of the mean, drawn once more."""
+    noise, ring = noise_of(run, round_)
+    total = np.zeros(noise.slots.length, ring.dtype)
+    for site in run.sites:
+        noise.add(total, ring, run._context(round_, site, run._client_secrets[site]).noise("noise in the sum"))
+    found = {}
+    for slot in noise.slots.slots:
+        found[slot.name] = ring.decode(total[slot.start : slot.start + slot.values]).reshape(slot.shape) / len(SITES)
+    return found
+
+
+def test_the_sum_of_the_honest_sites_has_the_variance_that_an_epsilon_counts():
+    """h = 4 - 1 sites: z P S of the exact Gaussian, and what rounding adds. Within 5 standard errors."""
+    claim = claim_of(strategies.create("fedavg"), parse(FLAT))
+    slots = Slots((Slot("w", (400, 300), (), 0),))
+    noise = SharedNoise(claim, slots)
+    ring = noise.ring(Ring(32, 4, 1, 4.0))
+    total = np.zeros(slots.length, ring.dtype)
+    for i in range(3):
+        noise.add(total, ring, rng.Stream.derive(bytes(32), i, "a", "x").bytes)
+    values = ring.decode(total[:-2]).numpy()
+    assert total[-2:].tolist() == [0, 0]  # the weight and the examples
+    wanted = 1.5 * 0.5 * 2.0 / 2 * (1 + claim.excess(ring.scale, 120_000, 4.0))
+    assert values.std() == pytest.approx(wanted, rel=5 / (2 * len(values)) ** 0.5)
+    assert claim.excess(ring.scale, 120_000, 4.0) < 0.02
+    assert abs(values.mean()) < 5 * wanted / len(values) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["fedavg", "promptfl"])
+def test_the_model_after_a_round_is_the_clear_one_plus_that_noise(name):
+    noisy, clear = federation(name), federation(name, secure__enabled=False, secure__noise="site", dp__noise=0.0)
+    expected, noise = clear.run().tensors, shares(noisy)
+    _, ring = noise_of(noisy)
+    for n, tensor in noisy.run().tensors.items():
+        torch.testing.assert_close(
+            tensor.double(), expected[n].double() + noise[n], rtol=1e-6, atol=2 / ring.scale + 1e-7
+        )
+        assert float(noise[n].abs().max()) > 10 / ring.scale
+
+
+def test_dp_fpl_sends_its_shared_part_without_noise_and_keeps_the_private_one_noised():
+    method = strategies.create("dp_fpl")
+    method = replace(method, **FPL)
+    quiet = replace(method, noise_global=0.0)
+    trainer = lambda site, ctx: local_of(12, 1 + ord(site), batch_size=4)  # noqa: E731
+    dp = {key.replace(".", "__").replace("-", "_"): 0.0 for key in ("dp.clip", "dp.noise")} | {"dp__learning_rate": 0.1}
+    noisy = federation("dp_fpl", method=method, trainer=trainer, train__batch_size=4, **dp)
+    clear = federation(
+        "dp_fpl", method=quiet, trainer=trainer, secure__enabled=False, secure__noise="site", train__batch_size=4, **dp
+    )
+    expected, noise, server = clear.run().tensors["prompt"], shares(noisy)["prompt"], noisy.run().tensors["prompt"]
+    _, ring = noise_of(noisy)
+    torch.testing.assert_close(server.double(), expected.double() - noise, rtol=0, atol=2 / ring.scale + 1e-6)
+    assert float(noise.abs().max()) > 100 / ring.scale
+    for site in SITES:
+        assert torch.equal(noisy.private[site].tensors["prompt"], clear.private[site].tensors["prompt"])
+    silent = federation("dp_fpl", method=replace(method, noise_local=1e-9), trainer=trainer, train__batch_size=4, **dp)
+    silent.run()
+    assert not torch.equal(silent.private["a"].tensors["prompt"], noisy.private["a"].tensors["prompt"])
+
+
+def test_sums_of_noise_under_names_that_no_site_has_sent_are_believed_and_have_no_mean():
+    """Which sites had something to send under a name stands in the weights alone."""
+    run = federation()
+    attempt = run._unseen.begin(0, 0, SITES)
+    summed = Summed.of(run.exchange, 0, 32, run._claim)
+    clear = {}
+    for site in SITES:
+        message, vector, attached = summed.receive(
+            run._turn(0, site, summed.of_site(run._unseen.sites[site], attempt.plan))
+        )
+        attempt.add(site, vector, attached)
+        clear[site] = message.payload.scalars
+    sums = run._unseen.sums(attempt, summed, clear)
+    sums.check(1e6)
+    slots = summed.slots.slots
+    for slot in slots:
+        assert sums._total[slot.start : slot.start + slot.values].any()
+    loud = np.array(sums._total)
+    for slot in slots:  # as if no site had sent anything but its noise
+        loud[slot.start + slot.values : slot.end] = 0
+    quiet = type(sums)(summed.slots, summed.ring(attempt.plan), loud, clear)
+    quiet.check(1e6)
+    assert not any(quiet.mean(slot.name).any() for slot in slots)
+
+
+def test_a_sum_below_the_sites_that_are_counted_on_is_opened_by_nobody():
+    run = federation()
+    attempt = run._unseen.begin(0, 0, SITES)
+    summed = Summed.of(run.exchange, 0, 32, run._claim)
+    for site in SITES[:3]:
+        _, vector, attached = summed.receive(run._turn(0, site, summed.of_site(run._unseen.sites[site], attempt.plan)))
+        attempt.add(site, vector, attached)
+    with pytest.raises(QuorumError, match="secure.min-sites: expected a sum of at least 4 sites, found 3"):
+        attempt.questions()
+    uploads = {site: (None, attached) for site, attached in attempt.uploads.items()}
+    for holder in SITES:
+        asked = few.question(attempt.plan, attempt, holder, SITES[:3], uploads)
+        with pytest.raises(PolicyError, match="expected a sum of at least 4 sites"):
+            run._unseen.sites[holder].unmask(Unmask.of(asked.to_bytes()))
+    assert not attempt._opened
+
+
+def test_a_cohort_below_the_sites_that_are_counted_on_is_refused():
+    with pytest.raises(QuorumError, match="secure.min-sites: expected at least 4 sites with keys, found 3"):
+        federation(sites=SITES[:3]).run()
+
+
+AS_THEY_ARE = {"fedavg", "fedlpp", "promptfl"}
+
+
+@pytest.mark.parametrize("name", strategies.names())
+def test_only_methods_that_send_trained_weights_as_they_are_have_noise_in_the_sum(name):
+    """Others are refused at the site, with the upload withheld, or before."""
+    if name in AS_THEY_ARE:
+        federation(name).run()
+        return
+    with pytest.raises(ConfigError, match=r"secure\.noise: expected|found one (that sends a gradient|with steps of)"):
+        federation(name).run()
+
+
+def test_fedqsn_has_it_where_it_stretches_no_column():
+    federation("fedqsn", strategies.create("fedqsn", "server_rate = 0.0\nclient_rate = 0.0")).run()
+
+
+def test_received_weights_above_the_bound_are_refused():
+    with pytest.raises(ConfigError, match=r"received with values above secure.bound, 0.01"):
+        federation(secure__bound=0.01, dp__learning_rate=0.001).run()
+
+
+def test_a_second_look_in_a_turn_is_refused_before_it_looks():
+    ctx = RoundContext(0, "a", True, bytes(32), True, noise_in_sum=True)
+    spec = {"w": TensorSpec((2,))}
+    local = NoisyTrainer(spec, OneStep(spec, 9), DpSgd(1.0, 1.0, 0.5), ctx)
+    weights = {"w": torch.zeros(2)}
+    local.train(weights)
+    with pytest.raises(ConfigError, match=r"secure.noise: expected one step a turn"):
+        local.train(weights)
+    two = NoisyTrainer(spec, ToyTrainer(spec, 9), DpSgd(1.0, 1.0, 0.5), ctx)
+    with pytest.raises(ConfigError, match=r"secure.noise: expected one step a turn"):
+        two.train(weights)
+
+
+def test_the_noise_of_a_run_that_is_not_deterministic_is_the_operating_systems():
+    one, two = (federation(run__deterministic=False).run().tensors for _ in range(2))
+    assert all(not torch.equal(one[n], two[n]) for n in one)
+
+
+def test_sites_that_work_with_a_lying_server_must_open_no_secret():
+    """2 t > N + c: with c = 2 of N = 4, t = 3 is not enough."""
+    few.run(SITES, Demands(colluding=1), threshold=3).begin(0, 0, SITES)
+    with pytest.raises(PolicyError, match="secure.threshold: this site permits at least 4 of 4 holders, found 3"):
+        few.run(SITES, Demands(colluding=2), threshold=3).begin(0, 0, SITES)
+    assert parse(FLAT | {"secure.colluding": 2}).secure.feared == 2
+    assert parse(FLAT | {"secure.noise": "site"}).secure.feared == 0
+
+
+def test_no_sum_wraps_whatever_is_drawn():
+    run = federation()
+    noise, ring = noise_of(run)
+    assert ring.noise == discrete.largest(noise.deviation(ring))
+    most = math.ceil(ring.scale * ring.bound) + ring.noise
+    assert 4 * most < 2**31
+    with pytest.raises(ValueError, match="noise: expected less"):
+        replace(ring, noise=2**29)
