@@ -92,3 +92,4 @@ class ToyTraining:
             if step == self.orders["die_at_step"] and not marker.exists():
                 marker.touch()
                 os.kill(os.getpid(), signal.Signals[self.orders["die_by"]])
+                time.sleep(60)  # but for SIGKILL it may take a moment, in which this thread must not die again

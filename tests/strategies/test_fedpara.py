@@ -168,14 +168,14 @@ def test_the_private_pair_is_on_no_wire(tmp_path):
     tap = Tap(tmp_path)
     run = federation(FedPara(ADAPTERS["product"]), rounds=8, tap=tap)
     trained: list[dict[str, bytes]] = []
-    original = run._client_turn
+    original = run._turn
 
-    def recording(site, down, c):
-        up = original(site, down, c)
+    def recording(round_, site, participate):
+        up = original(round_, site, participate)
         trained.append({n: t.numpy().tobytes() for n, t in run.private.staged(site).tensors.items()})
         return up
 
-    run._client_turn = recording  # type: ignore[method-assign]
+    run._turn = recording  # type: ignore[method-assign]
     run.run()
     seen = [tap.read(m) for m in tap.messages()]
     assert all({f[0] for f in describe(data)["fields"]} == set(SPEC) - PRIVATE for data in seen)

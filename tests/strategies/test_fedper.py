@@ -212,15 +212,15 @@ def test_lower_layers_are_on_no_wire_once_a_client_has_its_own(tmp_path):
     tap = Tap(tmp_path)
     run = federation(FedPer(), "fedper", rounds=10, tap=tap)
     secrets: list[bytes] = []
-    original = run._client_turn
+    original = run._turn
 
-    def recording(site, down, c):
-        up = original(site, down, c)
-        if c.round > 0:
+    def recording(round_, site, participate):
+        up = original(round_, site, participate)
+        if round_ > 0:
             secrets.extend(run.private.staged(site).tensors[n].numpy().tobytes() for n in LOWER)
         return up
 
-    run._client_turn = recording  # type: ignore[method-assign]
+    run._turn = recording  # type: ignore[method-assign]
     run.run()
     returned: set[str] = set()
     for message in tap.messages():

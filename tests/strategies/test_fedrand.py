@@ -165,16 +165,16 @@ def test_server_never_sees_a_pair_that_belongs_together(tmp_path, lora_spec, lor
     tap = Tap(tmp_path)
     run = federation(FedRand(), lora_spec, lora_weights, rounds=12, tap=tap)
     pairs: list[tuple[dict, dict]] = []
-    original = run._client_turn
+    original = run._turn
 
-    def recording(site, down, c):
-        up = original(site, down, c)
+    def recording(round_, site, participate):
+        up = original(round_, site, participate)
         pairs.append(
             (of_factor(run.private.staged(site).tensors, "A"), of_factor(run.private.staged(site).tensors, "B"))
         )
         return up
 
-    run._client_turn = recording  # type: ignore[method-assign]
+    run._turn = recording  # type: ignore[method-assign]
     run.run()
     seen = b"".join(tap.read(m) for m in tap.messages() if m.direction == "up")
     in_clear = lambda factors: all(t.numpy().tobytes() in seen for t in factors.values())  # noqa: E731

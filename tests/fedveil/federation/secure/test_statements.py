@@ -210,8 +210,8 @@ def test_a_membership_that_cannot_be(update):
 
 def test_a_plan_names_each_site_once_in_order(said):
     whole = json.loads(said[Plan].to_bytes())
-    first, second, third = whole["prekeys"]
-    for prekeys in ([second, first, third], [first, first], []):
+    first, second, *others = whole["prekeys"]
+    for prekeys in ([second, first, *others], [first, first], []):
         with pytest.raises(WireError):
             Plan.of(json.dumps(whole | {"prekeys": prekeys}).encode())
 
