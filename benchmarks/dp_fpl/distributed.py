@@ -20,9 +20,9 @@ is the shared prompt alone: only it gains. Rows of a result:
 | noise on the mean | its norm, over the clipping bound of one row's part in the mean of a site |
 | epsilon, epsilon against all | by the accountant: as claimed; against the server and all other sites together |
 
-Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`. They do
-not cover the draws of the noise, of which each seed has one. Where the row without noise learns nothing, no private row
-can, and none is compared.
+Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`. They
+do not cover the draws of the noise, of which each seed has one. Where the row without noise does not stand above its
+controls, private rows are not compared.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def verdicts(figures: Mapping[str, Figure], sites: Sequence[int]) -> list[str]:
                 f"{_label(count, mine)}: {shown}: {'above all of them' if above else 'not told apart from all'}."
             )
         if not learned:
-            found.append(f"{count} sites: noise is not compared, for nothing is learned without it.")
+            found.append(
+                f"{count} sites: noise is not compared, for the row without it does not stand above its controls."
+            )
             continue
         d = resampling.difference(figures[_label(count, SUM)], figures[_label(count, SITE)])
         found.append(f"{_label(count, SUM)} less {SITE}: {resampling.shown(d, '+.1f')}: {resampling.told(d)}.")

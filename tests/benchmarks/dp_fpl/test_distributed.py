@@ -29,7 +29,7 @@ def test_a_private_row_wins_only_above_all_of_its_controls():
     assert [s.partition(":")[0] for s in said if s.endswith("above all of them.")] == [
         "30 sites, no noise", "30 sites, in the sum"
     ]  # fmt: skip
-    assert "5 sites: noise is not compared, for nothing is learned without it." in said
+    assert "5 sites: noise is not compared, for the row without it does not stand above its controls." in said
     alone = distributed.verdicts(figures(**{"30 sites in the sum": 9.0}), [5, 30])
     assert alone[-1] == "Not decided: no private row stands above its controls."
     assert any(s.startswith("30 sites, in the sum less at the site: ") and s.endswith(": higher.") for s in said)
