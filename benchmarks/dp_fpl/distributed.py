@@ -20,7 +20,9 @@ is the shared prompt alone: only it gains. Rows of a result:
 | noise on the mean | its norm, over the clipping bound of one row's part in the mean of a site |
 | epsilon, epsilon against all | by the accountant: as claimed; against the server and all other sites together |
 
-Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`.
+Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`. They
+do not cover the draws of the noise, of which each seed has one. Where the row without noise does not stand above its
+controls, private rows are not compared.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
 
 def verdicts(figures: Mapping[str, Figure], sites: Sequence[int]) -> list[str]:
     """Whether each row stands above its controls, and what it would take where none does."""
-    found, won = [], False
+    found, won, learned = [], False, False
     for count in sites:
         pairs = [(CLEAR, None), *((where, federated_prompts.blind(where)) for where in (SITE, SUM))]
         for mine, control in pairs:
@@ -86,13 +88,22 @@ def verdicts(figures: Mapping[str, Figure], sites: Sequence[int]) -> list[str]:
             told = [resampling.difference(figures[_label(count, mine)], figures[other]) for other in others]
             shown = "; ".join(f"less {o}: {resampling.shown(d, '+.1f')}" for o, d in zip(others, told, strict=True))
             above = all(resampling.told(d) == "higher" for d in told)
-            won = won or (above and mine != CLEAR)
+            learned = above if mine == CLEAR else learned
+            won = won or (above and learned and mine != CLEAR)
             found.append(
                 f"{_label(count, mine)}: {shown}: {'above all of them' if above else 'not told apart from all'}."
             )
+        if not learned:
+            found.append(
+                f"{count} sites: noise is not compared, for the row without it does not stand above its controls."
+            )
+            continue
         d = resampling.difference(figures[_label(count, SUM)], figures[_label(count, SITE)])
         found.append(f"{_label(count, SUM)} less {SITE}: {resampling.shown(d, '+.1f')}: {resampling.told(d)}.")
-    return [*found, "A private row stands above its controls." if won else "Not decided: no private row does."]
+    last = (
+        "A private row stands above its controls." if won else "Not decided: no private row stands above its controls."
+    )
+    return [*found, last]
 
 
 def _label(count: int, name: str) -> str:

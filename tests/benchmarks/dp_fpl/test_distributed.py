@@ -24,14 +24,19 @@ def figures(**values: float) -> dict:
 
 
 def test_a_private_row_wins_only_above_all_of_its_controls():
-    said = distributed.verdicts(figures(**{"30 sites in the sum": 9.0}), [5, 30])
+    said = distributed.verdicts(figures(**{"30 sites in the sum": 9.0, "30 sites no noise": 10.0}), [5, 30])
     assert said[-1] == "A private row stands above its controls."
-    assert next(s for s in said if s.endswith("above all of them.")).startswith("30 sites, in the sum:")
+    assert [s.partition(":")[0] for s in said if s.endswith("above all of them.")] == [
+        "30 sites, no noise", "30 sites, in the sum"
+    ]  # fmt: skip
+    assert "5 sites: noise is not compared, for the row without it does not stand above its controls." in said
+    alone = distributed.verdicts(figures(**{"30 sites in the sum": 9.0}), [5, 30])
+    assert alone[-1] == "Not decided: no private row stands above its controls."
     assert any(s.startswith("30 sites, in the sum less at the site: ") and s.endswith(": higher.") for s in said)
     both = figures(**{"30 sites in the sum": 9.0, "30 sites, in the sum, noise only": 9.001})
-    assert distributed.verdicts(both, [5, 30])[-1] == "Not decided: no private row does."
+    assert distributed.verdicts(both, [5, 30])[-1] == "Not decided: no private row stands above its controls."
     clear = distributed.verdicts(figures(**{"5 sites no noise": 9.0}), [5, 30])
-    assert clear[-1] == "Not decided: no private row does."
+    assert clear[-1] == "Not decided: no private row stands above its controls."
     assert any(s.startswith("5 sites, no noise:") and s.endswith("above all of them.") for s in clear)
 
 
