@@ -15,6 +15,7 @@ from fedveil.strategies.dp_fpl import DpFpl
 from fedveil.strategies.promptfl import PromptFL
 
 
+@pytest.mark.slow
 def test_noise_is_what_the_wished_epsilon_takes_at_the_worst_site():
     plans = [Plan(5, 2, 8, rows, Neighbours.REPLACE_ONE) for rows in (20, 60)]
     method = federated_prompts._with_noise(DpFpl(), 3.0, plans)

@@ -50,6 +50,7 @@ def test_fixed_position_sends_nothing_for_the_closed_form():
     assert found["rows"]["mean image, vit"]["values"]["psnr"] == pytest.approx(values(found), abs=6)
 
 
+@pytest.mark.slow
 def test_matching_with_a_known_enlargement_and_two_epochs():
     found = reconstruct(case("matching", "small", 0.5, rounds=2), images=1)
     assert min(values(found)) > 40

@@ -27,6 +27,7 @@ PICTURES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_masks")
 def test_membership_shows_where_no_mask_is_left_and_nowhere_else():
     found = on_texts.figures(TEXTS, 0, Options())
@@ -39,6 +40,7 @@ def test_membership_shows_where_no_mask_is_left_and_nowhere_else():
         assert 0.5 < area["sum"] <= area["clear"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_masks")
 def test_pictures_come_back_where_no_mask_is_left_and_nowhere_else(tmp_path, monkeypatch):
     write(tmp_path)

@@ -117,6 +117,7 @@ def test_the_report_has_a_section_of_it(run_folder, audited):
     assert "What the server could rebuild of each site" in page
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_masks")
 def test_a_secure_run_is_read_as_its_server_could(tmp_path, monkeypatch):
     """Attacks find nothing in the masked vectors, and a site's rows in the sum."""

@@ -133,16 +133,16 @@ def test_dp_fpl_sends_its_shared_part_without_noise_and_keeps_the_private_one_no
 def test_sums_of_noise_under_names_that_no_site_has_sent_are_believed_and_have_no_mean():
     """Which sites had something to send under a name stands in the weights alone."""
     run = federation()
-    attempt = run._unseen.begin(0, 0, SITES)
+    attempt = run.unseen.begin(0, 0, SITES)
     summed = Summed.of(run.exchange, 0, 32, run._claim)
     clear = {}
     for site in SITES:
         message, vector, attached = summed.receive(
-            run._turn(0, site, summed.of_site(run._unseen.sites[site], attempt.plan))
+            run._turn(0, site, summed.of_site(run.unseen.sites[site], attempt.plan))
         )
         attempt.add(site, vector, attached)
         clear[site] = message.payload.scalars
-    sums = run._unseen.sums(attempt, summed, clear)
+    sums = run.unseen.sums(attempt, summed, clear)
     sums.check(1e6)
     slots = summed.slots.slots
     for slot in slots:
@@ -157,10 +157,10 @@ def test_sums_of_noise_under_names_that_no_site_has_sent_are_believed_and_have_n
 
 def test_a_sum_below_the_sites_that_are_counted_on_is_opened_by_nobody():
     run = federation()
-    attempt = run._unseen.begin(0, 0, SITES)
+    attempt = run.unseen.begin(0, 0, SITES)
     summed = Summed.of(run.exchange, 0, 32, run._claim)
     for site in SITES[:3]:
-        _, vector, attached = summed.receive(run._turn(0, site, summed.of_site(run._unseen.sites[site], attempt.plan)))
+        _, vector, attached = summed.receive(run._turn(0, site, summed.of_site(run.unseen.sites[site], attempt.plan)))
         attempt.add(site, vector, attached)
     with pytest.raises(QuorumError, match="secure.min-sites: expected a sum of at least 4 sites, found 3"):
         attempt.questions()
@@ -168,7 +168,7 @@ def test_a_sum_below_the_sites_that_are_counted_on_is_opened_by_nobody():
     for holder in SITES:
         asked = few.question(attempt.plan, attempt, holder, SITES[:3], uploads)
         with pytest.raises(PolicyError, match="expected a sum of at least 4 sites"):
-            run._unseen.sites[holder].unmask(Unmask.of(asked.to_bytes()))
+            run.unseen.sites[holder].unmask(Unmask.of(asked.to_bytes()))
     assert not attempt._opened
 
 
