@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from fedveil import places
@@ -37,7 +37,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     rows = [_masking(settings["weights"][-1])]
     for weights in settings["weights"]:
         for sites in settings["sites"]:
-            for silent in sorted({0, 1, sites // 3}):
+            for silent in sorted({0, 1, (sites - 1) // 3}):  # no holder opens a sum with more of them missing
                 if sites - silent >= 3:
                     rows.append(_apart(sites, weights, silent))
                     options.say(json.dumps(rows[-1]))
@@ -95,7 +95,7 @@ def measured(sites: int, weights: int, silent: int) -> dict[str, float]:
     site = time.process_time() - started
     del values
     empty, small = np.zeros(weights, vector.dtype), np.zeros(1, vector.dtype)
-    before = _peak_mb()
+    before = _memory_mb()
     added: list[float] = []
     for name in names[: sites - silent]:
         if name not in attached:
@@ -103,6 +103,7 @@ def measured(sites: int, weights: int, silent: int) -> dict[str, float]:
         started = time.process_time()
         attempt.add(name, vector if name == first else empty, attached[name])
         added.append(time.process_time() - started)
+    memory = _memory_mb() - before
     opened, holder = _opened(local, attempt)
     started = time.process_time()
     attempt.total()
@@ -118,7 +119,7 @@ def measured(sites: int, weights: int, silent: int) -> dict[str, float]:
         "holder_seconds": holder,
         "unmask_bytes_a_holder": opened,
         "unmask_seconds": unmasked,
-        "server_memory_mb": _peak_mb() - before,
+        "server_memory_mb": memory,
     }
 
 
@@ -135,8 +136,8 @@ def _opened(local: LocalSums, attempt: Attempt) -> tuple[float, float]:
     return statistics.median(sizes), statistics.median(seconds)
 
 
-def _peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+def _memory_mb() -> float:
+    return float(psutil.Process().memory_info().rss) / 1e6
 
 
 def _verdicts(rows: list[dict[str, Any]]) -> list[str]:
