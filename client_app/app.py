@@ -9,6 +9,7 @@ worker that ended, whether for want of memory, without a figure.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from logging import ERROR, INFO
@@ -68,8 +69,10 @@ def _answered(record: ArrayRecord, assignment: Assignment) -> bytes:
     down_bytes = sum(len(array.data) for array in record.values())
     policy.check(assignment, policy.Bundle.of_environment(), down_bytes, serves=False)
     order, asked = assignment.order, b"".join(_drained(record))
-    asked = statements.unpacked(asked, order.round, "down", order.address, MOST_BYTES)
-    answer = statements.packed(secure.answered(assignment, asked), order.round, "up", order.address)
+    asked = statements.unpacked(asked, order.round, "down", order.address.of_broadcast, MOST_BYTES)
+    with PrivateStore.of(assignment.site.state_dir, order.run, assignment.name).in_turn():
+        policy.check_round(assignment, sys.maxsize)  # it may have been purged meanwhile
+        answer = statements.packed(secure.answered(assignment, asked), order.round, "up", order.address)
     policy.check_upload(assignment, down_bytes, len(answer), None)
     return answer
 

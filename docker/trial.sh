@@ -43,7 +43,7 @@ max-bytes-a-round = 50_000_000
 "evaluate.max-examples" = {min = 1, max = 1000}
 "run.name" = {pattern = "[a-z0-9-]*"}
 "secure.enabled" = [true, false]
-"secure.roster" = "/roster/roster.json"
+"secure.roster" = ["", "/roster/roster.json"]
 POLICY
   # The three share one folder of rows: each takes a third.
   sed -i 's:/kit/site-policy.toml:/secret/site-policy.toml:' node-config.toml

@@ -65,26 +65,8 @@ class Seal:
         """The seal of a key file; in the clear for "". Raises ConfigError for a file that is no such key."""
         if not str(file):
             return cls()
-        path = Path(file).expanduser()
-        try:
-            with path.open("rb") as opened:
-                about, key = os.fstat(opened.fileno()), opened.read(KEY_BYTES + 1)
-        except OSError as error:
-            raise ConfigError(
-                f"key-file: expected one at {path}, found none ({type(error).__name__}); put its copy back, for "
-                "without it nothing sealed can be read"
-            ) from None
-        if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
-            raise ConfigError(
-                f"key-file: expected {path} to be a file that only its owner can read, found mode "
-                f"{stat.S_IMODE(about.st_mode):o}; chmod 600, and make a new key if others could read it"
-            )
-        if len(key) != KEY_BYTES:
-            raise ConfigError(
-                f"key-file: expected {KEY_BYTES} bytes in {path}, found {'more' if len(key) > KEY_BYTES else len(key)}"
-                "; fedveil site key makes one"
-            )
-        return cls(key)
+        missing = "put its copy back, for without it nothing sealed can be read"
+        return cls(read_key(Path(file).expanduser(), "key-file", missing, "fedveil site key"))
 
     @classmethod
     def of_environment(cls) -> Seal:
@@ -161,6 +143,32 @@ class Seal:
                 f"{path}: expected a file in the clear, for no key file is named, found a sealed one; name its key: "
                 f"key-file in the node config, fedveil site start --key-file, or {VARIABLE} at the server"
             )
+
+
+def read_key(path: Path, named: str, missing: str, makes: str) -> bytes:
+    """The 32 bytes of a key's file. Raises ConfigError for one that is no such file, or that others can read.
+
+    Args:
+        named: the key of the node config that names it.
+        missing: what to do where it is not there.
+        makes: the command that makes one.
+    """
+    try:
+        with path.open("rb") as opened:
+            about, key = os.fstat(opened.fileno()), opened.read(KEY_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{named}: expected one at {path}, found none ({type(error).__name__}); {missing}") from None
+    if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
+        raise ConfigError(
+            f"{named}: expected {path} to be a file that only its owner can read, found mode "
+            f"{stat.S_IMODE(about.st_mode):o}; chmod 600, and make a new key if others could read it"
+        )
+    if len(key) != KEY_BYTES:
+        raise ConfigError(
+            f"{named}: expected {KEY_BYTES} bytes in {path}, found {'more' if len(key) > KEY_BYTES else len(key)}; "
+            f"{makes} makes one"
+        )
+    return key
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _FLOWER = "1.39."
 _HOOKS = ("pull_task_input", "install_from_fab", "push_message")
-_TURN = "train"  # Flower's type of a message that asks for a turn
+_QUESTION = "query.secure"  # Flower's type of a message about keys or shares; any other one asks for a turn
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 _BUNDLED = ("client_app", "fedveil", "server_app", "strategies")
 _PUBLIC = ("PolicyError", "WireError")
@@ -152,7 +152,7 @@ class Guard:
             )
         if self._require_policy and not site.policy:
             raise Refused("policy: this site permits nothing without one; name it in the node config")
-        bundle, serves = self._policy.Bundle(digest, by), message.metadata.message_type == _TURN
+        bundle, serves = self._policy.Bundle(digest, by), message.metadata.message_type != _QUESTION
         self._policy.check(assignment, bundle, self._down_bytes, serves=serves)
         self._assignment = assignment
         return digest

@@ -95,7 +95,7 @@ class Attempt:
     ) -> list[Message]:
         """One message for each context. Equal messages share one array object, which Flower uploads once."""
         ttl = deadline + _GRACE_SECONDS
-        messages, shared = [], _Shared()
+        messages, shared = [], Shared()
         for ctx in contexts:
             message = self.exchange.packed(self.server, ctx)
             self.record.download_bytes += message.disclosed["bytes"]
@@ -263,7 +263,7 @@ def _anchor(reply: Message) -> str:
         return ""
 
 
-class _Shared:
+class Shared:
     """The slices of an attempt's messages, each once, whatever message it was in first and however they alternate."""
 
     def __init__(self) -> None:

@@ -17,13 +17,12 @@ every site for new ones, so no key and no context is ever used twice.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from logging import WARNING
 from pathlib import Path
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 from flwr.supercore import log
 from typing_extensions import override
@@ -37,21 +36,15 @@ from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.errors import ConfigError, QuorumError, WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.secure import server
-from fedveil.federation.secure.forms import MOST_BYTES, Statement
 from fedveil.federation.secure.local import settings_of
 from fedveil.federation.secure.membership import Bundle, Member, Roster
 from fedveil.federation.secure.statements import Opened
 from fedveil.federation.secure.summands import RingSums
 from fedveil.federation.secure.uploads import Summed
 from fedveil.foreign import shown
-from fedveil.server_app import intake
 from fedveil.server_app.attempt import Attempt, order_of
-from fedveil.wire import envelope, slices, statements
-
-_QUESTION = "query.secure"  # Flower's type of such a message
-_SECONDS = 120.0  # that a site has for an answer which needs no training
-_POLL_SECONDS = 0.1
-_REASON_CHARACTERS = 300
+from fedveil.server_app.questions import REASON_CHARACTERS, SECONDS, Questions
+from fedveil.wire import envelope
 
 
 @dataclass(frozen=True)
@@ -93,70 +86,6 @@ class UnseenAttempt(Attempt):
         return {}
 
 
-@dataclass
-class Questions:
-    """Questions to sites, and their answers.
-
-    Attributes:
-        nodes: by site.
-        order: what a site is asked beside a question.
-        round: and `address`: what the messages belong to.
-        up_bytes, down_bytes: of all of them so far.
-    """
-
-    grid: Grid
-    nodes: Mapping[str, int]
-    order: Callable[[RoundContext], ConfigRecord]
-    round: int
-    address: Address
-    config: ConfigRecord
-    up_bytes: int = 0
-    down_bytes: int = 0
-
-    def ask(
-        self, asked: Mapping[str, Statement], take: Callable[[str, bytes], None], enough: Callable[[], bool] = bool
-    ) -> dict[str, str]:
-        """Hands each answer to `take`, until all sites have answered, or it is `enough`, or time is over.
-
-        Returns the reason by site for each that gave none, or one that `take` refused with a WireError.
-        """
-        waiting: dict[str, tuple[str, Address]] = {}
-        messages = [self._message(site, statement) for site, statement in asked.items() if site in self.nodes]
-        sites = [site for site in asked if site in self.nodes]
-        for site, message_id in zip(sites, self.grid.push_messages(messages), strict=True):
-            waiting[message_id] = site, replace(self.address, site=site)
-        failed = {site: "not connected" for site in asked if site not in self.nodes}
-        end = time.monotonic() + _SECONDS
-        while waiting and not enough() and time.monotonic() < end:
-            replies = list(self.grid.pull_messages(list(waiting)))
-            for reply in replies:
-                site, address = waiting.pop(reply.metadata.reply_to_message_id)
-                try:
-                    take(site, self._answer(reply, address))
-                except WireError as error:
-                    failed[site] = shown(str(error), _REASON_CHARACTERS)
-            if not replies:
-                time.sleep(_POLL_SECONDS)
-        return failed | {site: f"no answer within {_SECONDS:g} s" for site, _ in waiting.values() if not enough()}
-
-    def _message(self, site: str, statement: Statement) -> Message:
-        address = replace(self.address, site=site)
-        data = statements.packed(statement.to_bytes(), self.round, "down", address)
-        self.down_bytes += len(data)
-        parts = slices.sliced([data])
-        record = ArrayRecord({slices.name(i): Array("uint8", (len(p),), slices.STYPE, p) for i, p in enumerate(parts)})
-        order = self.order(RoundContext(self.round, site, False, b"", address=address))
-        content = RecordDict({"fedveil": record, "order": order, "config": self.config})
-        return Message(content, self.nodes[site], _QUESTION, ttl=2 * _SECONDS, group_id=str(self.round))
-
-    def _answer(self, reply: Message, address: Address) -> bytes:
-        if reply.has_error():
-            raise WireError(f"{reply.error.reason} (code {reply.error.code})")
-        data = bytes(intake.message_bytes(reply, MOST_BYTES, None))
-        self.up_bytes += len(data)
-        return statements.unpacked(data, self.round, "up", address, MOST_BYTES)
-
-
 @dataclass(frozen=True)
 class Unseen:
     """Secure aggregation of one run.
@@ -196,7 +125,7 @@ class Unseen:
         self, grid: Grid, nodes: Mapping[str, int], address: Address, round_: int, config: ConfigRecord
     ) -> Questions:
         """Questions to these sites in one attempt."""
-        order: Callable[[RoundContext], ConfigRecord] = lambda ctx: order_of(self.exchange, address.run, ctx, _SECONDS)  # noqa: E731
+        order: Callable[[RoundContext], ConfigRecord] = lambda ctx: order_of(self.exchange, address.run, ctx, SECONDS)  # noqa: E731
         return Questions(grid, nodes, order, round_, address, config)
 
     def begin(self, clear: Attempt, questions: Questions) -> UnseenAttempt:
@@ -220,7 +149,7 @@ class Unseen:
                 raise QuorumError(f"expected at least {quorum} uploads, found {len(attempt.found.uploads)}")
             return self.exchange.method.settle(server, self._opened(attempt), ctx)
         except (QuorumError, WireError) as error:
-            attempt.record.unseen["reason"] = shown(str(error), _REASON_CHARACTERS)
+            attempt.record.unseen["reason"] = shown(str(error), REASON_CHARACTERS)
             log(WARNING, "round %s: no sum: %s", ctx.round, attempt.record.unseen["reason"])
             return None
         finally:

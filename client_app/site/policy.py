@@ -50,6 +50,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import tomllib
 from dataclasses import dataclass
 from datetime import datetime
@@ -151,11 +152,10 @@ def check(
 
     Args:
         down_bytes: size of the server's message.
-        serves: the message asks for a turn; else for keys or shares of secure aggregation, which count as no round.
+        serves: the message asks for a turn; else for keys or shares of secure aggregation, which count as no serving.
     """
     policy = of(assignment.site)
-    if serves:
-        served_of(assignment).check(assignment.order.round, assignment.config.run.rounds, policy.max_repeats)
+    check_round(assignment, policy.max_repeats if serves else sys.maxsize)
     if not assignment.site.policy:
         return
     order, config, bundle = assignment.order, assignment.config, bundle or Bundle()
@@ -179,6 +179,11 @@ def count_round(assignment: Assignment) -> None:
     """Counts this turn's round as served, before the turn. Raises PolicyError for one that may not be served again."""
     most = of(assignment.site).max_repeats
     served_of(assignment).count(assignment.order.round, assignment.config.run.rounds, most)
+
+
+def check_round(assignment: Assignment, most: int) -> None:
+    """Raises PolicyError for a round that is not the run's, is over, or was served `most` times, and a purged run."""
+    served_of(assignment).check(assignment.order.round, assignment.config.run.rounds, most)
 
 
 def served_of(assignment: Assignment) -> Served:

@@ -5,10 +5,11 @@
     <state-dir>/<run>/<site>/served.json            the last rounds that were served (served.py)
     <state-dir>/<run>/<site>/turn.lock              held while a turn of the run is under way
     <state-dir>/<run>/<site>/received.json          what it trained from last, as a sketch (received.py)
+    <state-dir>/<run>/<site>/secure.json            its keys in secure aggregation (secure.py)
     <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
 
-Where the node config names a key file, states, sketch, secret and ledger are sealed (fedveil.sealed); the rounds that
-were served are not: they are no secret.
+Where the node config names a key file, states, sketch, keys, secret and ledger are sealed (fedveil.sealed); the rounds
+that were served are not: they are no secret.
 
 It is never in Flower's `Context.state`, which is lost at a restart, and silently above about 50 MB.
 
@@ -51,7 +52,7 @@ NOT_RUNS = frozenset({"flower", "guard", "logs", "workers"})  # folders of the s
 
 log = logging.getLogger("fedveil.private")
 
-RECEIVED = "received.json"
+RECEIVED, SECURE = "received.json", "secure.json"
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -97,7 +98,7 @@ class PrivateStore:
     @property
     def roles(self) -> dict[Path, str]:
         """Every file that is sealed where there is a key, with the role that it is sealed under."""
-        files = (self._secret, self.folder / RECEIVED, *self.folder.glob("turn-*.safetensors"))
+        files = (self._secret, self.folder / RECEIVED, self.folder / SECURE, *self.folder.glob("turn-*.safetensors"))
         return {file: role_of(file) for file in files}
 
     @property

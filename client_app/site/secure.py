@@ -17,17 +17,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedveil import places
+from fedveil import places, sealed
 from fedveil.client_app.site import policy
 from fedveil.client_app.site.assignment import Assignment
-from fedveil.client_app.site.private import folder_of, role_of, safe
+from fedveil.client_app.site.private import SECURE, folder_of, role_of, safe
 from fedveil.config import SecureConfig
-from fedveil.errors import ConfigError, PolicyError, StateError, WireError
+from fedveil.errors import PolicyError, StateError, WireError
 from fedveil.federation.secure import keys
 from fedveil.federation.secure.kept import Kept
 from fedveil.federation.secure.membership import Membership
@@ -36,9 +35,6 @@ from fedveil.federation.secure.site import Demands, Site
 from fedveil.federation.secure.statements import Hello, Plan, Setup, Unmask, question_of
 from fedveil.records.files import stamped_bytes, unstamped_bytes, write_atomic
 from fedveil.sealed import Seal
-
-NAME = "secure.json"
-_KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class FileStore:
 
     @property
     def _file(self) -> Path:
-        return self.folder / NAME
+        return self.folder / SECURE
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -96,25 +92,14 @@ def signing_key(assignment: Assignment) -> bytes:
         return read_key(Path(named).expanduser())
     path = assignment.site.state_dir.expanduser() / ".signing" / f"{safe('site', assignment.name)}.key"
     if not path.exists():
-        write_atomic(path, os.urandom(_KEY_BYTES))
+        write_atomic(path, os.urandom(keys.KEY_BYTES))
     return read_key(path)
 
 
 def read_key(path: Path) -> bytes:
     """A signing key of 32 bytes. Raises ConfigError for another file, or one that others can read."""
-    try:
-        with path.open("rb") as file:
-            mode, key = os.fstat(file.fileno()).st_mode, file.read(_KEY_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"signing-key: expected a file at {path}, found none ({type(error).__name__}); fedveil site init makes one"
-        ) from None
-    if len(key) != _KEY_BYTES or not stat.S_ISREG(mode) or mode & 0o077:
-        raise ConfigError(
-            f"signing-key: expected {_KEY_BYTES} bytes that only their owner can read in {path}, found {len(key)} with "
-            f"mode {stat.S_IMODE(mode):o}; chmod 600, or make a new one if others could read it"
-        )
-    return key
+    makes = "fedveil site init"
+    return sealed.read_key(path, "signing-key", f"{makes} makes one", makes)
 
 
 def plan_of(assignment: Assignment) -> Plan | None:

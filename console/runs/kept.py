@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fedveil.client_app.site.private import NOT_RUNS, PrivateStore
+from fedveil.client_app.site.private import NOT_RUNS, SECURE, PrivateStore
 from fedveil.client_app.site.served import Served
 from fedveil.console.runs.workers import WorkerStatus, workers
 from fedveil.errors import StateError
@@ -33,7 +33,7 @@ from fedveil.records import audit_log
 
 DAY = 86_400.0
 _WRITING = 3600.0  # seconds after which nobody still writes a .part
-_MARKS = frozenset({"secret", "served.json"})  # what the folder of a run has
+_MARKS = frozenset({"secret", "served.json", SECURE})  # of which the folder of a run has one
 _STAYS = frozenset({"served.json", "served.lock", "turn.lock"})
 
 

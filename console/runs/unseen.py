@@ -9,7 +9,8 @@ from typing import Any
 
 from fedveil.client_app.site import policy as policies
 from fedveil.client_app.site.node_config import Site, parse_site
-from fedveil.client_app.site.secure import NAME, FileStore
+from fedveil.client_app.site.private import SECURE
+from fedveil.client_app.site.secure import FileStore
 from fedveil.console.runs.folder import Row, Run
 from fedveil.console.runs.kept import Kept
 from fedveil.errors import FedVeilError
@@ -65,7 +66,7 @@ def of_site(state_dir: Path, run: Kept, policy: str = "", key_file: str = "") ->
     Args:
         policy, key_file: where `fedveil site start` has not noted them, as in a container.
     """
-    if not (run.folder / NAME).is_file():
+    if not (run.folder / SECURE).is_file():
         return []
     node = state_dir.expanduser() / f"{run.site}.toml"
     try:

@@ -25,6 +25,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedveil import rng
+from fedveil.client_app.site.served import Served
 from fedveil.console.commands.federation import app as console_app
 from fedveil.console.flower.site_process import write_guard
 from fedveil.contract.method import RoundContext
@@ -88,7 +89,7 @@ class Site:
         order |= {"log": f"3:{'ab' * 32}", **changes.pop("order", {})}
         down = ArrayRecord({slices.name(0): Array("uint8", (1000,), slices.STYPE, bytes(1000))})
         content = RecordDict({"fedveil": down, "order": ConfigRecord(order)})
-        message = Message(content, 7, MessageType.TRAIN)
+        message = Message(content, 7, changes.pop("message_type", MessageType.TRAIN))
         message.metadata.__dict__["_message_id"] = "m1"
         context = Context(1, 7, node, RecordDict(), changes.pop("run_config", {}))
         run = Run.create_empty(11)
@@ -183,6 +184,19 @@ def test_a_refusal_comes_before_anything_of_the_bundle_is_on_the_disk(tmp_path, 
     site = Site(tmp_path, monkeypatch, fab, policy)
     site.assert_refused(reason)
     assert not (tmp_path / "flower").exists()
+
+
+@pytest.mark.parametrize("message_type,refused", [("train", True), ("train.default", True), ("query.secure", False)])
+def test_a_round_served_too_often_is_refused_by_whatever_name_the_server_asks_for_a_turn(
+    tmp_path, monkeypatch, fab, message_type, refused
+):
+    """Questions about keys and shares count as no serving."""
+    Served(tmp_path / "state" / "r-0a1b2c3d" / "north").count(0, 3, 1)
+    site = Site(tmp_path, monkeypatch, fab, "max-repeats = 1", message_type=message_type)
+    if refused:
+        site.assert_refused("round: this site serves one at most 1 time")
+    else:
+        site.install()
 
 
 def test_a_changed_app_has_another_digest_and_is_refused(tmp_path, monkeypatch, app, fab):

@@ -65,7 +65,7 @@ def test_one_message_to_all_sites_is_in_memory_once():
 
 def test_slices_and_messages_that_are_equal_are_the_same_objects_whatever_comes_between():
     """FedPer sends all layers to one site and the top ones to the next; FedRand one factor or the other."""
-    shared = attempts._Shared()
+    shared = attempts.Shared()
     long, other = b"x" * (3 << 20), b"z" * (3 << 20)
     records = [shared.record([data]) for data in (long, other, long, other, long)]
     assert len({id(record) for record in records}) == 2
@@ -79,7 +79,7 @@ def test_slices_and_messages_that_are_equal_are_the_same_objects_whatever_comes_
 
 def test_a_slice_whose_checksum_another_one_has_is_not_taken_for_it(monkeypatch):
     monkeypatch.setattr(attempts.xxhash, "xxh3_128_digest", lambda part: b"the same")
-    shared = attempts._Shared()
+    shared = attempts.Shared()
     assert [shared.record([data])[slices.name(0)].data for data in (b"a", b"b", b"a")] == [b"a", b"b", b"a"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from flwr.app import ArrayRecord, Error, Message
@@ -9,11 +11,12 @@ from flwr.app import ArrayRecord, Error, Message
 from fedveil import rng, strategies
 from fedveil.client_app.app import app
 from fedveil.config import AggregateConfig, CohortConfig, SecureConfig, parse
+from fedveil.console.main import main
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.federation.secure import keys
-from fedveil.federation.secure.membership import Roster
+from fedveil.federation.secure.membership import Member, Roster
 from fedveil.federation.secure.ring import Ring
 from fedveil.federation.secure.statements import question_of
 from fedveil.records.state import digest
@@ -140,6 +143,63 @@ def test_four_of_five_holders_open_a_sum_and_three_do_not(runs):
 
 def Error_(message: Message) -> Message:  # noqa: N802
     return Message(Error(5, "node unavailable"), reply_to=message)
+
+
+def test_an_answer_that_this_server_cannot_even_read_costs_its_site_the_round_and_no_other(runs, monkeypatch):
+    """Whatever the code at the server makes of it."""
+    real = Member.of
+
+    def of(data):
+        if shaken["next"] == 1:
+            shaken["next"] += 1
+            raise RecursionError("a text of the site's")
+        shaken["next"] += 1
+        return real(data)
+
+    shaken = {"next": 0}
+    monkeypatch.setattr(Member, "of", of)
+    _, history = runs.run(ON, runs.grid(ON))
+    assert history[0].accepted == ["a", "c", "d", "e"]
+    assert history[0].failed == {"b": "RecursionError"}
+    assert history[1].accepted == SITES
+
+
+def test_equal_questions_are_one_object_so_that_they_are_sent_once(runs):
+    grid = runs.grid(ON)
+    runs.run(ON, grid)
+    for kind in ("hello", "setup"):
+        records = [id(m.content.array_records["fedveil"]) for m in grid.pushed if asks(kind, [0])(m)]
+        assert (len(records), len(set(records))) == (5, 1)
+
+
+@pytest.mark.parametrize("round_", [3, -1])
+def test_a_question_of_no_round_of_the_run_is_not_answered(round_, runs):
+    grid, question = hello(runs)
+    assert not grid.replies[grid._push(question)].has_error()
+    question.content.config_records["order"]["round"] = round_
+    reply = grid.replies[grid._push(question)]
+    assert "round: expected" in reply.error.reason
+
+
+def test_a_site_that_purged_a_run_makes_no_keys_for_it_again(runs):
+    grid, question = hello(runs)
+    folder = next((runs.folder / "sites-True").glob("*/a"))
+    assert (folder / "secure.json").exists()
+    for file in folder.rglob("*"):
+        os.utime(file, (0, 0))
+    assert main(["site", "purge", "--state-dir", str(folder.parents[1]), "--older-than", "30", "--yes"]) == 0
+    assert not (folder / "secure.json").exists()
+    reply = grid.replies[grid._push(question)]
+    assert reply.error.reason.startswith("PolicyError: ")
+    assert not (folder / "secure.json").exists()
+
+
+def hello(runs) -> tuple[LocalGrid, Message]:
+    """The first question to the site named a, in a run that ends in round 0."""
+    grid = runs.grid(ON, tamper={"b": lost(asks("train"))})
+    with pytest.raises(QuorumError):
+        runs.run(ON, grid, min_sites=5, repeats=0)
+    return grid, next(m for m in grid.pushed if asks("hello")(m))
 
 
 def test_an_attempt_that_is_thrown_away_is_repeated_with_new_keys_and_ends_as_an_unbroken_run(runs):

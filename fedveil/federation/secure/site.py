@@ -33,6 +33,7 @@ from fedveil.federation.secure.agreed import (
     partners,
     seed_purpose,
 )
+from fedveil.federation.secure.forms import MOST_SITES
 from fedveil.federation.secure.kept import Answered, How, Kept, Store
 from fedveil.federation.secure.masks import Integers
 from fedveil.federation.secure.membership import Bundle, Member, Membership, Prekey, roster_digest
@@ -244,6 +245,10 @@ class Site:
                     opened[how][site] = self._opened(kept, membership, plan, site, how, bytes.fromhex(share)).hex()
                 except WireError as error:  # that site's own fault, or the server's: the others' shares are good
                     log.warning("%s", error)
+        if len(answered) > MOST_SITES:
+            raise PolicyError(
+                f"secure: this site opens shares of at most {MOST_SITES} keys in a run, found more; start a new run"
+            )
         self.store.save(kept.model_copy(update={"answered": answered}))
         return Opened(heard=opened["heard"], silent=opened["silent"])
 

@@ -182,7 +182,8 @@ class Summed:
                 require_the_step_alone(trainer, private, payload, terms, ring.bound)
                 self.noise.add(vector, ring, ctx.noise("noise in the sum"))
             log.log(WARNING if clipped else INFO, "masked; %s entries were clipped to +-%g", clipped, ring.bound)
-            return private, self._packed(payload, vector, site.mask(plan, vector), ctx, turn if private else "")
+            kept = turn if private is not None else ""
+            return private, self._packed(payload, vector, site.mask(plan, vector), ctx, kept)
 
         return participate
 

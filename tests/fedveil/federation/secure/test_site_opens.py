@@ -9,6 +9,7 @@ import pytest
 
 from fedveil.errors import PolicyError, WireError
 from fedveil.federation.secure import keys, shamir
+from fedveil.federation.secure import site as module
 from fedveil.federation.secure.agreed import mask_purpose, seed_purpose
 from fedveil.federation.secure.kept import MemoryStore
 from fedveil.federation.secure.membership import Bundle, Prekey, Shares
@@ -48,6 +49,18 @@ def answers(local, attempt, uploads, lists):
         for site, share in opened.silent.items():
             silent.setdefault(site, {})[holder] = share
     return heard, silent
+
+
+def test_a_site_notes_so_many_keys_in_a_run_and_opens_no_more(round_of_six, monkeypatch):
+    """A server that makes up members would have it keep as many as it likes."""
+    local, attempt, uploads = round_of_six
+    asked = question(attempt.plan, attempt, SITES[0], SITES, uploads)
+    monkeypatch.setattr(module, "MOST_SITES", 5)
+    with pytest.raises(PolicyError, match="at most 5 keys in a run, found more"):
+        local.sites[SITES[0]].unmask(asked)
+    assert local.sites[SITES[0]].store.load().answered == {}
+    monkeypatch.setattr(module, "MOST_SITES", 6)
+    assert len(local.sites[SITES[0]].unmask(asked).heard) == 6
 
 
 def test_a_prekey_that_is_opened_opens_no_share_of_the_sites_own_mask(round_of_six):

@@ -1,0 +1,104 @@
+"""Questions of secure aggregation to many sites at once, and their answers as they come.
+
+| a site ... | its reason |
+|---|---|
+| is not connected | "not connected" |
+| does not answer within `SECONDS` | "no answer within 120 s" |
+| refuses, or fails | its own reason, with Flower's code |
+| answers with what is refused | field, expected, found |
+| answers with what makes this server's own code fail | the kind of the error; its text is in the server's log |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from logging import ERROR
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from fedveil.contract.address import Address
+from fedveil.contract.method import RoundContext
+from fedveil.errors import WireError
+from fedveil.federation.secure.forms import MOST_BYTES, Statement
+from fedveil.foreign import shown
+from fedveil.server_app import intake
+from fedveil.server_app.attempt import Shared
+from fedveil.wire import statements
+
+SECONDS = 120.0  # that a site has for an answer which needs no training
+REASON_CHARACTERS = 300
+_QUESTION = "query.secure"  # Flower's type of such a message
+_POLL_SECONDS = 0.1
+
+
+@dataclass
+class Questions:
+    """Questions of one attempt.
+
+    Attributes:
+        nodes: by site.
+        order: what a site is asked beside a question.
+        round: and `address`: what the messages belong to.
+        up_bytes, down_bytes: of all of them so far.
+    """
+
+    grid: Grid
+    nodes: Mapping[str, int]
+    order: Callable[[RoundContext], ConfigRecord]
+    round: int
+    address: Address
+    config: ConfigRecord
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+    def ask(
+        self, asked: Mapping[str, Statement], take: Callable[[str, bytes], None], enough: Callable[[], bool] = bool
+    ) -> dict[str, str]:
+        """Hands each answer to `take`, until all sites have answered, or it is `enough`, or time is over.
+
+        Returns the reason by site for each that gave none, or one that `take` refused.
+        """
+        sites, shared = [site for site in asked if site in self.nodes], Shared()
+        ids = self.grid.push_messages([self._message(site, asked[site], shared) for site in sites])
+        waiting = dict(zip(ids, sites, strict=True))
+        failed = {site: "not connected" for site in asked if site not in self.nodes}
+        end = time.monotonic() + SECONDS
+        while waiting and not enough() and time.monotonic() < end:
+            replies = list(self.grid.pull_messages(list(waiting)))
+            for reply in replies:
+                site = waiting.pop(reply.metadata.reply_to_message_id)
+                if reason := self._taken(reply, site, take):
+                    failed[site] = shown(reason, REASON_CHARACTERS)
+            if not replies:
+                time.sleep(_POLL_SECONDS)
+        return failed | {site: f"no answer within {SECONDS:g} s" for site in waiting.values() if not enough()}
+
+    def _message(self, site: str, statement: Statement, shared: Shared) -> Message:
+        """Addressed to all sites of the attempt, so that equal statements are sent once."""
+        data = statements.packed(statement.to_bytes(), self.round, "down", self.address.of_broadcast)
+        self.down_bytes += len(data)
+        order = self.order(RoundContext(self.round, site, False, b"", address=replace(self.address, site=site)))
+        content = RecordDict({"fedveil": shared.record([data]), "order": order, "config": self.config})
+        return Message(content, self.nodes[site], _QUESTION, ttl=2 * SECONDS, group_id=str(self.round))
+
+    def _taken(self, reply: Message, site: str, take: Callable[[str, bytes], None]) -> str:
+        """Why there is no answer in the reply; "" if there is one."""
+        try:
+            take(site, self._answer(reply, site))
+        except WireError as error:
+            return str(error)
+        except Exception as error:  # whatever one answer does to this code, the round belongs to the other sites too
+            log(ERROR, "round %s: reading the answer of %s failed", self.round, site, exc_info=error)
+            return type(error).__name__
+        return ""
+
+    def _answer(self, reply: Message, site: str) -> bytes:
+        if reply.has_error():
+            raise WireError(f"{reply.error.reason} (code {reply.error.code})")
+        data = bytes(intake.message_bytes(reply, MOST_BYTES, None))
+        self.up_bytes += len(data)
+        return statements.unpacked(data, self.round, "up", replace(self.address, site=site), MOST_BYTES)
