@@ -38,9 +38,9 @@ from fedveil.contract.spec import Weights
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.secure import masks
 from fedveil.federation.secure.masks import Integers, Mask
-from fedveil.federation.secure.ring import Ring
-from fedveil.federation.secure.summands import Slots
-from fedveil.federation.secure.uploads import Summed
+from fedveil.federation.summed.ring import Ring
+from fedveil.federation.summed.summands import Slots
+from fedveil.federation.summed.uploads import Summed
 from fedveil.strategies.fixed_position import FixedPosition
 from fedveil.strategies.random_binary import RandomBinary
 from fedveil.wire.payloads import tensors_of

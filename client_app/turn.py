@@ -20,7 +20,7 @@ from fedveil.contract.task import Prepared, Share, Task, Watch, unwatched
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.exchange import Exchange, Participate
-from fedveil.federation.secure.uploads import Summed
+from fedveil.federation.summed.uploads import Summed
 from fedveil.privacy.claims import checked_claim, claim_of
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
 from fedveil.privacy.metered import MeteredRows, RowsOnly

@@ -36,11 +36,11 @@ from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.errors import ConfigError, QuorumError, WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.secure import server
-from fedveil.federation.secure.local import settings_of
 from fedveil.federation.secure.membership import Bundle, Member, Roster
 from fedveil.federation.secure.statements import Opened
-from fedveil.federation.secure.summands import RingSums
-from fedveil.federation.secure.uploads import Summed
+from fedveil.federation.summed.local import settings_of
+from fedveil.federation.summed.summands import RingSums
+from fedveil.federation.summed.uploads import Summed
 from fedveil.foreign import shown
 from fedveil.server_app.attempt import Attempt, order_of
 from fedveil.server_app.questions import REASON_CHARACTERS, SECONDS, Questions

@@ -24,10 +24,10 @@ from fedveil import places
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
 from fedveil.federation.secure import masks
-from fedveil.federation.secure.local import LocalSums
-from fedveil.federation.secure.ring import Ring
 from fedveil.federation.secure.server import Attempt, Settings
 from fedveil.federation.secure.statements import Opened, Unmask
+from fedveil.federation.summed.local import LocalSums
+from fedveil.federation.summed.ring import Ring
 
 _GB = 1e9
 
@@ -88,9 +88,9 @@ def measured(sites: int, weights: int, silent: int) -> dict[str, float]:
     attempt = local.begin(0, 0, names)
     setup = time.process_time() - setup
     plan, first = attempt.plan, names[0]
-    values, vector = torch.zeros(weights), np.zeros(weights, plan.ring.dtype)
+    values, vector = torch.zeros(weights), np.zeros(weights, Ring.of(plan).dtype)
     started = time.process_time()
-    plan.ring.encode(values, 1, None, vector)
+    Ring.of(plan).encode(values, 1, None, vector)
     attached = {first: local.sites[first].mask(plan, vector)}
     site = time.process_time() - started
     del values

@@ -8,10 +8,10 @@ from fedveil.config import RunConfig, SecureConfig
 from fedveil.errors import ConfigError
 from fedveil.federation import rules
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.secure_claim import Claim
-from fedveil.federation.secure.local import settings_of
-from fedveil.federation.secure.ring import Ring
-from fedveil.federation.secure.uploads import Summed
+from fedveil.federation.secure.claim import Claim
+from fedveil.federation.summed.local import settings_of
+from fedveil.federation.summed.ring import Ring
+from fedveil.federation.summed.uploads import Summed
 
 _A_HOLDER = 2 * (88 + 64 + 8)  # characters of the closed shares of two secrets, with the holder's name
 

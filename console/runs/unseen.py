@@ -14,7 +14,7 @@ from fedveil.client_app.site.secure import FileStore
 from fedveil.console.runs.folder import Row, Run
 from fedveil.console.runs.kept import Kept
 from fedveil.errors import FedVeilError
-from fedveil.federation.secure_claim import Claim
+from fedveil.federation.secure.claim import Claim
 from fedveil.foreign import shown
 from fedveil.sealed import Seal
 

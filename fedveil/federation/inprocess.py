@@ -18,10 +18,10 @@ from fedveil.contract.trainer import Trainer
 from fedveil.federation import cohort, rules
 from fedveil.federation.exchange import Exchange, Participate
 from fedveil.federation.private_states import PrivateStates
-from fedveil.federation.secure.local import LocalSums, settings_of
 from fedveil.federation.secure.site import Demands
-from fedveil.federation.secure.uploads import Summed
 from fedveil.federation.shares import bounded
+from fedveil.federation.summed.local import LocalSums, settings_of
+from fedveil.federation.summed.uploads import Summed
 from fedveil.privacy.claims import claim_of
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
 from fedveil.rng import secret

@@ -12,8 +12,9 @@ from fedveil.config import SecureConfig
 from fedveil.contract.method import RoundContext, State
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.secure.local import LocalSums, settings_of
-from fedveil.federation.secure.uploads import Summed
+from fedveil.federation.summed.local import LocalSums, settings_of
+from fedveil.federation.summed.ring import Ring
+from fedveil.federation.summed.uploads import Summed
 from tests.conftest import ToyTrainer
 from tests.contract.test_contract import METHODS, SECRET, as_upload, spec_for, start
 
@@ -95,7 +96,7 @@ class Both:
         wanted = self.exchange.aggregate(self.server, uploads)
         found = self.exchange.method.settle(self.server, sums, RoundContext(round_, "", False, SECRET, True))
         self.server = found
-        return found, wanted, len(SITES) / (2 * attempt.plan.ring.scale)
+        return found, wanted, len(SITES) / (2 * Ring.of(attempt.plan).scale)
 
 
 def agree(found: State, wanted: State, error: float) -> None:

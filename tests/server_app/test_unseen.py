@@ -17,8 +17,8 @@ from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.federation.secure import keys
 from fedveil.federation.secure.membership import Member, Roster
-from fedveil.federation.secure.ring import Ring
 from fedveil.federation.secure.statements import question_of
+from fedveil.federation.summed.ring import Ring
 from fedveil.records.state import digest
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings

@@ -1,7 +1,5 @@
 """Secure aggregation: the server gets the sum of what the sites of a round send, and nothing of a single one.
 
-    ring.py        values as integers modulo 2^w, and back
-    summands.py    a method's terms as one vector of integers; the sums of such vectors
     masks.py       what hides a vector, and is taken off the sum
     keys.py        signatures, agreed keys, shares that one holder alone can read
     shamir.py      secrets in shares
@@ -13,6 +11,10 @@
     kept.py        what a site keeps
     site.py        a site's half: what it answers, and what it refuses
     server.py      the server's half
+    claim.py       which adversary a run holds against
+
+What the vectors are, and their sums, is fedveil/federation/summed. Nothing here needs torch: a site's thin process does
+all of it but the masking.
 
 After Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, 2017, with the key exchange
 moved into the round before, so that a round has two exchanges; neighbours after Bell et al., Secure Single-Server

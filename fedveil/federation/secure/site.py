@@ -20,7 +20,6 @@ import hashlib
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fedveil.errors import PolicyError, WireError
 from fedveil.federation.secure import keys, masks, parts, shamir
@@ -38,10 +37,6 @@ from fedveil.federation.secure.kept import Answered, How, Kept, Store
 from fedveil.federation.secure.masks import Integers
 from fedveil.federation.secure.membership import Bundle, Member, Membership, Prekey, roster_digest
 from fedveil.federation.secure.statements import Attached, Hello, Opened, Plan, Setup, Unmask
-
-if TYPE_CHECKING:
-    from fedveil.federation.secure.ring import Ring
-
 
 log = logging.getLogger("fedveil.secure")
 
@@ -155,8 +150,8 @@ class Site:
         bundle = Bundle(prekey=unsigned.model_copy(update={"signature": signature}), shares=shares)
         return bundle, kept.model_copy(update={"prekeys": number + 1, "seed": seed.hex()})
 
-    def begin(self, plan: Plan) -> Ring:
-        """Checks a plan before anything is trained for it. Returns the ring. Raises PolicyError, WireError."""
+    def begin(self, plan: Plan) -> None:
+        """Checks a plan before anything is trained for it. Raises PolicyError, WireError."""
         self._require_run(plan.run)
         kept, membership = self._joined(plan)
         self._require_threshold(membership)
@@ -176,7 +171,6 @@ class Site:
                 "secure: expected this site's last prekey, not spent, found another, or none; a prekey is for one "
                 "attempt: ask for a new one"
             )
-        return plan.ring
 
     def mask(self, plan: Plan, vector: Integers) -> Attached:
         """Masks a vector in place, and spends the prekey. Raises as `begin`."""

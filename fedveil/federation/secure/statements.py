@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -23,9 +23,6 @@ from fedveil.federation.secure.forms import (
     malformed,
 )
 from fedveil.federation.secure.membership import Bundle, Membership, Prekey, Shares
-
-if TYPE_CHECKING:
-    from fedveil.federation.secure.ring import Ring
 
 
 class Plan(Statement):
@@ -53,16 +50,6 @@ class Plan(Statement):
         if self.cohort != sorted(set(self.cohort)):
             raise ValueError("expected each site once, sorted")
         return self
-
-    @property
-    def ring(self) -> Ring:
-        """Of its vectors. Raises WireError where no sum of so many sites fits."""
-        from fedveil.federation.secure.ring import Ring  # it needs torch, which opening a share does not
-
-        try:
-            return Ring(self.bits, len(self.prekeys), self.most_weight, self.bound)
-        except ValueError as error:
-            raise WireError(f"secure: {error}") from None
 
     @property
     def cohort(self) -> list[str]:

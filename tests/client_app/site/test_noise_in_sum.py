@@ -16,10 +16,10 @@ from fedveil.contract.budget import Budget, Neighbours
 from fedveil.contract.method import RoundContext
 from fedveil.errors import BudgetError, ConfigError
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.secure.local import settings_of
 from fedveil.federation.secure.server import Coordinator
-from fedveil.federation.secure.summands import RingSums
-from fedveil.federation.secure.uploads import Summed
+from fedveil.federation.summed.local import settings_of
+from fedveil.federation.summed.summands import RingSums
+from fedveil.federation.summed.uploads import Summed
 from fedveil.privacy import accounting
 from fedveil.privacy.claims import claim_of
 from tests.prompt_toy import LENGTH, PromptTask, examples

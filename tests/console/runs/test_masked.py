@@ -11,9 +11,9 @@ from fedveil.console.main import main
 from fedveil.console.runs.masked import Masked
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.secure.local import LocalSums, settings_of
-from fedveil.federation.secure.ring import Ring
-from fedveil.federation.secure.uploads import Summed
+from fedveil.federation.summed.local import LocalSums, settings_of
+from fedveil.federation.summed.ring import Ring
+from fedveil.federation.summed.uploads import Summed
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import spec_of
 from fedveil import rng
@@ -35,7 +35,7 @@ def test_bytes_and_threshold_are_those_of_a_real_upload(config, lora_spec, lora_
     sums = LocalSums("r", settings_of(config.secure), names)
     attempt = sums.begin(0, 0, names)
     assert (attempt.membership.count, attempt.membership.threshold) == (masked.holders, masked.threshold)
-    assert attempt.plan.ring == masked.ring
+    assert Ring.of(attempt.plan) == masked.ring
     summed = Summed.of(exchange, 0, config.secure.ring_bits)
     state = exchange.method.init(spec_of(lora_weights), lora_weights, rng.initial(0, "weights"))
     ctx = RoundContext(0, "a", True, b"s" * 32)

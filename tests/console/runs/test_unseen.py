@@ -17,7 +17,7 @@ from fedveil.console.runs.kept import kept
 from fedveil.console.runs.progress import RunProgress
 from fedveil.client_app.site.secure import FileStore
 from fedveil.client_app.site.served import Served
-from fedveil.federation.secure.local import LocalSums
+from fedveil.federation.summed.local import LocalSums
 from fedveil.federation.secure.server import Settings
 from fedveil.sealed import Seal, new_key
 from tests.console.conftest import masked

@@ -231,12 +231,6 @@ def test_a_prekey_is_spent_before_anything_of_it_leaves(lied, monkeypatch):
     no_mask(lied.site, plan, "not spent")
 
 
-def test_sums_of_so_many_that_no_scale_fits(lied):
-    plan = changed(lied.plan(), most_weight=100_000_000, bits=64)
-    assert lied.site.begin(plan) == plan.ring
-    no_mask(lied.site, changed(plan, bound=1e-300), "bound", WireError)
-
-
 def test_what_a_site_keeps_is_as_much_as_it_needs_and_no_more(lied):
     plan = lied.plan()
     seed = lied.site.store.load().seed

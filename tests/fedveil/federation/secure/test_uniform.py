@@ -12,6 +12,7 @@ from scipy import stats
 
 from fedveil.federation.secure import masks
 from fedveil.federation.secure.agreed import negative, own_mask
+from fedveil.federation.summed.ring import Ring
 from tests.fedveil.federation.secure.sites import masked, names, run
 
 P, LENGTH, SITES = 1e-6, 200_000, names(4)
@@ -50,7 +51,7 @@ def seen():
         for i, site in enumerate(SITES):
             noise = torch.randn(LENGTH, generator=torch.Generator().manual_seed(31 * round_ + i)) * 0.01
             vectors[site] = np.zeros(LENGTH, "<u4")
-            attempt.plan.ring.encode(base + noise, 2, None, vectors[site])
+            Ring.of(attempt.plan).encode(base + noise, 2, None, vectors[site])
         uploads = masked(local, attempt, vectors)
         clear.append(vectors)
         hidden.append({site: vector for site, (vector, _) in uploads.items()})

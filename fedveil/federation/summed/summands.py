@@ -32,7 +32,7 @@ from fedveil.contract.sums import Term
 from fedveil.errors import ConfigError, WireError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.secure.masks import Integers
-from fedveil.federation.secure.ring import Ring
+from fedveil.federation.summed.ring import Ring
 
 
 @dataclass(frozen=True)

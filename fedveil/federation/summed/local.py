@@ -13,8 +13,8 @@ from fedveil.federation.secure.kept import MemoryStore
 from fedveil.federation.secure.server import Attempt, Coordinator, Settings
 from fedveil.federation.secure.site import Demands, Site
 from fedveil.federation.secure.statements import Opened, Unmask
-from fedveil.federation.secure.summands import RingSums
-from fedveil.federation.secure.uploads import Summed
+from fedveil.federation.summed.summands import RingSums
+from fedveil.federation.summed.uploads import Summed
 
 
 def settings_of(config: SecureConfig) -> Settings:

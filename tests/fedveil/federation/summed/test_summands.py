@@ -14,8 +14,8 @@ from fedveil.contract.spec import TensorSpec
 from fedveil.contract.sums import Term, Terms
 from fedveil.errors import ConfigError, WireError
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.secure.ring import Ring
-from fedveil.federation.secure.summands import RingSums, Slots
+from fedveil.federation.summed.ring import Ring
+from fedveil.federation.summed.summands import RingSums, Slots
 from fedveil.strategies.fedavg import FedAvg
 
 SPEC = {"b": TensorSpec((2, 3)), "a": TensorSpec((2,)), "c": TensorSpec(())}

@@ -25,7 +25,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fedveil.errors import WireError
 from fedveil.federation.secure.masks import Integers
+from fedveil.federation.secure.statements import Plan
 
 BLOCK = 1 << 16  # entries at a time, which stay in the cache in fp64
 
@@ -64,6 +66,14 @@ class Ring:
             raise ValueError(f"noise: expected less, found {self.noise}, with which a sum would wrap")
         if not math.isfinite(self.scale * self.most_weight):
             raise ValueError(f"bound: expected one whose integers can be counted, found {self.bound}; raise it")
+
+    @classmethod
+    def of(cls, plan: Plan) -> Ring:
+        """Of a plan's vectors. Raises WireError where no sum of so many sites fits."""
+        try:
+            return cls(plan.bits, len(plan.prekeys), plan.most_weight, plan.bound)
+        except ValueError as error:
+            raise WireError(f"secure: {error}") from None
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedveil.federation.secure_claim import Claim
+from fedveil.federation.secure.claim import Claim
 
 
 def opens_one_half(n: int, t: int, c: int) -> bool:

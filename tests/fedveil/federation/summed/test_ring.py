@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.federation.secure.ring import Ring
+from fedveil.federation.summed.ring import Ring
 
 FINITE = st.floats(-3.0, 3.0, width=32)
 

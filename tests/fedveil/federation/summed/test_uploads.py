@@ -10,7 +10,8 @@ from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import TensorSpec
 from fedveil.errors import PolicyError, WireError
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.secure.uploads import Summed
+from fedveil.federation.summed.ring import Ring
+from fedveil.federation.summed.uploads import Summed
 from fedveil.rng import initial
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.wire.envelope import Stamp, pack
@@ -55,6 +56,14 @@ def test_entries_beyond_the_bound_are_counted_in_the_site_s_log(turn, caplog):
     upload(turn, step=4.5)
     assert "masked; 35 entries were clipped to +-4" in caplog.text
     assert caplog.records[-1].levelname == "WARNING"
+
+
+def test_sums_of_so_many_that_no_scale_fits_are_not_trained_for(turn):
+    attempt = turn[2]
+    plan = changed(attempt.plan, most_weight=100_000_000, bits=64)
+    assert Ring.of(plan).most_weight == 100_000_000
+    with pytest.raises(WireError, match="bound"):
+        upload(turn, plan=changed(plan, bound=1e-300), trainer=object())
 
 
 def test_a_plan_that_is_refused_is_not_trained_for(turn):

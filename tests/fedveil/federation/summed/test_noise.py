@@ -17,11 +17,12 @@ from fedveil.contract.spec import TensorSpec
 from fedveil.errors import ConfigError, PolicyError, QuorumError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
-from fedveil.federation.secure.ring import Ring
 from fedveil.federation.secure.site import Demands
 from fedveil.federation.secure.statements import Unmask
-from fedveil.federation.secure.summands import Slot, Slots
-from fedveil.federation.secure.uploads import SharedNoise, Summed
+from fedveil.federation.summed.noise import SharedNoise
+from fedveil.federation.summed.ring import Ring
+from fedveil.federation.summed.summands import Slot, Slots
+from fedveil.federation.summed.uploads import Summed
 from fedveil.privacy import discrete
 from fedveil.privacy.claims import claim_of
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
