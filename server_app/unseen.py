@@ -8,7 +8,8 @@ every site for new ones, so no key and no context is ever used twice.
 |---|---|
 | gives no keys | it is left out of the cohort; its reason stands in `record.failed` |
 | fails in the round | it is taken for one that has lost its keys |
-| opens no shares | nothing, while t others do |
+| opens no shares, or wrong ones | nothing, while t others do |
+| gave shares that do not open its secret | the attempt is thrown away, and the run goes on without it |
 
 | the sum ... | what happens |
 |---|---|
@@ -35,7 +36,7 @@ from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
 from fedveil.errors import ConfigError, QuorumError, WireError
 from fedveil.federation.exchange import Exchange
-from fedveil.federation.secure import server
+from fedveil.federation.secure import server, unmasking
 from fedveil.federation.secure.membership import Bundle, Member, Roster
 from fedveil.federation.secure.statements import Opened
 from fedveil.federation.summed.local import settings_of
@@ -59,7 +60,7 @@ class UnseenAttempt(Attempt):
     """
 
     questions: Questions = field(kw_only=True)
-    found: server.Attempt = field(kw_only=True)
+    found: unmasking.Attempt = field(kw_only=True)
     summed: Summed = field(kw_only=True)
     words: dict[str, dict[str, str]] = field(default_factory=dict, kw_only=True)
 
@@ -107,10 +108,11 @@ class Unseen:
     def ready(self, questions: Questions) -> dict[str, str]:
         """Gets every connected site its keys. Returns why others have none."""
         coordinator = self.coordinator
+        expelled = {site: why for site, why in coordinator.expelled.items() if site in questions.nodes}
         hello = dict.fromkeys(
-            (site for site in questions.nodes if site not in coordinator.members), coordinator.hello()
+            (site for site in questions.nodes if site not in {**coordinator.members, **expelled}), coordinator.hello()
         )
-        failed = questions.ask(hello, lambda site, data: coordinator.admit(site, Member.of(data)))
+        failed = expelled | questions.ask(hello, lambda site, data: coordinator.admit(site, Member.of(data)))
         try:
             setup = coordinator.settle_on(questions.nodes)
         except QuorumError as error:
@@ -151,6 +153,8 @@ class Unseen:
         except (QuorumError, WireError) as error:
             attempt.record.unseen["reason"] = shown(str(error), REASON_CHARACTERS)
             log(WARNING, "round %s: no sum: %s", ctx.round, attempt.record.unseen["reason"])
+            for site in attempt.found.faulty:
+                self.coordinator.expel(site)
             return None
         finally:
             attempt.record.upload_bytes += attempt.questions.up_bytes

@@ -24,8 +24,9 @@ from fedveil import places
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
 from fedveil.federation.secure import masks
-from fedveil.federation.secure.server import Attempt, Settings
+from fedveil.federation.secure.server import Settings
 from fedveil.federation.secure.statements import Opened, Unmask
+from fedveil.federation.secure.unmasking import Attempt
 from fedveil.federation.summed.local import LocalSums
 from fedveil.federation.summed.ring import Ring
 

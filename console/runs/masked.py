@@ -13,7 +13,7 @@ from fedveil.federation.summed.local import settings_of
 from fedveil.federation.summed.ring import Ring
 from fedveil.federation.summed.uploads import Summed
 
-_A_HOLDER = 2 * (88 + 64 + 8)  # characters of the closed shares of two secrets, with the holder's name
+_A_HOLDER = 2 * (88 + 32 + 2 * (64 + 8))  # characters of the shares of two secrets and their digests, with its name
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class Masked:
         count = sites or max(fewest, cohort.sites)
         if count < fewest:
             raise ConfigError(f"--sites: expected at least {fewest}, with which the run begins, found {sites}; name more")
-        holders = settings_of(secure).holders(count)
-        threshold = secure.threshold or 2 * holders // 3 + 1
+        settings = settings_of(secure)
+        holders = settings.holders(count)
+        threshold = settings.shares(holders)
         if threshold > holders:
             raise ConfigError(
                 f"secure.threshold: expected at most {holders}, the holders among {count} sites, found {threshold}; "

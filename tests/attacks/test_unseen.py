@@ -115,8 +115,9 @@ def test_attacks_win_on_what_is_not_masked_and_on_nothing_else(federate):
 
     assert area(twins.view) > 0.9
     assert area(twins.unseen(own=True, pairs=2)) == pytest.approx(area(twins.view), abs=0.01)
-    assert area(twins.unseen()) < 0.7
-    assert area(twins.unseen(own=True)) < 0.7
+    others_masks = [Twins(federate, "fedavg") for _ in range(5)]  # six rows: one area of noise deviates by 0.12
+    assert abs(np.mean([area(them.unseen()) for them in others_masks]) - 0.5) < 0.2
+    assert abs(np.mean([area(them.unseen(own=True)) for them in others_masks]) - 0.5) < 0.2
     assert 0.6 < area(twins.sums()) < area(twins.view)
     rebuilt = factor_pairing.latest(twins.unseen(own=True, pairs=2), "a", knowledge.initial)
     assert rebuilt.coverage == 1.0

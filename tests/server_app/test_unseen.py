@@ -6,24 +6,26 @@ import os
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Error, Message
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 from fedveil import rng, strategies
 from fedveil.client_app.app import app
 from fedveil.config import AggregateConfig, CohortConfig, SecureConfig, parse
 from fedveil.console.main import main
+from fedveil.contract.address import Address
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.federation.secure import keys
+from fedveil.federation.secure import site as site_half
 from fedveil.federation.secure.membership import Member, Roster
-from fedveil.federation.secure.statements import question_of
+from fedveil.federation.secure.statements import Opened, question_of
 from fedveil.federation.summed.ring import Ring
 from fedveil.records.state import digest
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
-from fedveil.wire import header, statements
+from fedveil.wire import header, slices, statements
 from fedveil.wire.tap import Tap
 from tests.server_app.grid import LocalGrid, use_toy_task
 
@@ -222,6 +224,50 @@ def test_an_attempt_that_is_thrown_away_is_repeated_with_new_keys_and_ends_as_an
     used = [asked(m).plan.prekeys for m in grid.pushed if asks("unmask")(m)]
     keys_of = [{prekey.key for prekey in plan} for plan in dict.fromkeys(used)]
     assert all(not a & b for i, a in enumerate(keys_of) for b in keys_of[:i])  # no prekey twice
+
+
+def wrong_shares(message: Message, reply: Message) -> Message:
+    """A holder that opens something else for one site, a."""
+    if not asks("unmask", [1])(message):
+        return reply
+    at = Address(message.content.config_records["order"]["run"], 0, message.content.config_records["order"]["site"])
+    said = b"".join(array.data for array in reply.content.array_records["fedveil"].values())
+    opened = Opened.of(statements.unpacked(said, 1, "up", at, 10**6))
+    lie = opened.model_copy(update={"heard": opened.heard | {"a": "00" * 16}})
+    data = statements.packed(lie.to_bytes(), 1, "up", at)
+    record = ArrayRecord({slices.name(0): Array("uint8", (len(data),), slices.STYPE, data)})
+    return Message(RecordDict({"fedveil": record}), reply_to=message)
+
+
+def test_a_holder_with_wrong_shares_is_waited_past_and_named(runs):
+    """Of five, four open a sum. The first to answer lies, so it takes the four others."""
+    whole, _ = runs.run(ON)
+    runs.config["run.name"] = "lied"
+    found, history = runs.run(ON, runs.grid(ON, tamper={"a": wrong_shares}))
+    assert [r.accepted for r in history] == [SITES] * 3
+    assert "its shares of a as made there" in history[1].unseen["deaf"]["a"]
+    assert digest(found) == digest(whole)
+
+
+def test_without_a_site_whose_shares_open_nothing_the_run_goes_on(runs, monkeypatch):
+    """It spoils one attempt, and is asked nothing more; those that know it is wrong are more than may be silent."""
+    real = site_half.closed_shares
+
+    def closed_shares(kept, membership, site, secret, purpose):
+        shares = real(kept, membership, site, secret, purpose)
+        spoilt = site == "d" and b"mask share" in purpose("a")
+        return shares.model_copy(update={"closed": dict.fromkeys(shares.closed, "00" * 44)}) if spoilt else shares
+
+    monkeypatch.setattr(site_half, "closed_shares", closed_shares)
+    grid = runs.grid(ON)
+    _, history = runs.run(ON, grid)
+    assert [(r.round, r.attempt) for r in history] == [(0, 0), (0, 1), (1, 0), (2, 0)]
+    assert "open their shares of d, found fewer" in history[0].unseen["reason"]
+    for record in history[1:]:
+        assert record.accepted == ["a", "b", "c", "e"]
+        assert record.failed == {"d": "secure: its shares did not open its secret, so the run goes on without it"}
+    orders = [m.content.config_records["order"] for m in grid.pushed]
+    assert {(order["round"], order["attempt"]) for order in orders if order["site"] == "d"} == {(0, 0)}
 
 
 def test_below_the_least_sum_nobody_is_asked_to_open_anything(runs):

@@ -10,7 +10,8 @@
     agreed.py      what two ends agree on
     kept.py        what a site keeps
     site.py        a site's half: what it answers, and what it refuses
-    server.py      the server's half
+    server.py      the server's half before a round
+    unmasking.py   the server's half of an attempt: the sum
     claim.py       which adversary a run holds against
 
 What the vectors are, and their sums, is fedveil/federation/summed. Nothing here needs torch: a site's thin process does

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fedveil.federation.secure import keys, masks, shamir
-from fedveil.federation.secure.forms import ClosedShare
+from fedveil.federation.secure.forms import ClosedShare, ShareDigest
 from fedveil.federation.secure.kept import Kept
 from fedveil.federation.secure.membership import Membership, Prekey, Shares
 from fedveil.federation.secure.statements import Plan
@@ -19,10 +19,12 @@ def closed_shares(
     holders = membership.holders(site)
     shares = shamir.split(secret, membership.threshold, len(holders))
     closed: dict[str, ClosedShare] = {}
+    digests: dict[str, ShareDigest] = {}
     for holder, share in zip(holders, shares, strict=True):
         text = purpose(holder)
         closed[holder] = keys.closed(key_with(kept, membership, holder, text), share, text).hex()
-    return Shares(closed=closed)
+        digests[holder] = keys.share_digest(share, text)
+    return Shares(closed=closed, digests=digests)
 
 
 def key_with(kept: Kept, membership: Membership, other: str, purpose: bytes) -> bytes:

@@ -24,6 +24,7 @@ Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digest = Key
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Share = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+ShareDigest = Share
 ClosedShare = Annotated[str, Field(pattern=r"^[0-9a-f]{88}$")]  # nonce, share and tag
 Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 

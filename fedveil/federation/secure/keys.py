@@ -5,6 +5,7 @@ A key is bound to what it is for: HKDF-SHA256 takes the purpose, the names of bo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 
@@ -72,6 +73,11 @@ def opened(key: bytes, data: bytes, purpose: bytes) -> bytes:
         return AESGCM(key).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], purpose)
     except (InvalidTag, ValueError):
         raise WireError("share: expected one for this holder and context, found another") from None
+
+
+def share_digest(share: bytes, purpose: bytes) -> str:
+    """32 hex digits by which a share of that purpose is known again. Shares are drawn uniformly: it tells nothing."""
+    return hashlib.sha256(purpose + share).hexdigest()[:32]
 
 
 def signed(signing_key: bytes, text: bytes) -> bytes:

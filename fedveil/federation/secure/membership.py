@@ -10,7 +10,17 @@ from functools import cached_property
 from pydantic import Field, model_validator
 
 from fedveil.federation.secure import keys
-from fedveil.federation.secure.forms import MOST_SITES, ClosedShare, Digest, Key, Name, Number, Signature, Statement
+from fedveil.federation.secure.forms import (
+    MOST_SITES,
+    ClosedShare,
+    Digest,
+    Key,
+    Name,
+    Number,
+    ShareDigest,
+    Signature,
+    Statement,
+)
 
 
 class Member(Statement):
@@ -118,9 +128,19 @@ class Prekey(Statement):
 
 
 class Shares(Statement):
-    """Shares of one secret, each closed to its holder."""
+    """Shares of one secret.
+
+    Attributes:
+        closed: to its holder, each.
+        digests: by holder, so that a wrong one is known before it is used.
+    """
 
     closed: dict[Name, ClosedShare] = Field(max_length=MOST_SITES)
+    digests: dict[Name, ShareDigest] = Field(max_length=MOST_SITES)
+
+    def are_for(self, holders: list[str]) -> bool:
+        """Whether each of these holders, sorted, has one."""
+        return list(self.closed) == holders == list(self.digests)
 
 
 class Bundle(Statement):

@@ -1,31 +1,23 @@
-"""The server's half: it passes keys between the sites, adds up masked vectors, and takes the masks off the sum.
+"""The server's half before a round: keys that it passes between the sites, and what it asks them for.
 
 | case | what happens |
 |---|---|
 | a site that is new, or has lost its keys | the next attempt begins with a new membership: every site is set up again |
 | a site without a prekey | it is asked for one; without an answer it is left out of the cohort |
-| fewer uploads than `least`, or too few shares | the attempt is thrown away; nothing of it can be opened later |
-| a share that is wrong | the others are tried without each holder in turn; then the holder that spoils it is named |
-| shares that no t holders can make fit | the attempt is thrown away, and the site whose secret it is is named |
+| a site whose shares do not open its secret | the run goes on without it (`expel`) |
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
 from fedveil.errors import QuorumError, WireError
-from fedveil.federation.secure import keys, masks, parts, shamir
-from fedveil.federation.secure.agreed import negative, own_mask, pair_mask, partners
 from fedveil.federation.secure.forms import ALL_PAIRS
-from fedveil.federation.secure.kept import How
-from fedveil.federation.secure.masks import Integers
 from fedveil.federation.secure.membership import Bundle, Member, Membership
-from fedveil.federation.secure.statements import Attached, Hello, Opened, Plan, Setup, Unmask
+from fedveil.federation.secure.statements import Hello, Plan, Setup
+from fedveil.federation.secure.unmasking import Attempt
 
 
 @dataclass(frozen=True)
@@ -50,6 +42,10 @@ class Settings:
         """N of a membership of so many sites."""
         return self._neighbours(sites) or sites
 
+    def shares(self, holders: int) -> int:
+        """t of so many holders."""
+        return self.threshold or 2 * holders // 3 + 1
+
     def _neighbours(self, sites: int) -> int:
         k = self.neighbours or (0 if sites <= ALL_PAIRS else ALL_PAIRS)
         return k if k < sites else 0
@@ -58,7 +54,7 @@ class Settings:
         """The membership of these sites."""
         count = self.holders(len(members))
         return Membership(
-            run=run, neighbours=self._neighbours(len(members)), threshold=self.threshold or 2 * count // 3 + 1,
+            run=run, neighbours=self._neighbours(len(members)), threshold=self.shares(count),
             members=tuple(sorted(members, key=lambda member: member.name)),
         )  # fmt: skip
 
@@ -72,6 +68,7 @@ class Coordinator:
         roster: signing keys by name, as the federation's registry has them; {} = none is known.
         members: sites that have said their run key.
         bundles: prekeys that are not spent, by site.
+        expelled: sites that take no part any more, and why.
     """
 
     run: str
@@ -79,6 +76,7 @@ class Coordinator:
     roster: Mapping[str, str] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     bundles: dict[str, Bundle] = field(default_factory=dict)
+    expelled: dict[str, str] = field(default_factory=dict)
     membership: Membership | None = None
 
     def hello(self) -> Hello:
@@ -100,6 +98,11 @@ class Coordinator:
         """A site's turn has failed: it may have lost its keys, and its prekey is spent."""
         self.members.pop(site, None)
         self.bundles.pop(site, None)
+
+    def expel(self, site: str) -> None:
+        """Leaves a faulty site out of all that follows: each of its sums would be thrown away."""
+        self.forget(site)
+        self.expelled[site] = "secure: its shares did not open its secret, so the run goes on without it"
 
     def settle_on(self, connected: Collection[str]) -> Setup:
         """The membership of the connected sites that have said their keys. A new one has no prekeys yet.
@@ -128,7 +131,7 @@ class Coordinator:
         membership = self._membership
         if bundle.prekey.site != site or not bundle.prekey.is_genuine(membership):
             raise WireError(f"secure: expected a prekey that {site} has signed for this membership, found another")
-        if bundle.shares.digest != bundle.prekey.shares or list(bundle.shares.closed) != membership.holders(site):
+        if bundle.shares.digest != bundle.prekey.shares or not bundle.shares.are_for(membership.holders(site)):
             raise WireError(f"secure: expected shares of {site}'s prekey for each of its holders, found others")
         self.bundles[site] = bundle
 
@@ -147,147 +150,3 @@ class Coordinator:
     def _membership(self) -> Membership:
         assert self.membership is not None, "settle_on comes first"
         return self.membership
-
-
-@dataclass
-class Attempt:
-    """The sum of one attempt.
-
-    Attributes:
-        plan: what its sites were asked.
-        bundles: their prekeys.
-        uploads: what came with each upload that is in the sum.
-    """
-
-    plan: Plan
-    membership: Membership
-    bundles: Mapping[str, Bundle]
-    uploads: dict[str, Attached] = field(default_factory=dict)
-    _total: Integers | None = None
-    _opened: dict[tuple[How, str], dict[str, bytes]] = field(default_factory=dict)
-    _asked: dict[str, Unmask] = field(default_factory=dict)
-
-    def check(self, site: str, attached: Attached) -> None:
-        """Raises WireError unless it is the site's one upload, in time, and its shares are for the site's holders."""
-        if site not in self.bundles or site in self.uploads or self._asked:
-            raise WireError(f"secure: expected one upload of each site, before the sum is closed; found one of {site}")
-        if list(attached.shares.closed) != self.membership.holders(site):
-            raise WireError(f"secure: expected shares of {site}'s mask for each of its holders, found others")
-
-    def add(self, site: str, vector: Integers, attached: Attached) -> None:
-        """Adds a masked vector, which is only read. Raises WireError as `check`."""
-        self.check(site, attached)
-        self._total = vector.copy() if self._total is None else np.add(self._total, vector, out=self._total)
-        self.uploads[site] = attached
-
-    def questions(self) -> dict[str, Unmask]:
-        """What each holder is asked. The list of uploads is closed from here on.
-
-        Raises:
-            QuorumError: fewer uploads than it takes; nobody is to be asked.
-        """
-        plan, asked = self.plan, self._asked
-        self._require_least()
-        silent = [site for site in plan.cohort if site not in self.uploads]
-        heard = {site: attached.shares.closed for site, attached in self.uploads.items()}
-        quiet = {site: self.bundles[site].shares.closed for site in silent}
-        for holder in self.membership.by_name:
-            mine = {site: of[holder] for site, of in sorted(heard.items()) if holder in of}
-            theirs = {site: of[holder] for site, of in quiet.items() if holder in of}
-            if mine or theirs:
-                in_sum = tuple(sorted(self.uploads))
-                asked[holder] = Unmask(plan=plan, in_sum=in_sum, heard=mine, silent=theirs)
-        return asked
-
-    def answer(self, holder: str, opened: Opened) -> None:
-        """Takes a holder's shares, but those it could not open. Raises WireError for others than it was asked for."""
-        asked = self._asked[holder]
-        if not (opened.heard.keys() <= asked.heard.keys() and opened.silent.keys() <= asked.silent.keys()):
-            raise WireError("secure: expected the shares that were asked for, found others")
-        for site, share in opened.heard.items():
-            self._opened.setdefault(("heard", site), {})[holder] = bytes.fromhex(share)
-        for site, share in opened.silent.items():
-            self._opened.setdefault(("silent", site), {})[holder] = bytes.fromhex(share)
-
-    @property
-    def wanting(self) -> list[str]:
-        """Sites of which too few shares are here."""
-        t = self.membership.threshold
-        return [site for how, site in self._secrets() if len(self._opened.get((how, site), {})) < t]
-
-    def _secrets(self) -> Iterator[tuple[How, str]]:
-        for site in self.plan.cohort:
-            if site in self.uploads:
-                yield "heard", site
-            elif any(other.site in self.uploads for other in partners(self.plan, self.membership, site)):
-                yield "silent", site
-
-    def total(self) -> Integers:
-        """The sum of the vectors of the sites that uploaded, without masks. It can be taken once.
-
-        Raises:
-            QuorumError: fewer uploads or shares than it takes, or shares that do not fit; nothing was opened.
-        """
-        self._require_least()
-        assert self._total is not None, "a total is taken once"
-        if wanting := self.wanting:
-            raise QuorumError(
-                f"secure.threshold: expected {self.membership.threshold} holders that open their shares of "
-                f"{', '.join(wanting)}, found fewer"
-            )
-        off = list(self.own_masks().values())
-        for how, site in self._secrets():
-            if how == "silent":
-                off += self._left_by(site, keys.private_of(self._rebuilt(how, site)))
-        total, self._total = self._total, None
-        masks.apply(total, off)
-        return total
-
-    def _require_least(self) -> None:
-        if len(self.uploads) < self.plan.least:
-            raise QuorumError(
-                f"secure.min-sites: expected a sum of at least {self.plan.least} sites, found {len(self.uploads)}"
-            )
-        missing, most = len(self.plan.cohort) - len(self.uploads), parts.most_silent(self.membership)
-        if missing > most:
-            raise QuorumError(
-                f"secure.threshold: expected at most {most} silent sites of {len(self.plan.cohort)}, found {missing}: "
-                "no holder opens such a sum"
-            )
-        if (found := parts.smallest(self.membership, self.uploads)) < self.plan.least:
-            raise QuorumError(
-                f"secure.neighbours: expected masks that join at least {self.plan.least} sites, found {found} of the "
-                f"{len(self.uploads)} that have uploaded by themselves; raise it"
-            )
-
-    def own_masks(self) -> dict[str, masks.Mask]:
-        """What takes off the own mask of each site in the sum. Whoever has the opened shares knows it."""
-        heard = [site for how, site in self._secrets() if how == "heard"]
-        return {site: negative(own_mask(self._rebuilt("heard", site), self.plan, site)) for site in heard}
-
-    def _left_by(self, site: str, private: bytes) -> Iterator[masks.Mask]:
-        """What takes off the masks that a silent site's partners have added for the pair."""
-        for other in partners(self.plan, self.membership, site):
-            if other.site in self.uploads:
-                # The silent site's own sign is the opposite of its partner's: adding its half cancels the other one.
-                yield pair_mask(self.plan, site, other.site, private, bytes.fromhex(other.key))
-
-    def _rebuilt(self, how: How, site: str) -> bytes:
-        holders = self.membership.holders(site)
-        shares = {holders.index(holder) + 1: share for holder, share in self._opened[how, site].items()}
-        t = self.membership.threshold
-        first = dict(list(shares.items())[:t])
-        tries = [first]
-        if len(shares) > t:  # one liar among them, whoever it is
-            spare = dict(list(shares.items())[t : t + 1])
-            tries += [{place: share for place, share in (first | spare).items() if place != out} for out in first]
-        for some in tries:
-            secret = shamir.combine(some)
-            if self._fits(how, site, secret):
-                return secret
-        raise QuorumError(f"secure: expected shares that open {site}'s secret, found some that do not fit each other")
-
-    def _fits(self, how: How, site: str, secret: bytes) -> bool:
-        if how == "heard":
-            return hashlib.sha256(secret).hexdigest() == self.uploads[site].mask
-        return keys.public_of(keys.private_of(secret)).hex() == self.bundles[site].prekey.key

@@ -10,9 +10,10 @@ from fedveil.config import SecureConfig
 from fedveil.federation.secure import keys, masks
 from fedveil.federation.secure.agreed import negative, pair_mask, partners
 from fedveil.federation.secure.kept import MemoryStore
-from fedveil.federation.secure.server import Attempt, Coordinator, Settings
+from fedveil.federation.secure.server import Coordinator, Settings
 from fedveil.federation.secure.site import Demands, Site
 from fedveil.federation.secure.statements import Opened, Unmask
+from fedveil.federation.secure.unmasking import Attempt
 from fedveil.federation.summed.summands import RingSums
 from fedveil.federation.summed.uploads import Summed
 

@@ -42,7 +42,7 @@ from fedveil.wire.opaque import Opaque
 log = getLogger("fedveil.secure")
 
 _SUM, _ATTACHED = "sum", "attached"
-_MOST_ATTACHED = MOST_SITES * 2 * (88 + 64 + 8) + 4096  # characters: names and closed shares of two secrets
+_MOST_ATTACHED = MOST_SITES * 2 * (88 + 32 + 2 * (64 + 8)) + 4096  # characters: shares of two secrets, digests, names
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fedveil.benchmarks.core.many_sites import Case, StreamedGrid, measured
 from fedveil.contract.address import Address
 from fedveil.contract.method import RoundContext
 from fedveil.federation.exchange import Exchange
-from fedveil.server_app.attempt import _Shared
+from fedveil.server_app.attempt import Shared
 
 METHODS = [("fedavg", ""), ("fedrand", ""), ("fedrand", "downlink = 'selected'"), ("fedper", "")]
 
@@ -49,7 +49,7 @@ def test_a_reply_is_made_when_it_is_pulled_and_no_message_is_kept(monkeypatch):
     for node in grid.get_nodes():
         ctx = RoundContext(0, node.name, True, bytes(32), True, Address("run", 0, node.name))
         order = ConfigRecord({"round": 0, "is-new": True, "site": node.name, "run": "run", "attempt": 0})
-        record: ArrayRecord = _Shared().record(exchange.packed(server, ctx).parts)
+        record: ArrayRecord = Shared().record(exchange.packed(server, ctx).parts)
         messages.append(Message(RecordDict({"fedveil": record, "order": order}), node.node_id, MessageType.TRAIN))
     numbers = list(grid.push_messages(messages))
     assert made == []

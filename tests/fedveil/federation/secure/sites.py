@@ -9,9 +9,10 @@ import numpy as np
 
 from fedveil.federation.secure import keys, shamir
 from fedveil.federation.secure.forms import Statement
-from fedveil.federation.secure.server import Attempt, Settings
+from fedveil.federation.secure.server import Settings
 from fedveil.federation.secure.site import Demands
 from fedveil.federation.secure.statements import Attached, Plan, Unmask
+from fedveil.federation.secure.unmasking import Attempt
 from fedveil.federation.summed.local import LocalSums
 
 RUN = "run-31415"

@@ -36,10 +36,15 @@ def sum_of(vectors) -> list[int]:
     return (sum(vectors.values()) & np.uint32(0xFFFFFFFF)).tolist()
 
 
-def answered(local, attempt, lies=lambda holder, opened: opened):
-    """Asks all holders; `lies` says what one sends in place of its answer."""
+def answered(local, attempt, lies=lambda holder, opened: opened) -> dict[str, str]:
+    """Asks all holders; `lies` says what one sends in place of its answer. Returns what is said of wrong ones."""
+    wrong = {}
     for holder, asked in attempt.questions().items():
-        attempt.answer(holder, lies(holder, local.sites[holder].unmask(asked)))
+        try:
+            attempt.answer(holder, lies(holder, local.sites[holder].unmask(asked)))
+        except WireError as error:
+            wrong[holder] = str(error)
+    return wrong
 
 
 @pytest.fixture
@@ -62,17 +67,50 @@ def test_one_holder_with_wrong_shares_is_left_out_and_the_sum_is_right(round_of_
         wrong = {site: os.urandom(16).hex() for site in getattr(opened, how)}
         return changed(opened, **{how: wrong}) if holder == liar else opened
 
-    answered(local, attempt, lies)
+    wrong = answered(local, attempt, lies)
+    assert list(wrong) == [liar]
+    assert f"its shares of {'s00, s01' if how == 'heard' else 's06'}" in wrong[liar]
+    assert attempt.faulty == []
     assert attempt.total().tolist() == sum_of(vectors)
 
 
-def test_shares_that_no_five_holders_can_make_fit_throw_the_attempt_away(round_of_seven):
+@pytest.mark.parametrize("how", ["heard", "silent"])
+def test_as_many_wrong_holders_as_may_be_silent_cost_nothing_and_are_waited_past(round_of_seven, how):
+    """They answer first: until t others have answered, there is no sum to be opened."""
+    local, attempt, vectors, _ = round_of_seven
+    questions = attempt.questions()
+    for holder in SITES[:2]:
+        opened = local.sites[holder].unmask(questions[holder])
+        wrong = {site: os.urandom(16).hex() for site in getattr(opened, how)}
+        with pytest.raises(WireError, match="as made there"):
+            attempt.answer(holder, changed(opened, **{how: wrong}))
+    for i, holder in enumerate(SITES[2:], 1):
+        assert attempt.wanting
+        attempt.answer(holder, local.sites[holder].unmask(questions[holder]))
+        assert bool(attempt.wanting) == (i < 5)
+    assert attempt.total().tolist() == sum_of(vectors)
+
+
+def test_a_wrong_share_says_nothing_about_the_others_of_its_holder(round_of_seven):
+    local, attempt, vectors, _ = round_of_seven
+
+    def lies(holder, opened):
+        """Each holder lies about another site, two about none."""
+        return changed(opened, heard=opened.heard | {holder: "00" * 16}) if holder in opened.heard else opened
+
+    wrong = answered(local, attempt, lies)
+    assert list(wrong) == SITES[:6]
+    assert attempt.total().tolist() == sum_of(vectors)
+
+
+def test_shares_that_no_five_holders_open_throw_the_attempt_away(round_of_seven):
     local, attempt, _, _ = round_of_seven
 
     def lies(holder, opened):
         return changed(opened, heard=opened.heard | {"s03": os.urandom(16).hex()}) if holder < "s04" else opened
 
     answered(local, attempt, lies)
+    assert attempt.faulty == ["s03"]
     with pytest.raises(QuorumError, match="s03"):
         attempt.total()
 
@@ -82,13 +120,16 @@ def test_a_site_that_shares_another_secret_than_it_masked_with_is_named(round_of
     liar = local.sites["s06"]
     seed = liar.store.load().run_key
     attached = liar.mask(attempt.plan, drawn(9, 6))
-    closed = {}
+    closed, digests = {}, {}
     for holder, share in zip(SITES, shamir.split(os.urandom(16), 5, 7), strict=True):
         purpose = mask_purpose(attempt.plan, "s06", holder)
         public = bytes.fromhex(attempt.membership.by_name[holder].run_key)
         closed[holder] = keys.closed(keys.agreed(bytes.fromhex(seed), public, purpose), share, purpose).hex()
-    attempt.add("s06", drawn(9, 7), changed(attached, shares=Shares(closed=closed).model_dump()))
-    answered(local, attempt)
+        digests[holder] = keys.share_digest(share, purpose)
+    shares = Shares(closed=closed, digests=digests)
+    attempt.add("s06", drawn(9, 7), changed(attached, shares=shares.model_dump()))
+    assert answered(local, attempt) == {}
+    assert attempt.faulty == ["s06"]
     with pytest.raises(QuorumError, match="s06"):
         attempt.total()
 
@@ -97,9 +138,9 @@ def test_a_site_whose_shares_nobody_can_open_is_named_and_the_others_shares_are_
     local, attempt, _, _ = round_of_seven
     attached = local.sites["s06"].mask(attempt.plan, drawn(9, 6))
     garbage = {holder: os.urandom(44).hex() for holder in SITES}
-    attempt.add("s06", drawn(9, 7), changed(attached, shares={"closed": garbage}))
+    attempt.add("s06", drawn(9, 7), changed(attached, shares=attached.shares.model_dump() | {"closed": garbage}))
     answered(local, attempt)
-    assert attempt.wanting == ["s06"]
+    assert attempt.wanting == attempt.faulty == ["s06"]
     with pytest.raises(QuorumError, match="open their shares of s06, found fewer"):
         attempt.total()
 
@@ -137,8 +178,10 @@ def test_an_upload_is_taken_once_in_time_and_of_the_cohort(round_of_seven):
 def test_an_upload_without_a_share_for_each_holder_is_refused(round_of_seven, holders):
     local, attempt, _, _ = round_of_seven
     (hidden, attached) = masked(local, attempt, {"s06": drawn(9, 6)})["s06"]
-    with pytest.raises(WireError, match="each of its holders"):
-        attempt.add("s06", hidden, changed(attached, shares={"closed": dict.fromkeys(holders, "00" * 44)}))
+    closed, digests = dict.fromkeys(holders, "00" * 44), dict.fromkeys(holders, "00" * 16)
+    for shares in ({"closed": closed}, {"digests": digests}, {"closed": closed, "digests": digests}):
+        with pytest.raises(WireError, match="each of its holders"):
+            attempt.add("s06", hidden, changed(attached, shares=attached.shares.model_dump() | shares))
 
 
 def test_below_the_least_nobody_is_asked_and_nothing_is_opened():
@@ -191,7 +234,7 @@ def test_a_prekey_must_be_of_its_site_for_the_membership_with_a_share_for_each_h
     bundles = {name: site.join(setup) for name, site in local.sites.items()}
     mine, key, text = bundles["s00"], local.sites["s00"].signing_key, setup.membership.digest
     low = changed(mine.prekey, key="00" * 32)
-    fewer = Shares(closed=dict(list(mine.shares.closed.items())[1:]))
+    fewer = changed(mine.shares, closed=dict(list(mine.shares.closed.items())[1:]))
     short = changed(mine.prekey, shares=fewer.digest)
     for bundle in (
         bundles["s01"],
@@ -205,6 +248,17 @@ def test_a_prekey_must_be_of_its_site_for_the_membership_with_a_share_for_each_h
         with pytest.raises(WireError):
             coordinator.keep("s00", bundle)
     coordinator.keep("s00", mine)
+
+
+def test_a_site_that_is_expelled_is_in_no_membership_that_follows():
+    local = run(SITES)
+    local.begin(0, 0, SITES)
+    coordinator = local.coordinator
+    coordinator.expel("s02")
+    setup = coordinator.settle_on(SITES)
+    assert "s02" not in setup.membership.by_name
+    assert coordinator.bundles == {}  # of the membership with it
+    assert "without it" in coordinator.expelled["s02"]
 
 
 def test_too_few_sites_for_the_sum_or_for_the_threshold():

@@ -119,7 +119,7 @@ def test_a_site_under_anothers_run_key_has_no_share_opened(round_of_six):
         purpose = seed_purpose(membership, liar, 0, holder)
         shared = keys.agreed(private, bytes.fromhex(membership.by_name[holder].run_key), purpose)
         closed[holder] = keys.closed(shared, share, purpose).hex()
-    shares = Shares(closed=closed)
+    shares = Shares(closed=closed, digests=dict.fromkeys(closed, "00" * 16))
     prekey = Prekey(site=liar, number=0, key=keys.public_of(private).hex(), shares=shares.digest, signature="0" * 128)
     coordinator.keep(liar, Bundle(prekey=signed(prekey, key, prekey.text(membership.digest)), shares=shares))
     attempt = coordinator.attempt(0, 0, SITES)

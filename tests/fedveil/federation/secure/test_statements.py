@@ -58,7 +58,7 @@ def test_a_statement_comes_back_and_its_digest_with_it(said, kind):
     bound=st.floats(1e-300, 1e9, exclude_min=True),
 )
 def test_any_value_of_the_form_comes_back(prekey, closed, bound):
-    bundle = Bundle(prekey=prekey, shares=Shares(closed=closed))
+    bundle = Bundle(prekey=prekey, shares=Shares(closed=closed, digests=dict.fromkeys(closed, "ab" * 16)))
     plan = Plan(run="r", round=0, attempt=1, membership=HEX64, bits=32, most_weight=1, bound=bound, least=1,
                 prekeys=(prekey,))  # fmt: skip
     for statement in (bundle, plan):
@@ -174,7 +174,7 @@ def test_of_a_key_said_twice_the_last_one_counts_and_it_is_what_the_digest_is_of
     twice = Hello.of(b'{"kind": "hello", "run": "a", "run": "b"}')
     assert twice == Hello(run="b")
     assert twice.digest == Hello(run="b").digest
-    closed = Shares.of(f'{{"closed": {{"a": "{HEX88}", "a": "{"cd" * 44}"}}}}'.encode())
+    closed = Shares.of(f'{{"closed": {{"a": "{HEX88}", "a": "{"cd" * 44}"}}, "digests": {{}}}}'.encode())
     assert closed.closed == {"a": "cd" * 44}
 
 

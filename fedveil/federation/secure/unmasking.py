@@ -1,0 +1,200 @@
+"""The server's half of one attempt: it adds up masked vectors, and takes the masks off the sum.
+
+| case | what happens |
+|---|---|
+| fewer uploads than `least`, or too few shares | the attempt is thrown away; nothing of it can be opened later |
+| a share that is not the one of which its site gave the digest | it is left out, and others are waited for; who of the
+  two, site or holder, is wrong, is not known |
+| a site of whose secret more than N - t holders open no such share, or whose shares open another secret | the attempt
+  is thrown away, and the site is `faulty`: if not so many holders are wrong, it is, and a run can go on without it |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fedveil.errors import QuorumError, WireError
+from fedveil.federation.secure import keys, masks, parts, shamir
+from fedveil.federation.secure.agreed import mask_purpose, negative, own_mask, pair_mask, partners, seed_purpose
+from fedveil.federation.secure.kept import How
+from fedveil.federation.secure.masks import Integers
+from fedveil.federation.secure.membership import Bundle, Membership
+from fedveil.federation.secure.statements import Attached, Opened, Plan, Unmask
+
+
+@dataclass
+class Attempt:
+    """The sum of one attempt.
+
+    Attributes:
+        plan: what its sites were asked.
+        bundles: their prekeys.
+        uploads: what came with each upload that is in the sum.
+    """
+
+    plan: Plan
+    membership: Membership
+    bundles: Mapping[str, Bundle]
+    uploads: dict[str, Attached] = field(default_factory=dict)
+    _total: Integers | None = None
+    _opened: dict[tuple[How, str], dict[str, bytes]] = field(default_factory=dict)
+    _asked: dict[str, Unmask] = field(default_factory=dict)
+    _answered: set[str] = field(default_factory=set)
+
+    def check(self, site: str, attached: Attached) -> None:
+        """Raises WireError unless it is the site's one upload, in time, and its shares are for the site's holders."""
+        if site not in self.bundles or site in self.uploads or self._asked:
+            raise WireError(f"secure: expected one upload of each site, before the sum is closed; found one of {site}")
+        if not attached.shares.are_for(self.membership.holders(site)):
+            raise WireError(f"secure: expected shares of {site}'s mask for each of its holders, found others")
+
+    def add(self, site: str, vector: Integers, attached: Attached) -> None:
+        """Adds a masked vector, which is only read. Raises WireError as `check`."""
+        self.check(site, attached)
+        self._total = vector.copy() if self._total is None else np.add(self._total, vector, out=self._total)
+        self.uploads[site] = attached
+
+    def questions(self) -> dict[str, Unmask]:
+        """What each holder is asked. The list of uploads is closed from here on.
+
+        Raises:
+            QuorumError: fewer uploads than it takes; nobody is to be asked.
+        """
+        plan, asked = self.plan, self._asked
+        self._require_least()
+        silent = [site for site in plan.cohort if site not in self.uploads]
+        heard = {site: attached.shares.closed for site, attached in self.uploads.items()}
+        quiet = {site: self.bundles[site].shares.closed for site in silent}
+        for holder in self.membership.by_name:
+            mine = {site: of[holder] for site, of in sorted(heard.items()) if holder in of}
+            theirs = {site: of[holder] for site, of in quiet.items() if holder in of}
+            if mine or theirs:
+                in_sum = tuple(sorted(self.uploads))
+                asked[holder] = Unmask(plan=plan, in_sum=in_sum, heard=mine, silent=theirs)
+        return asked
+
+    def answer(self, holder: str, opened: Opened) -> None:
+        """Takes a holder's shares.
+
+        Raises:
+            WireError: some are others than it was asked for, and none is taken; or others than their sites have made,
+                and the rest is taken.
+        """
+        asked = self._asked[holder]
+        if not (opened.heard.keys() <= asked.heard.keys() and opened.silent.keys() <= asked.silent.keys()):
+            raise WireError("secure: expected the shares that were asked for, found others")
+        self._answered.add(holder)
+        answers: tuple[tuple[How, dict[str, str]], ...] = (("heard", opened.heard), ("silent", opened.silent))
+        wrong = []
+        for how, shares in answers:
+            for site, share in shares.items():
+                if self._is_own(how, site, holder, bytes.fromhex(share)):
+                    self._opened.setdefault((how, site), {})[holder] = bytes.fromhex(share)
+                else:
+                    wrong.append(site)
+        if wrong:
+            raise WireError(
+                f"secure: expected its shares of {', '.join(wrong)} as made there, found others; they are left out"
+            )
+
+    def _is_own(self, how: How, site: str, holder: str, share: bytes) -> bool:
+        if how == "heard":
+            shares, purpose = self.uploads[site].shares, mask_purpose(self.plan, site, holder)
+        else:
+            bundle = self.bundles[site]
+            shares, purpose = bundle.shares, seed_purpose(self.membership, site, bundle.prekey.number, holder)
+        return keys.share_digest(share, purpose) == shares.digests[holder]
+
+    @property
+    def wanting(self) -> list[str]:
+        """Sites of which too few shares are here."""
+        t = self.membership.threshold
+        return [site for how, site in self._secrets() if len(self._opened.get((how, site), {})) < t]
+
+    @property
+    def faulty(self) -> list[str]:
+        """Sites whose shares are no shares of their secret, if more holders say so than a sum can do without."""
+        spare, found = self.membership.count - self.membership.threshold, []
+        for how, site in self._secrets():
+            opened = self._opened.get((how, site), {})
+            lacking = self._answered.intersection(self.membership.holders(site)) - opened.keys()
+            if len(lacking) > spare or (site not in self.wanting and self._rebuilt(how, site) is None):
+                found.append(site)
+        return found
+
+    def _secrets(self) -> Iterator[tuple[How, str]]:
+        for site in self.plan.cohort:
+            if site in self.uploads:
+                yield "heard", site
+            elif any(other.site in self.uploads for other in partners(self.plan, self.membership, site)):
+                yield "silent", site
+
+    def total(self) -> Integers:
+        """The sum of the vectors of the sites that uploaded, without masks. It can be taken once.
+
+        Raises:
+            QuorumError: fewer uploads or shares than it takes, or shares that do not fit; nothing was opened.
+        """
+        self._require_least()
+        assert self._total is not None, "a total is taken once"
+        if wanting := self.wanting:
+            raise QuorumError(
+                f"secure.threshold: expected {self.membership.threshold} holders that open their shares of "
+                f"{', '.join(wanting)}, found fewer"
+            )
+        off = list(self.own_masks().values())
+        for how, site in self._secrets():
+            if how == "silent":
+                off += self._left_by(site, keys.private_of(self._secret(how, site)))
+        total, self._total = self._total, None
+        masks.apply(total, off)
+        return total
+
+    def _require_least(self) -> None:
+        if len(self.uploads) < self.plan.least:
+            raise QuorumError(
+                f"secure.min-sites: expected a sum of at least {self.plan.least} sites, found {len(self.uploads)}"
+            )
+        missing, most = len(self.plan.cohort) - len(self.uploads), parts.most_silent(self.membership)
+        if missing > most:
+            raise QuorumError(
+                f"secure.threshold: expected at most {most} silent sites of {len(self.plan.cohort)}, found {missing}: "
+                "no holder opens such a sum"
+            )
+        if (found := parts.smallest(self.membership, self.uploads)) < self.plan.least:
+            raise QuorumError(
+                f"secure.neighbours: expected masks that join at least {self.plan.least} sites, found {found} of the "
+                f"{len(self.uploads)} that have uploaded by themselves; raise it"
+            )
+
+    def own_masks(self) -> dict[str, masks.Mask]:
+        """What takes off the own mask of each site in the sum. Whoever has the opened shares knows it."""
+        heard = [site for how, site in self._secrets() if how == "heard"]
+        return {site: negative(own_mask(self._secret("heard", site), self.plan, site)) for site in heard}
+
+    def _left_by(self, site: str, private: bytes) -> Iterator[masks.Mask]:
+        """What takes off the masks that a silent site's partners have added for the pair."""
+        for other in partners(self.plan, self.membership, site):
+            if other.site in self.uploads:
+                # The silent site's own sign is the opposite of its partner's: adding its half cancels the other one.
+                yield pair_mask(self.plan, site, other.site, private, bytes.fromhex(other.key))
+
+    def _secret(self, how: How, site: str) -> bytes:
+        if (found := self._rebuilt(how, site)) is None:
+            raise QuorumError(f"secure: expected shares that open {site}'s secret, found shares of another one")
+        return found
+
+    def _rebuilt(self, how: How, site: str) -> bytes | None:
+        """The secret that t of the shares open; None if it is not the one with which the site has masked."""
+        holders = self.membership.holders(site)
+        shares = list(self._opened[how, site].items())[: self.membership.threshold]
+        secret = shamir.combine({holders.index(holder) + 1: share for holder, share in shares})
+        if how == "heard":
+            fits = hashlib.sha256(secret).hexdigest() == self.uploads[site].mask
+        else:
+            fits = keys.public_of(keys.private_of(secret)).hex() == self.bundles[site].prekey.key
+        return secret if fits else None
