@@ -11,11 +11,14 @@ Every point is a run of its own over gRPC (killer.py says who is killed, and whe
 | rounds and sites whose uploads the record has | equal | equal |
 | the server's audit log | unbroken | unbroken |
 
-It runs in pieces: points that the file of pieces has already, of the same commit, are not run again.
+It runs in pieces: points that the file of pieces has are not run again, but those that did not end equal at another
+commit. The table says how many are of which commit. Several of it can run at once: each takes points that no other has.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import tempfile
 import time
@@ -49,27 +52,47 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     if options.launch is None:
         raise ConfigError("core/faults: expected a launcher, found none; run it as `fedveil bench core/faults`")
     cases = sorted(settings["cases"])
-    found = _kept(options.pieces)
-    numbers = [n for n in range(settings["points"]) if n not in found][: options.seeds or None]
+    found, most = _kept(options.pieces), options.seeds or settings["points"]
     with tempfile.TemporaryDirectory() as scratch:
         pictures = coloured(Path(scratch) / "pictures", ("cat", "dog", "ox"), 12)
         named = [options.launch.LocalSite(site) for site in SITES]
         with options.launch.LocalFederation(named, Path(scratch) / "federation", database=True) as federation:
             bench = _Bench(federation, Path(scratch) / "runs", pictures, settings)
-            for number in numbers:
-                point = drawn(number, cases)
-                found[number] = {**asdict(point), **bench.tried(point), "commit": commit()}
-                options.say(json.dumps(found[number]))
-                if options.pieces:
-                    with options.pieces.open("a") as file:
-                        file.write(json.dumps(found[number]) + "\n")
-    return _outcome(list(found.values()))
+            for number in range(settings["points"]):
+                with _alone(options.pieces, number) as mine:
+                    found |= _kept(options.pieces)
+                    if not mine or number in found or not most:
+                        continue
+                    most -= 1
+                    point = drawn(number, cases)
+                    found[number] = {**asdict(point), **bench.tried(point), "commit": commit()}
+                    options.say(json.dumps(found[number]))
+                    if options.pieces:
+                        with options.pieces.open("a") as file:
+                            file.write(json.dumps(found[number]) + "\n")
+    return _outcome([found[number] for number in sorted(found)])
+
+
+@contextlib.contextmanager
+def _alone(pieces: Path | None, number: int) -> Iterator[bool]:
+    """Whether no other process is at that point; none will be meanwhile."""
+    if pieces is None:
+        yield True
+        return
+    with pieces.with_suffix(".lock").open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+        except OSError:
+            yield False
+            return
+        yield True
 
 
 def _kept(pieces: Path | None) -> dict[int, dict[str, Any]]:
     lines = pieces.read_text().splitlines() if pieces and pieces.exists() else []
     points = [json.loads(line) for line in lines]
-    return {point["number"]: point for point in points if point["commit"] == commit()}
+    counts = (point for point in points if point["end"] == "equal" or point["commit"] == commit())
+    return {point["number"]: point for point in counts}
 
 
 def _outcome(points: list[dict[str, Any]]) -> Outcome:
@@ -89,7 +112,16 @@ def _outcome(points: list[dict[str, Any]]) -> Outcome:
             rows += [{"name": f"{case}: {victim}", "metrics": shown}] if of else []
     other = [f"point {p['number']} ({p['case']}, {p['victim']}): {p['end']}" for p in points if p["end"] != "equal"]
     equal = sum(point["end"] == "equal" for point in points)
-    return Outcome(rows, [f"{equal} of {len(points)} points ended as the undisturbed run does.", *other])
+    killed = sum(point["killed"] for point in points)
+    commits = ", ".join(f"{n} of {name}" for name, n in Counter(point["commit"] for point in points).items())
+    return Outcome(
+        rows,
+        [
+            f"{equal} of {len(points)} points ended as the undisturbed run does; in {killed} something was killed.",
+            f"By commit: {commits}.",
+            *other,
+        ],
+    )
 
 
 class _Bench:

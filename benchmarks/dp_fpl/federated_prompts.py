@@ -1,7 +1,8 @@
 """Sites with pictures for the presets of DP-FPL: their rows, and a whole federation of one row of a table.
 
 Caltech-101 without the part that the tiny CLIP has seen, or a folder of the user with `train.parquet` and
-`test.parquet` whose columns are `image` and `label` (a ClassLabel). The names of the classes are public.
+`test.parquet` whose columns are `image` and `label` (a ClassLabel). The names of the classes are public. A preset may
+call classes otherwise, several by one name.
 """
 
 from __future__ import annotations
@@ -104,8 +105,10 @@ def load(settings: Mapping[str, Any], seed: int, options: Options) -> Sites:
     # Patches where a row of the table needs them; all others look at the first point alone.
     transport = any(_form(row) == "transport" for row in settings.get("rows", {}).values())
     widest = f"adapter = {{form = '{'transport' if transport else 'sum'}'}}"
-    names = list(files.read(files.split_file(folder, "train"), ("label",)).features["label"].names)
-    kept = sorted(random.Random(seed).sample(names, settings.get("classes", len(names))))
+    found = files.read(files.split_file(folder, "train"), ("label",)).features["label"].names
+    names = [settings.get("called", {}).get(name, name) for name in found]
+    kinds = list(dict.fromkeys(names))
+    kept = sorted(random.Random(seed).sample(kinds, settings.get("classes", len(kinds))))
     flat["task.class-names"] = ",".join(kept)
     task = task_of(ClipPrompt, parse({**flat, "method.name": "fedotp", "method.fields": widest}), options)
 

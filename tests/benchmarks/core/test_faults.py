@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 
 import pytest
 
 from fedveil.benchmarks.core import killer
-from fedveil.benchmarks.core.faults import _Bench, _compared, _kept, _outcome
+from fedveil.benchmarks.core.faults import _alone, _Bench, _compared, _kept, _outcome
 from fedveil.benchmarks.core.killer import SITES, VICTIMS, Killer, Point, drawn
 from fedveil.benchmarks.run import commit
 
@@ -111,17 +112,38 @@ def test_a_run_that_ends_before_the_event_is_left_alone(tmp_path):
     assert not found.killed
 
 
-def test_pieces_add_up_and_those_of_another_commit_do_not_count(tmp_path):
+def test_pieces_add_up_and_those_that_differed_at_another_commit_are_run_again(tmp_path):
     line = '{"number": %d, "case": "dp", "victim": "site", "end": "%s", "killed": true, "resumed": 0, "commit": "%s"}\n'
     file = tmp_path / "x.pieces.jsonl"
     file.write_text(
-        line % (0, "equal", commit()) + line % (1, "different weights", commit()) + line % (2, "equal", "0")
+        line % (0, "equal", commit())
+        + line % (1, "different weights", commit())
+        + line % (2, "equal", "0")
+        + line % (3, "different weights", "0")
     )
     found = _kept(file)
-    assert sorted(found) == [0, 1]
+    assert sorted(found) == [0, 1, 2]
     outcome = _outcome(list(found.values()))
     assert outcome.verdicts == [
-        "1 of 2 points ended as the undisturbed run does.", "point 1 (dp, site): different weights"
-    ]  # fmt: skip
+        "2 of 3 points ended as the undisturbed run does; in 3 something was killed.",
+        f"By commit: 2 of {commit()}, 1 of 0.",
+        "point 1 (dp, site): different weights",
+    ]
     assert outcome.rows[0]["metrics"]["different"]["mean"] == 1
     assert killer.ROUNDS == 3
+
+
+def test_two_processes_are_never_at_the_same_point(tmp_path):
+    """POSIX locks are of a process, so the other one must be one."""
+    file = tmp_path / "x.pieces.jsonl"
+    ask = "from fedveil.benchmarks.core.faults import _alone; from pathlib import Path; import sys\n"
+    ask += f"with _alone(Path({str(file)!r}), int(sys.argv[1])) as mine: print(mine)"
+
+    def said(number: int) -> str:
+        done = subprocess.run([sys.executable, "-c", ask, str(number)], capture_output=True, text=True, check=True)
+        return done.stdout
+
+    with _alone(file, 7) as mine:
+        assert mine
+        assert (said(7), said(8)) == ("False\n", "True\n")
+    assert said(7) == "True\n"
