@@ -103,7 +103,7 @@ def run_preset(name: str, options: Options) -> tuple[dict[str, Any], dict[str, b
 
 def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Tables are merged, everything else is replaced."""
-    nested = {k: _merged(settings[k], v) for k, v in changes.items() if isinstance(v, dict)}
+    nested = {k: _merged(settings.get(k, {}), v) for k, v in changes.items() if isinstance(v, dict)}
     return settings | changes | nested
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedveil.client_app.site import policy as policies
-from fedveil.client_app.site.node_config import Site, parse_site
 from fedveil.client_app.site.private import SECURE
 from fedveil.client_app.site.secure import FileStore
 from fedveil.console.runs.folder import Row, Run
 from fedveil.console.runs.kept import Kept
+from fedveil.console.runs.noted import noted
 from fedveil.errors import FedVeilError
 from fedveil.federation.secure.claim import Claim
 from fedveil.foreign import shown
@@ -68,12 +67,9 @@ def of_site(state_dir: Path, run: Kept, policy: str = "", key_file: str = "") ->
     """
     if not (run.folder / SECURE).is_file():
         return []
-    node = state_dir.expanduser() / f"{run.site}.toml"
     try:
-        site = parse_site(tomllib.loads(node.read_text())) if node.is_file() else Site()
-        named = {"policy": policy or site.policy, "key_file": key_file or site.key_file}
-        found = policies.of(site.model_copy(update=named))
-        kept = FileStore(run.folder, Seal.of(named["key_file"])).load()
+        site = noted(state_dir, run.site, policy, key_file)
+        found, kept = policies.of(site), FileStore(run.folder, Seal.of(site.key_file)).load()
     except (FedVeilError, OSError, ValueError) as error:
         return [f"secure aggregation: its keys cannot be read: {shown(error)}"]
     if kept is None or kept.membership is None:

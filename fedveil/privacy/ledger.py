@@ -94,6 +94,17 @@ class Ledger:
                     self._require(dict(history), charges, budget)
             self._write(spent | new, carried)
 
+    def histories(self) -> list[tuple[Spent, int]]:
+        """What records have been charged, each different history with the number of records that have it.
+
+        Raises:
+            StateError: the file cannot be read.
+        """
+        spent, carried = self._read()
+        found = Counter(frozenset(history.items()) for history in spent.values())
+        found |= Counter({frozenset(carried.items()): 0}) if carried else Counter()
+        return [(dict(history), count) for history, count in found.items()]
+
     def epsilon(self, record: str, budget: Budget) -> float:
         """The epsilon that a record has been charged, at the budget's delta and relation."""
         spent, carried = self._read()

@@ -44,3 +44,10 @@ def test_cases_of_the_presets_have_a_model_and_a_name_of_their_own(name):
     assert len({c["name"] for c in cases}) == len(cases)
     assert {c["model"] for c in cases} <= set(settings["settings"]["models"])
     assert set(settings["quick"].get("skip", [])) <= {c["name"] for c in cases}
+
+
+def test_quick_settings_replace_values_and_add_to_tables_also_to_one_that_is_not_there():
+    changed = run._merged(
+        {"a": 1, "config": {"x": 1, "y": 1}}, {"a": 2, "config": {"y": 2}, "called": {"cat": "animal"}}
+    )
+    assert changed == {"a": 2, "config": {"x": 1, "y": 2}, "called": {"cat": "animal"}}

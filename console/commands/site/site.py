@@ -36,6 +36,7 @@ from fedveil.console.runs import sealing
 from fedveil.console.runs.kept import kept
 from fedveil.console.runs.prepared import prepared
 from fedveil.console.runs.purging import line, offer
+from fedveil.console.runs.spent import spent
 from fedveil.console.runs.unseen import of_site
 from fedveil.console.runs.workers import described, follow, last_failures, workers
 from fedveil.console.terminal import terminal
@@ -280,6 +281,8 @@ def _status(args: argparse.Namespace) -> int:
         print(line(run))
         for words in of_site(args.state_dir, run, args.policy, args.key_file):
             print(f"  {words}")
+    for words in spent(args.state_dir, args.policy, args.key_file):
+        print(words)
     for failure in last_failures(args.state_dir):
         print(failure)
     if sets := prepared(args.state_dir):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from fedveil.benchmarks.dp_fpl import federated_prompts
+from fedveil.benchmarks.run import Options
 from fedveil.config import parse
 from fedveil.contract.budget import Neighbours, Plan
 from fedveil.errors import ConfigError
 from fedveil.privacy import accounting
 from fedveil.strategies.dp_fpl import DpFpl
 from fedveil.strategies.promptfl import PromptFL
+from tests.benchmarks.dp_fpl.small import needs_data
+from tests.benchmarks.dp_fpl.small import settings as small_settings
 
 
 @pytest.mark.slow
@@ -53,3 +57,14 @@ def test_the_published_noise_says_both_epsilons_and_a_baseline_none():
     assert federated_prompts._costs(quiet, plans)[0]["epsilon, replace-one"] == math.inf
     with pytest.raises(ConfigError, match="privacy budget"):
         federated_prompts._with_noise(PromptFL(), 1.0, [])
+
+
+@needs_data
+def test_classes_that_a_preset_calls_by_one_name_are_one():
+    pairs = {"cat": "animal", "dog": "animal", "deer": "animal", "ship": "vehicle", "truck": "vehicle"}
+    settings = small_settings({}) | {"data": "cifar10", "clients": 1, "called": pairs, "classes": 7, "rows_read": 200}
+    found = federated_prompts.load(settings, 0, Options())
+    assert sorted(found.task.names) == ["airplane", "animal", "automobile", "bird", "frog", "horse", "vehicle"]
+    (rows,) = found.rows.values()
+    shares = np.bincount([row.label for row in rows], minlength=7) / len(rows)
+    assert shares[found.task.names.index("animal")] > 0.2 > shares[found.task.names.index("vehicle")] > 0.12

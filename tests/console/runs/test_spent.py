@@ -1,0 +1,67 @@
+"""What `fedveil site status` says of a site's privacy ledger."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedveil.client_app.site.private import ledger_of
+from fedveil.console.main import main
+from fedveil.console.runs.spent import spent
+from fedveil.contract.budget import Budget, Neighbours
+from fedveil.privacy import accounting
+from fedveil.sealed import new_key
+
+STEP, SUMMED = ("gaussian", 0, 0, 2.0), {("summed", 0, 0, 3.0): 1, ("own share", 0, 0, 1.0): 1}
+BUDGET = Budget(1e9, 1e-5, Neighbours.REPLACE_ONE)
+
+
+def charge(state, charges, rows, seal=None):
+    ledger = ledger_of(state, "north", seal) if seal else ledger_of(state, "north")
+    ledger.charge(ledger.names([("d", "f", row) for row in rows]), charges, BUDGET)
+
+
+def epsilon(charges, delta=1e-5, neighbours=Neighbours.REPLACE_ONE) -> str:
+    return f"epsilon {accounting.epsilon(charges, delta, neighbours):.4g} at delta {delta:g} ({neighbours.value})"
+
+
+def test_no_ledger_no_line(tmp_path):
+    assert spent(tmp_path) == []
+
+
+def test_the_most_charged_row_over_all_runs(tmp_path, capsys):
+    charge(tmp_path, {STEP: 2}, range(5))
+    charge(tmp_path, {STEP: 1}, [2])
+    (line,) = spent(tmp_path)
+    words = "5 rows charged, over all runs; the most charged has spent"
+    assert line == f"privacy ledger of north: {words} {epsilon({STEP: 3})}"
+    main(["site", "status", "--state-dir", str(tmp_path)])
+    assert line in capsys.readouterr().out
+
+
+def test_noise_in_sums_has_a_second_figure(tmp_path):
+    charge(tmp_path, SUMMED, [1])
+    (line,) = spent(tmp_path)
+    own = accounting.against_all(SUMMED)
+    assert line.endswith(f"{epsilon(SUMMED)}, against the server and all other sites together {epsilon(own)}")
+    assert accounting.epsilon(own, 1e-5, Neighbours.REPLACE_ONE) > accounting.epsilon(SUMMED, 1e-5, Neighbours.REPLACE_ONE)
+
+
+def test_delta_and_relation_are_the_policy_s_and_a_sealed_ledger_takes_its_key(tmp_path):
+    seal, state = new_key(tmp_path / "key"), tmp_path / "state"
+    charge(state, {STEP: 1}, [1], seal)
+    policy = tmp_path / "policy.toml"
+    policy.write_text('delta = 1e-3\nneighbours = "add-or-remove-one"\n')
+    (line,) = spent(state, str(policy), str(tmp_path / "key"))
+    assert line.endswith(epsilon({STEP: 1}, 1e-3, Neighbours.ADD_OR_REMOVE_ONE))
+    (line,) = spent(state, str(policy))
+    assert "it cannot be read: " in line
+    (state / "north.toml").write_text(f'site = "north"\npolicy = "{policy}"\nkey-file = "{tmp_path / "key"}"\n')
+    assert spent(state) == spent(state, str(policy), str(tmp_path / "key"))
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b'{"fedveil-ledger": 99}'])
+def test_a_ledger_that_cannot_be_read_is_said(tmp_path, data):
+    (tmp_path / ".ledger").mkdir()
+    (tmp_path / ".ledger" / "north.json").write_bytes(data)
+    (line,) = spent(tmp_path)
+    assert "it cannot be read: " in line
