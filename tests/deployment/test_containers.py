@@ -87,6 +87,21 @@ def test_one_command_runs_the_demo_job_and_its_exit_code_is_true(trial):
         assert "4 lines" in log  # admitted and sent, twice
 
 
+def test_sites_whose_keys_are_in_the_roster_give_a_sum_and_know_whom_it_holds_against(trial):
+    keys = {"method.name": "fedavg", "run.rounds": 1, "cohort.sites": 3, "train.batch-size": 8, "train.max-steps": 1}
+    keys |= {"task.evaluation": "/data", "evaluate.max-examples": 4, "run.name": "unseen"}
+    keys |= {"secure.enabled": "true", "secure.roster": "/roster/roster.json"}
+    named = ("run", "--rm", "-T", "operator", "fedveil", "submit", "--federation=/federation/trial")
+    done = trial(*named, *(f"--set={key}={value}" for key, value in keys.items()), timeout=600)
+    assert "round 0: 3 of 3 sites" in done.stdout
+    assert done.stdout.rstrip().endswith("completed")
+    for site in SITES:
+        status = ("fedveil", "site", "status", "--state-dir", "/state", "--policy", "/secret/site-policy.toml")
+        said = trial("exec", "-T", f"{site}-clientapp", *status, check=False).stdout
+        assert "secure aggregation: 3 holders, 3 open a secret" in said
+        assert "no roster in the policy" in said
+
+
 def test_from_a_site_nothing_of_the_server_answers_but_the_fleet_port(trial):
     assert json.loads(trial.python("north-supernode", SCAN, "superlink")) == [9092]
     networks = json.loads(docker("inspect", "-f", "{{json .NetworkSettings.Networks}}", trial.container("pod")).stdout)

@@ -118,11 +118,11 @@ class Attempt:
     @property
     def faulty(self) -> list[str]:
         """Sites whose shares are no shares of their secret, if more holders say so than a sum can do without."""
-        spare, found = self.membership.count - self.membership.threshold, []
+        spare, wanting, found = self.membership.count - self.membership.threshold, set(self.wanting), []
         for how, site in self._secrets():
             opened = self._opened.get((how, site), {})
             lacking = self._answered.intersection(self.membership.holders(site)) - opened.keys()
-            if len(lacking) > spare or (site not in self.wanting and self._rebuilt(how, site) is None):
+            if len(lacking) > spare or (site not in wanting and self._rebuilt(how, site) is None):
                 found.append(site)
         return found
 
