@@ -7,6 +7,7 @@ is the shared prompt alone: only it gains. Rows of a result:
 | row | which model |
 |---|---|
 | zero-shot | the CLIP as it is, "a photo of a" before the names: nothing was learned |
+| one class | the sites' most frequent class, whatever the picture |
 | N sites, start | the shared prompt before the first round |
 | N sites, no noise | rows' gradients are clipped as in the others |
 | N sites, at the site | every site adds all of the noise |
@@ -34,6 +35,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from fedveil import rng, strategies
 from fedveil.benchmarks.common import resampling, seeds
 from fedveil.benchmarks.common.federations import federation
@@ -52,7 +55,7 @@ from fedveil.privacy import accounting
 from fedveil.privacy.claims import claim_of
 from fedveil.strategies.dp_fpl import DpFpl
 
-ZERO, START, CLEAR, SITE, SUM = "zero-shot", "start", "no noise", "at the site", "in the sum"
+ZERO, ONE, START, CLEAR, SITE, SUM = "zero-shot", "one class", "start", "no noise", "at the site", "in the sum"
 _DRAW = "rows"
 
 
@@ -84,7 +87,7 @@ def verdicts(figures: Mapping[str, Figure], sites: Sequence[int]) -> list[str]:
     for count in sites:
         pairs = [(CLEAR, None), *((where, federated_prompts.blind(where)) for where in (SITE, SUM))]
         for mine, control in pairs:
-            others = [ZERO, _label(count, START), *([_label(count, control)] if control else [])]
+            others = [ZERO, ONE, _label(count, START), *([_label(count, control)] if control else [])]
             told = [resampling.difference(figures[_label(count, mine)], figures[other]) for other in others]
             shown = "; ".join(f"less {o}: {resampling.shown(d, '+.1f')}" for o, d in zip(others, told, strict=True))
             above = all(resampling.told(d) == "higher" for d in told)
@@ -119,7 +122,10 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     each = min(settings["rows_a_site"], len(pool) // most)
     parts = {f"site-{i:02d}": pool[i * each : (i + 1) * each] for i in range(most)}
     options.say(f"seed {seed}: {each} rows at each of {most} sites")
-    rows: dict[str, Any] = {ZERO: {"right": _figure(loaded.zero_shot(), loaded, seed)}}
+    labels = np.array([row.label for row in loaded.test])
+    one = np.bincount([row.label for row in pool]).argmax()
+    always = {ZERO: loaded.zero_shot(), ONE: (labels == one).astype(float)}
+    rows: dict[str, Any] = {name: {"right": _figure(right, loaded, seed)} for name, right in always.items()}
     for count in settings["sites"]:
         sites = replace(loaded, rows=dict(list(parts.items())[:count]))
         for name in (START, CLEAR, SITE, federated_prompts.blind(SITE), SUM, federated_prompts.blind(SUM)):

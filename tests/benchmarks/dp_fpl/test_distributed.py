@@ -19,7 +19,8 @@ SETTINGS = {"fields": FIELDS, "epsilon": 8.0, "local_over_global": 4.0}
 def figures(**values: float) -> dict:
     """By row of two numbers of sites; those that are not named are 5."""
     names = ["start", "no noise", "at the site", "at the site, noise only", "in the sum", "in the sum, noise only"]
-    found = {"zero-shot": around(5.0)} | {f"{n} sites, {name}": around(5.001) for n in (5, 30) for name in names}
+    found = {f"{n} sites, {name}": around(5.001) for n in (5, 30) for name in names}
+    found |= {"zero-shot": around(5.0), "one class": around(5.002)}
     return found | {name.replace("_", " ").replace("sites ", "sites, ", 1): around(v) for name, v in values.items()}
 
 
@@ -35,6 +36,8 @@ def test_a_private_row_wins_only_above_all_of_its_controls():
     assert any(s.startswith("30 sites, in the sum less at the site: ") and s.endswith(": higher.") for s in said)
     both = figures(**{"30 sites in the sum": 9.0, "30 sites, in the sum, noise only": 9.001})
     assert distributed.verdicts(both, [5, 30])[-1] == "Not decided: no private row stands above its controls."
+    always = {"30 sites in the sum": 9.0, "30 sites no noise": 10.0, "one class": 9.002}
+    assert distributed.verdicts(figures(**always), [5, 30])[-1].startswith("Not decided")
     clear = distributed.verdicts(figures(**{"5 sites no noise": 9.0}), [5, 30])
     assert clear[-1] == "Not decided: no private row stands above its controls."
     assert any(s.startswith("5 sites, no noise:") and s.endswith("above all of them.") for s in clear)
@@ -66,6 +69,6 @@ def test_a_whole_small_table():
         "config": {"task.model": "tiny", "run.rounds": 2, "secure.bound": 1.0},
     }  # fmt: skip
     found = distributed.of_seed(settings, 0, Options())
-    assert list(found)[:3] == ["zero-shot", "3 sites, start", "3 sites, no noise"]
+    assert list(found)[:4] == ["zero-shot", "one class", "3 sites, start", "3 sites, no noise"]
     assert all(0 <= row["right"][0] <= 100 for row in found.values())
     assert found["3 sites, in the sum"]["noise on the mean"] < found["3 sites, at the site"]["noise on the mean"]
