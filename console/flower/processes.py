@@ -253,7 +253,6 @@ def environment(flower_home: Path) -> dict[str, str]:
         "FLWR_HOME": str(flower_home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25",  # a task waits half of it; Flower's own second is 1
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
