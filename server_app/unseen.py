@@ -109,9 +109,8 @@ class Unseen:
         """Gets every connected site its keys. Returns why others have none."""
         coordinator = self.coordinator
         expelled = {site: why for site, why in coordinator.expelled.items() if site in questions.nodes}
-        hello = dict.fromkeys(
-            (site for site in questions.nodes if site not in {**coordinator.members, **expelled}), coordinator.hello()
-        )
+        known = coordinator.members.keys() | expelled.keys()
+        hello = dict.fromkeys((site for site in questions.nodes if site not in known), coordinator.hello())
         failed = expelled | questions.ask(hello, lambda site, data: coordinator.admit(site, Member.of(data)))
         try:
             setup = coordinator.settle_on(questions.nodes)
