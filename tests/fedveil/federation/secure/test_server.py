@@ -88,6 +88,7 @@ def test_as_many_wrong_holders_as_may_be_silent_cost_nothing_and_are_waited_past
         assert attempt.wanting
         attempt.answer(holder, local.sites[holder].unmask(questions[holder]))
         assert bool(attempt.wanting) == (i < 5)
+    assert attempt.faulty == []
     assert attempt.total().tolist() == sum_of(vectors)
 
 
@@ -192,6 +193,17 @@ def test_below_the_least_nobody_is_asked_and_nothing_is_opened():
         attempt.questions()
     with pytest.raises(QuorumError):
         attempt.total()
+
+
+def test_with_more_silent_sites_than_holders_may_be_nobody_is_asked():
+    """Each holder would refuse it: t = 5 of seven, so at most two may be missing."""
+    local = run(SITES, least=3)
+    attempt = local.begin(0, 0, SITES)
+    add(attempt, masked(local, attempt, {s: drawn(3, i) for i, s in enumerate(SITES[:4])}))
+    with pytest.raises(QuorumError, match="at most 2 silent sites of 7, found 3: no holder opens"):
+        attempt.questions()
+    add(attempt, masked(local, attempt, {SITES[4]: drawn(3, 4)}))
+    assert attempt.questions().keys() == set(SITES)
 
 
 def test_below_the_threshold_there_is_no_sum(round_of_seven):
