@@ -39,7 +39,7 @@ from fedveil.wire.tap import Tap
 
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 60.0  # a message outlives its round, so that the round says who was late and not Flower
-_REASON_CHARACTERS = 300
+REASON_CHARACTERS = 300
 _FEWEST_FOR_A_MEDIAN = 3
 _LOST = {  # by Flower's ErrorCode
     3: "its message was lost before it came: the site was removed from the federation, or the SuperLink's state was",
@@ -234,7 +234,7 @@ class Attempt:
             self.tap.write(data, ctx.round, self.record.attempt, ctx.client, direction, accepted)
 
     def _failed(self, ctx: RoundContext, reason: str, **more: int) -> None:
-        self.record.failed[ctx.client] = shown(reason, _REASON_CHARACTERS)
+        self.record.failed[ctx.client] = shown(reason, REASON_CHARACTERS)
         if self.folder:
             self.folder.audit("failed", self._where(ctx) | {"reason": self.record.failed[ctx.client], **more})
 

@@ -26,11 +26,10 @@ from fedveil.errors import WireError
 from fedveil.federation.secure.forms import MOST_BYTES, Statement
 from fedveil.foreign import shown
 from fedveil.server_app import intake
-from fedveil.server_app.attempt import Shared
+from fedveil.server_app.attempt import REASON_CHARACTERS, Shared
 from fedveil.wire import statements
 
 SECONDS = 120.0  # that a site has for an answer which needs no training
-REASON_CHARACTERS = 300
 _QUESTION = "query.secure"  # Flower's type of such a message
 _POLL_SECONDS = 0.1
 

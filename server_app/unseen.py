@@ -43,8 +43,8 @@ from fedveil.federation.summed.local import settings_of
 from fedveil.federation.summed.summands import RingSums
 from fedveil.federation.summed.uploads import Summed
 from fedveil.foreign import shown
-from fedveil.server_app.attempt import Attempt, order_of
-from fedveil.server_app.questions import REASON_CHARACTERS, SECONDS, Questions
+from fedveil.server_app.attempt import REASON_CHARACTERS, Attempt, order_of
+from fedveil.server_app.questions import SECONDS, Questions
 from fedveil.wire import envelope
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -30,6 +32,16 @@ def test_workflows_run_targets_of_the_makefile(path):
     run = set(re.findall(r"run: make ([a-z-]+)", path.read_text()))
     assert run
     assert run <= targets
+
+
+def test_ruff_reads_every_room():
+    """A name in its list of exclusions leaves out each folder of that name, as `runs` did with console/runs."""
+    command = [sys.executable, "-m", "ruff", "check", "--show-files", "."]
+    seen = set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines())
+    rooms = ("attacks", "benchmarks", "client_app", "console", "fedveil", "guard", "server_app", "strategies", "tests")
+    files = [str(file) for room in (*rooms, "tools") for file in (ROOT / room).rglob("*.py")]
+    assert files
+    assert [file for file in files if file not in seen] == []
 
 
 def test_the_index_of_decisions_names_every_page():

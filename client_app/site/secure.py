@@ -98,8 +98,7 @@ def signing_key(assignment: Assignment) -> bytes:
 
 def read_key(path: Path) -> bytes:
     """A signing key of 32 bytes. Raises ConfigError for another file, or one that others can read."""
-    makes = "fedveil site init"
-    return sealed.read_key(path, "signing-key", f"{makes} makes one", makes)
+    return sealed.read_key(path, "signing-key", "fedveil site init makes one", "fedveil site init")
 
 
 def plan_of(assignment: Assignment) -> Plan | None:

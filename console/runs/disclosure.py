@@ -13,7 +13,6 @@ from fedveil import places
 from fedveil.console.runs.folder import Run
 
 
-
 @dataclass
 class Kind:
     """All messages of one direction, variant and set of fields.

@@ -10,7 +10,7 @@ A run is purged if nothing speaks against it, and if it is asked for by name or 
 | the count of its served rounds is damaged | stays: a server could ask for its rounds again |
 | it has gone on since it was listed | stays |
 
-What goes is everything in the run's folder but the count of its rounds, which says from then on that the run was purged:
+What goes is everything in the run's folder but the count of its rounds, which says then that the run was purged:
 the site serves no round of it again. The privacy ledger, the audit log and the ids of data sets are touched by nothing
 here. Beside runs, what an interrupted write left (`.part`) goes by its age.
 """

@@ -9,11 +9,10 @@ from fedveil.errors import ConfigError
 from fedveil.federation import rules
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.secure.claim import Claim
+from fedveil.federation.secure.forms import HOLDER_CHARACTERS
 from fedveil.federation.summed.local import settings_of
 from fedveil.federation.summed.ring import Ring
 from fedveil.federation.summed.uploads import Summed
-
-_A_HOLDER = 2 * (88 + 32 + 2 * (64 + 8))  # characters of the shares of two secrets and their digests, with its name
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,9 @@ class Masked:
         fewest = max(secure.min_sites, cohort.min_sites)
         count = sites or max(fewest, cohort.sites)
         if count < fewest:
-            raise ConfigError(f"--sites: expected at least {fewest}, with which the run begins, found {sites}; name more")
+            raise ConfigError(
+                f"--sites: expected at least {fewest}, with which the run begins, found {sites}; name more"
+            )
         settings = settings_of(secure)
         holders = settings.holders(count)
         threshold = settings.shares(holders)
@@ -56,12 +57,20 @@ class Masked:
         except ValueError as error:
             raise ConfigError(f"secure.ring-bits: {error}; take 64, or a smaller secure.max-examples") from None
         length = Summed.of(exchange, 0, secure.ring_bits).slots.length
-        return cls(secure, count, holders, threshold, ring, length, tuple(sorted(word.name for word in exchange.layout.scalars if word.direction == "up")))
+        return cls(
+            secure,
+            count,
+            holders,
+            threshold,
+            ring,
+            length,
+            tuple(sorted(word.name for word in exchange.layout.scalars if word.direction == "up")),
+        )
 
     @property
     def bytes(self) -> int:
         """Of an upload's fields, at most."""
-        return self.length * self.ring.bits // 8 + self.holders * _A_HOLDER
+        return self.length * self.ring.bits // 8 + self.holders * HOLDER_CHARACTERS
 
     def words(self, roster: bool) -> list[str]:
         """What leaves the site and against whom that holds; `roster`: the site's policy names one."""
@@ -75,12 +84,13 @@ class Masked:
         )
         return [
             "What would leave this site each time, masked, to be read in a sum with others alone:",
-            f"  {self.length:,} integers modulo 2^{ring.bits}: with the keys that it needs at most {self.bytes:,} bytes",
+            f"  {self.length:,} integers modulo 2^{ring.bits}: with the keys that it needs at most "
+            f"{self.bytes:,} bytes",
             f"  in the clear: that it takes part, public keys, and shares that one site each can open{clear}",
             "  not sent: its number of examples, and losses, steps and seconds of its training",
             f"  values are clipped to +-{secure.bound:g} here; rounding moves a mean by at most {ring.step:.2g}",
             f"  {counts}",
-            f"With {self.sites} sites, of whom {self.holders} hold shares of a site's secrets and {self.threshold} open "
-            f"one, and sums of {secure.min_sites} sites or more:",
+            f"With {self.sites} sites, of whom {self.holders} hold shares of a site's secrets and {self.threshold} "
+            f"open one, and sums of {secure.min_sites} sites or more:",
             *(f"  {line}" for line in claim.words),
         ]

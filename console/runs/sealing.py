@@ -85,8 +85,8 @@ def _resealed(file: Path, role: str, old: Seal, new: Seal) -> bool:
         return False
     if found not in ("", old.id):
         raise StateError(
-            f"{file}: expected a file in the clear, or sealed under key {new.id or 'none'} or {old.id or 'none'}, found "
-            f"key {found}; name that key's file with --old-key-file"
+            f"{file}: expected a file in the clear, or sealed under key {new.id or 'none'} or {old.id or 'none'}, "
+            f"found key {found}; name that key's file with --old-key-file"
         )
     about = file.stat()
     content = (old if found else Seal()).read(file, role)

@@ -1,4 +1,4 @@
-"""What a site's privacy ledger says, for people: how many records were charged, and what the most charged one has spent.
+"""What a site's privacy ledger says, for people: how many records were charged, and what the most charged has spent.
 
 The relation and the delta are those of the site's policy.
 """

@@ -14,8 +14,8 @@ import grpc
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from fedveil.client_app.worker.link import channel
 from fedveil.client_app.worker.cards import Card, Folder
+from fedveil.client_app.worker.link import channel
 from fedveil.client_app.worker.service import NAME
 from fedveil.foreign import shown
 
@@ -116,7 +116,9 @@ def follow(console: Console, state_dir: Path, enough: Callable[[], bool] = lambd
     bars = Progress(
         TextColumn("{task.fields[site]:<12} {task.fields[where]}", markup=False),
         BarColumn(bar_width=24),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} steps  {task.fields[state]}  {task.fields[note]}", markup=False),
+        TextColumn(
+            "{task.completed:.0f}/{task.total:.0f} steps  {task.fields[state]}  {task.fields[note]}", markup=False
+        ),
         console=console,
         disable=not console.is_terminal,
     )

@@ -95,14 +95,16 @@ class Ledger:
             self._write(spent | new, carried)
 
     def histories(self) -> list[tuple[Spent, int]]:
-        """What records have been charged, each different history with the number of records that have it.
+        """What records have been charged, each different history with the number of records that have it; 0 for the one
+        that others begin with, where there is one.
 
         Raises:
             StateError: the file cannot be read.
         """
         spent, carried = self._read()
         found = Counter(frozenset(history.items()) for history in spent.values())
-        found |= Counter({frozenset(carried.items()): 0}) if carried else Counter()
+        if carried:
+            found.setdefault(frozenset(carried.items()), 0)
         return [(dict(history), count) for history, count in found.items()]
 
     def epsilon(self, record: str, budget: Budget) -> float:

@@ -17,6 +17,7 @@ from fedveil.foreign import shown
 
 MOST_BYTES = 64 << 20
 MOST_SITES = 10_000
+HOLDER_CHARACTERS = 2 * (88 + 32 + 2 * (64 + 8))  # shares of two secrets and their digests for one holder, with names
 ALL_PAIRS = 32  # sites up to which everybody has a mask with everybody
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]

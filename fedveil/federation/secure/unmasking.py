@@ -5,8 +5,9 @@
 | fewer uploads than `least`, or too few shares | the attempt is thrown away; nothing of it can be opened later |
 | a share that is not the one of which its site gave the digest | it is left out, and others are waited for; who of the
   two, site or holder, is wrong, is not known |
-| a site of whose secret more than N - t holders open no such share, or whose shares open another secret | the attempt
-  is thrown away, and the site is `faulty`: if not so many holders are wrong, it is, and a run can go on without it |
+| a site of whose secret more than N - t holders, and more than one, open no such share; or whose shares open another
+  secret | the attempt is thrown away, and the site is `faulty`: if not so many holders are wrong, it is, and a run can
+  go on without it |
 """
 
 from __future__ import annotations
@@ -117,8 +118,10 @@ class Attempt:
 
     @property
     def faulty(self) -> list[str]:
-        """Sites whose shares are no shares of their secret, if more holders say so than a sum can do without."""
-        spare, wanting, found = self.membership.count - self.membership.threshold, set(self.wanting), []
+        """Sites whose shares are no shares of their secret, as more holders say than a sum can do without, and more
+        than one: no site alone gets another one left out.
+        """
+        spare, wanting, found = max(self.membership.count - self.membership.threshold, 1), set(self.wanting), []
         for how, site in self._secrets():
             opened = self._opened.get((how, site), {})
             lacking = self._answered.intersection(self.membership.holders(site)) - opened.keys()

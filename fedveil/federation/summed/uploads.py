@@ -26,7 +26,7 @@ from fedveil.contract.method import RoundContext, State
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import WireError
 from fedveil.federation.exchange import Exchange, Participate
-from fedveil.federation.secure.forms import MOST_SITES
+from fedveil.federation.secure.forms import HOLDER_CHARACTERS, MOST_SITES
 from fedveil.federation.secure.masks import Integers
 from fedveil.federation.secure.site import Site
 from fedveil.federation.secure.statements import Attached, Plan
@@ -42,7 +42,7 @@ from fedveil.wire.opaque import Opaque
 log = getLogger("fedveil.secure")
 
 _SUM, _ATTACHED = "sum", "attached"
-_MOST_ATTACHED = MOST_SITES * 2 * (88 + 32 + 2 * (64 + 8)) + 4096  # characters: shares of two secrets, digests, names
+_MOST_ATTACHED = MOST_SITES * HOLDER_CHARACTERS + 4096
 
 
 @dataclass(frozen=True)

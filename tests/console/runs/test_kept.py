@@ -45,8 +45,20 @@ def age(folder: Path, days: float) -> None:
 
 def around(state: Path) -> dict[Path, bytes]:
     """What lies beside the runs, and must stay."""
-    names = (".ledger/north.json", ".ledger/north.key", "workers/north/worker.log", "workers/north/secret", "north.toml")
-    for name in (*names, "logs/north/secret", "flower/x/secret", "data/rows/train.jsonl", "data/rows/.fedveil-data-set"):
+    names = (
+        ".ledger/north.json",
+        ".ledger/north.key",
+        "workers/north/worker.log",
+        "workers/north/secret",
+        "north.toml",
+    )
+    for name in (
+        *names,
+        "logs/north/secret",
+        "flower/x/secret",
+        "data/rows/train.jsonl",
+        "data/rows/.fedveil-data-set",
+    ):
         (state / name).parent.mkdir(parents=True, exist_ok=True)
         (state / name).write_text(name)
     return contents(state)
@@ -183,7 +195,9 @@ def test_links_are_removed_and_not_followed(tmp_path):
 def test_leftovers_of_interrupted_writes_go_by_their_age(tmp_path):
     around(tmp_path)
     lay(tmp_path, "r-1", 0)
-    parts = [tmp_path / name for name in (".ledger/.north.json.5.part", "workers/north/.ab.part", "r-1/north/.s.5.part")]
+    parts = [
+        tmp_path / name for name in (".ledger/.north.json.5.part", "workers/north/.ab.part", "r-1/north/.s.5.part")
+    ]
     for part in parts:
         part.write_text("half")
     assert leftovers(tmp_path, 0) == []  # somebody may be writing them

@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedveil import strategies
+from fedveil import rng, strategies
 from fedveil.config import parse
 from fedveil.console.main import main
 from fedveil.console.runs.masked import Masked
+from fedveil.contract.method import RoundContext
+from fedveil.contract.spec import spec_of
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.summed.local import LocalSums, settings_of
 from fedveil.federation.summed.ring import Ring
 from fedveil.federation.summed.uploads import Summed
-from fedveil.contract.method import RoundContext
-from fedveil.contract.spec import spec_of
-from fedveil import rng
 from tests.conftest import ToyTrainer
 
 ON = {"secure.enabled": True}
@@ -67,7 +66,10 @@ def test_in_plain_words(tmp_path, capsys):
     demands = f'require-secure = true\nmin-cohort = 5\nroster = "sha256:{"ab" * 32}"\n'
     policy.write_text(demands + permits)
     sets = ["secure.enabled=true", "secure.min-sites=5", "secure.roster=/roster/roster.json", "secure.bound=8"]
-    chosen = ["explain", *(word for pair in ["method.name=fedavg", "cohort.sites=7", *sets] for word in ("--set", pair))]
+    chosen = [
+        "explain",
+        *(word for pair in ["method.name=fedavg", "cohort.sites=7", *sets] for word in ("--set", pair)),
+    ]
     assert main([*chosen, "--policy", str(policy)]) == 0
     shown = capsys.readouterr().out
     for words in (

@@ -60,7 +60,12 @@ class Home:
         stores = [PrivateStore.of(self.state, run, "north", seal) for run in ("one", "two")]
         ledger = ledger_of(self.state, "north", seal)
         secrets = [store.secret(0, "north", False) for store in stores]
-        return [digest(store.load(FIRST).tensors) for store in stores], secrets, ledger._read(), ledger.names([("d", "f", 1)])
+        return (
+            [digest(store.load(FIRST).tensors) for store in stores],
+            secrets,
+            ledger._read(),
+            ledger.names([("d", "f", 1)]),
+        )
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from fedveil.client_app.site.private import ledger_of
@@ -43,7 +45,9 @@ def test_noise_in_sums_has_a_second_figure(tmp_path):
     (line,) = spent(tmp_path)
     own = accounting.against_all(SUMMED)
     assert line.endswith(f"{epsilon(SUMMED)}, against the server and all other sites together {epsilon(own)}")
-    assert accounting.epsilon(own, 1e-5, Neighbours.REPLACE_ONE) > accounting.epsilon(SUMMED, 1e-5, Neighbours.REPLACE_ONE)
+    assert accounting.epsilon(own, 1e-5, Neighbours.REPLACE_ONE) > accounting.epsilon(
+        SUMMED, 1e-5, Neighbours.REPLACE_ONE
+    )
 
 
 def test_delta_and_relation_are_the_policy_s_and_a_sealed_ledger_takes_its_key(tmp_path):
@@ -57,6 +61,14 @@ def test_delta_and_relation_are_the_policy_s_and_a_sealed_ledger_takes_its_key(t
     assert "it cannot be read: " in line
     (state / "north.toml").write_text(f'site = "north"\npolicy = "{policy}"\nkey-file = "{tmp_path / "key"}"\n')
     assert spent(state) == spent(state, str(policy), str(tmp_path / "key"))
+
+
+def test_what_all_rows_of_a_ledger_of_an_early_version_begin_with_is_counted(tmp_path):
+    (tmp_path / ".ledger").mkdir()
+    old = {"fedveil-ledger": 1, "spent": [[[[list(STEP), 3]], ["ab" * 16]]]}
+    (tmp_path / ".ledger" / "north.json").write_text(json.dumps(old))
+    (line,) = spent(tmp_path)
+    assert line.endswith(f"0 rows charged, over all runs; the most charged has spent {epsilon({STEP: 3})}")
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b'{"fedveil-ledger": 99}'])

@@ -1,4 +1,4 @@
-"""What a run of secure aggregation looks like afterwards: in the report, in watch, at a site; nothing that nobody saw."""
+"""What a run of secure aggregation looks like afterwards: in report, watch and at a site; nothing that nobody saw."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import re
 import pytest
 from rich.console import Console
 
+from fedveil.client_app.site.secure import FileStore
+from fedveil.client_app.site.served import Served
 from fedveil.console.main import main
 from fedveil.console.report import privacy, run_page
 from fedveil.console.runs import unseen
 from fedveil.console.runs.folder import load
 from fedveil.console.runs.kept import kept
 from fedveil.console.runs.progress import RunProgress
-from fedveil.client_app.site.secure import FileStore
-from fedveil.client_app.site.served import Served
-from fedveil.federation.summed.local import LocalSums
 from fedveil.federation.secure.server import Settings
+from fedveil.federation.summed.local import LocalSums
 from fedveil.sealed import Seal, new_key
 from tests.console.conftest import masked
 

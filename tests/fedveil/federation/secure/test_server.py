@@ -92,6 +92,22 @@ def test_as_many_wrong_holders_as_may_be_silent_cost_nothing_and_are_waited_past
     assert attempt.total().tolist() == sum_of(vectors)
 
 
+@pytest.mark.parametrize("lie", ["wrong", "none"])
+def test_one_site_alone_gets_no_other_left_out(lie):
+    """Of three sites, of which all must open their shares, one ends the attempt; the others are not blamed for it."""
+    local = run(SITES[:3])
+    attempt = local.begin(0, 0, SITES[:3])
+    add(attempt, masked(local, attempt, {s: drawn(3, i) for i, s in enumerate(SITES[:3])}))
+
+    def lies(holder, opened):
+        heard = dict.fromkeys(opened.heard, "00" * 16) if lie == "wrong" else {}
+        return changed(opened, heard=heard) if holder == "s01" else opened
+
+    answered(local, attempt, lies)
+    assert attempt.wanting == SITES[:3]
+    assert attempt.faulty == []
+
+
 def test_a_wrong_share_says_nothing_about_the_others_of_its_holder(round_of_seven):
     local, attempt, vectors, _ = round_of_seven
 
