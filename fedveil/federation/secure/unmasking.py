@@ -5,9 +5,12 @@
 | fewer uploads than `least`, or too few shares | the attempt is thrown away; nothing of it can be opened later |
 | a share that is not the one of which its site gave the digest | it is left out, and others are waited for; who of the
   two, site or holder, is wrong, is not known |
-| a site of whose secret more than N - t holders, and more than one, open no such share; or whose shares open another
-  secret | the attempt is thrown away, and the site is `faulty`: if not so many holders are wrong, it is, and a run can
-  go on without it |
+| a site whose shares open another secret, or of whose secret so many holders open no such share that not all of them
+  can be wrong | the attempt is thrown away, and the site is `faulty`: a run can go on without it |
+
+Who gets a site left out of the repetition has two sums that differ by it. So those who say that a site is faulty must
+be more than the c <= min(t - 1, K - 2) sites that may work with the server (claim.py): one of them is honest, and then
+the site is not. They must also be more than N - t, which a sum can do without, and more than one.
 """
 
 from __future__ import annotations
@@ -118,14 +121,13 @@ class Attempt:
 
     @property
     def faulty(self) -> list[str]:
-        """Sites whose shares are no shares of their secret, as more holders say than a sum can do without, and more
-        than one: no site alone gets another one left out.
-        """
-        spare, wanting, found = max(self.membership.count - self.membership.threshold, 1), set(self.wanting), []
+        """Sites whose shares are no shares of their secret."""
+        count, t = self.membership.count, self.membership.threshold
+        needed, wanting, found = max(2, count - t + 1, min(t, self.plan.least - 1)), set(self.wanting), []
         for how, site in self._secrets():
             opened = self._opened.get((how, site), {})
             lacking = self._answered.intersection(self.membership.holders(site)) - opened.keys()
-            if len(lacking) > spare or (site not in wanting and self._rebuilt(how, site) is None):
+            if len(lacking) >= needed or (site not in wanting and self._rebuilt(how, site) is None):
                 found.append(site)
         return found
 

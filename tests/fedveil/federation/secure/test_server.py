@@ -108,6 +108,23 @@ def test_one_site_alone_gets_no_other_left_out(lie):
     assert attempt.faulty == []
 
 
+@pytest.mark.parametrize("least", [6, 7])
+@pytest.mark.parametrize("liars,blamed", [(4, []), (5, ["s06"])])
+def test_sites_that_work_with_the_server_get_no_honest_one_left_out(least, liars, blamed):
+    """t = 5: by the claim four may. The repetition without the seventh would give its upload by subtraction."""
+    local = run(SITES, least=least)
+    attempt = local.begin(0, 0, SITES)
+    add(attempt, masked(local, attempt, {s: drawn(3, i) for i, s in enumerate(SITES)}))
+
+    def lies(holder, opened):
+        left = {site: share for site, share in opened.heard.items() if site != "s06"}
+        return changed(opened, heard=left) if holder in SITES[:liars] else opened
+
+    answered(local, attempt, lies)
+    assert "s06" in attempt.wanting
+    assert attempt.faulty == blamed
+
+
 def test_a_wrong_share_says_nothing_about_the_others_of_its_holder(round_of_seven):
     local, attempt, vectors, _ = round_of_seven
 
