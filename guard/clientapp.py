@@ -210,14 +210,23 @@ def forget() -> None:
 
 def main(require_policy: bool = True) -> None:
     """The process. Its arguments are those of Flower's own `flwr-clientapp`."""
-    found = importlib.metadata.version("flwr")
-    runtime = importlib.import_module("flwr.supernode.runtime.run_clientapp")
-    if not found.startswith(_FLOWER) or not all(hasattr(runtime, name) for name in _HOOKS):
-        sys.exit(f"flwr: expected version {_FLOWER}x, which this entry point knows, found {found}; install that one")
-    Guard(runtime, require_policy).install()
+    require_flower()
+    guard(require_policy)
     from flwr.supernode.cli import flwr_clientapp  # after the check: another Flower may not have it
 
     flwr_clientapp()
+
+
+def require_flower() -> None:
+    """Ends the process, with the reason, where Flower is one that the guard does not know."""
+    found = importlib.metadata.version("flwr")
+    if not found.startswith(_FLOWER):
+        sys.exit(f"flwr: expected version {_FLOWER}x, which this entry point knows, found {found}; install that one")
+
+
+def guard(require_policy: bool) -> None:
+    """From now on a message that this process takes passes a guard. Raises AttributeError for an unknown Flower."""
+    Guard(importlib.import_module("flwr.supernode.runtime.run_clientapp"), require_policy).install()
 
 
 def _public(error: Exception) -> str:

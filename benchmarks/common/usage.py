@@ -14,7 +14,7 @@ from typing import Self
 import psutil
 
 _FIND_SECONDS = 0.25
-# Of a federation's processes, by a part of their command lines.
+# Of a federation's processes, by a part of their names and command lines.
 PROGRAMS = {
     "flwr-serverapp": "ServerApp",
     "fedveil.client_app.worker.process": "worker",
@@ -26,9 +26,14 @@ PROGRAMS = {
 
 
 def program(command: list[str]) -> str:
-    """What a federation's process is, from its command line; "other" for what is none of it."""
-    text = " ".join(command[:5])
+    """What a federation's process is, from its name and command line; "other" for what is none of it."""
+    text = " ".join(command[:6])
     return next((kind for part, kind in PROGRAMS.items() if part in text), "other")
+
+
+def named(process: psutil.Process) -> list[str]:
+    """The name of a process, and its command line; a fork has a name of its own, but its parent's line."""
+    return [process.name(), *process.cmdline()]
 
 
 @dataclass
@@ -58,7 +63,7 @@ class Usage:
     Attributes:
         find: returns the processes to watch. It is asked four times a second, and what it once returned is watched to
             its end.
-        kind: names what a process is, from its command line.
+        kind: names what a process is, from its name and command line.
         every: seconds between two readings.
         shared: memory is PSS, for processes that share pages: a sum of RSS would count those once for each process.
         seen: the processes by their id.
@@ -119,7 +124,7 @@ class Usage:
         for process in self.find():
             if process.pid not in self.seen:
                 with contextlib.suppress(psutil.Error):
-                    self.seen[process.pid] = WatchedProcess(process, self.kind(process.cmdline()))
+                    self.seen[process.pid] = WatchedProcess(process, self.kind(named(process)))
 
 
 def _read(seen: WatchedProcess, shared: bool) -> None:

@@ -1,6 +1,7 @@
-"""A round that trains nothing, over gRPC: ours beside stock Flower's with the same payload, in one federation.
+"""A round that trains nothing, over gRPC: ours beside stock Flower's with the same payload, one after the other.
 
-The first round of each is left out: it waits for the sites.
+Stock Flower has a federation with its own programs and waits. The first round of each is left out: it waits for the
+sites.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         ledger = disclosure.messages(folder / "ours" / disclosure.NAME)
         payload = ledger[-1]["payload_bytes"]
         options.say(f"fedveil: {[m['seconds'] for m in metrics]}; payload {payload} bytes")
+    with tempfile.TemporaryDirectory() as scratch, options.launch.LocalFederation(named, own_waits=True) as federation:
+        folder = Path(scratch)
         stock = {"bytes": payload, "rounds": rounds, "sites": sites, "out": str(folder / "stock.json")}
         _finish(federation, places.folder("benchmarks/core/stock_flower"), stock)
         stock_seconds = json.loads((folder / "stock.json").read_text())

@@ -24,7 +24,7 @@ from typing import Any
 from fedveil import places
 from fedveil.benchmarks.common import pieces
 from fedveil.benchmarks.common.growth import exponent
-from fedveil.benchmarks.common.usage import program
+from fedveil.benchmarks.common.usage import named, program
 from fedveil.benchmarks.core.arrivals import Costs, simulated
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
@@ -106,9 +106,7 @@ def _superlink_seconds(settings: Mapping[str, Any], options: Options) -> float:
 
 
 def _superlink_cpu(federation: Any) -> float:
-    found = [
-        process for process in federation.processes.alive("superlink") if program(process.cmdline()) == "SuperLink"
-    ]
+    found = [process for process in federation.processes.alive("superlink") if program(named(process)) == "SuperLink"]
     times = [process.cpu_times() for process in found]
     return sum((float(spent.user + spent.system) for spent in times), 0.0)
 

@@ -20,7 +20,7 @@ import psutil
 
 from fedveil import places
 from fedveil.benchmarks.common.growth import slope_by_round, thinned
-from fedveil.benchmarks.common.usage import Held, program
+from fedveil.benchmarks.common.usage import Held, named, program
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
 
@@ -52,7 +52,7 @@ class Samples:
             for process in federation.processes.alive(owner):
                 alive += 1
                 with suppress(psutil.Error):  # it may end meanwhile
-                    name = f"{owner} {program(process.cmdline())} {process.pid}"
+                    name = f"{owner} {program(named(process))} {process.pid}"
                     self.held.setdefault(name, []).append(Held.of(process))
         self.alive.append(alive)
         for name, folder in (("run folder", run), ("federation's folder", federation.folder)):

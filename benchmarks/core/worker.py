@@ -1,8 +1,8 @@
 """What the warm worker saves and costs, in rounds that train nothing: with it, without it, and stock Flower's own.
 
 Small messages: CPU seconds of a site and wall time, a round. A large base: seconds of loading. A large message: how
-often it exists in the client process and the worker together. All in one federation; the first round of each is left
-out.
+often it exists in the client process and the worker together. All of ours in one federation, all of stock Flower's in
+another one, with its own programs and waits; the first round of each is left out.
 """
 
 from __future__ import annotations
@@ -97,9 +97,6 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
             "worker": bench.ours("worker", rounds, {}),
             "no worker": bench.ours("cold", rounds, {"client.worker": False}),
         }
-        small["flower"] = bench.stock("flower", rounds, small["worker"].payload_bytes)
-        for name, way in small.items():
-            options.say(f"{name}: {_rounded(way.seconds)} s, {_rounded(way.cpu_seconds)} CPU-s")
         base = bases.random_gpt2(folder / "gpt2", settings["base"])
         base_mb = sum(file.stat().st_size for file in base.iterdir()) / 1e6
         bench.ours("base", rounds, {"task.model": str(base)})
@@ -111,8 +108,13 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         changes = {"task.model": str(narrow), "method.fields": rank}
         large = {"worker": bench.ours("large", settings["large_rounds"], changes, every=0.01)}
         payload = large["worker"].payload_bytes
-        large["flower"] = bench.stock("large-flower", settings["large_rounds"], payload, every=0.01)
         held_turns = [line for line in _lines(turns) if line["run"].startswith("large-")]
+    with tempfile.TemporaryDirectory() as scratch, options.launch.LocalFederation(named, own_waits=True) as federation:
+        bench = _Bench(federation, Path(scratch), config, sites)
+        small["flower"] = bench.stock("flower", rounds, small["worker"].payload_bytes)
+        large["flower"] = bench.stock("large-flower", settings["large_rounds"], payload, every=0.01)
+    for name, way in small.items():
+        options.say(f"{name}: {_rounded(way.seconds)} s, {_rounded(way.cpu_seconds)} CPU-s")
     copies = {
         "worker": _copies(large["worker"], _median_peak(small["worker"]), held_turns),
         "flower": _copies(large["flower"], _median_peak(small["flower"])),
@@ -150,7 +152,7 @@ _SHIM, _WORKER = "client process", "worker"
 
 
 def _kind(command: list[str]) -> str:
-    text = " ".join(command[:5])
+    text = " ".join(command[:6])
     return (
         _SHIM if "flwr-clientapp" in text else _WORKER if "fedveil.client_app.worker.process" in text else "supernode"
     )

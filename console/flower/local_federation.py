@@ -30,7 +30,7 @@ from fedveil.console.flower.machine import Value, cores, free_ports, listens, to
 from fedveil.console.flower.operators import write_registry
 from fedveil.console.flower.processes import LaunchError, Processes, environment, named_error
 from fedveil.console.flower.programs import ONLINE, superlink, supernode
-from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare
+from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare, unguarded
 from fedveil.records import process
 
 SUPERLINK = "superlink"
@@ -69,6 +69,7 @@ class LocalFederation:
         client_threads: threads of one site's training; 0 = the machine's cores shared out.
         database: keep the SuperLink's state in a file instead of in memory.
         start_timeout: seconds until every site must be online.
+        own_waits: sites wait as Flower does, and start each client process anew: to compare with.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class LocalFederation:
         client_threads: int = 0,
         database: bool = False,
         start_timeout: float = 120.0,
+        own_waits: bool = False,
     ) -> None:
         self.sites = {site.name: site for site in sites}
         if not sites or len(self.sites) != len(sites):
             raise LaunchError(f"sites: expected at least one, no name twice, found {[site.name for site in sites]}")
         self.device = device
         self.client_threads = client_threads or max(1, cores() // len(sites))
-        self._database = database
-        self._start_timeout = start_timeout
+        self._database, self._start_timeout, self._own_waits = database, start_timeout, own_waits
         self._temporary = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="fedveil-")) if folder is None else folder.absolute()
         self.processes = Processes(self.folder / "logs")
@@ -166,14 +167,12 @@ class LocalFederation:
     def start_site(self, name: str) -> None:
         """Starts a SuperNode and a spare worker, and does not wait until it is online. Its key must be registered."""
         log, env = self.processes.log(name), {**self._env(), "OMP_NUM_THREADS": str(self.client_threads)}
-        if "policy" in dict(self.sites[name].node_config):
-            env = guarded(env, self.folder / "guard")
+        guard = "policy" in dict(self.sites[name].node_config)
+        env = guarded(env, self.folder / "guard") if guard else unguarded(env, self.folder / "own", self._own_waits)
         self._log_starts[name] = log.stat().st_size if log.exists() else 0
         port, secret = self._site_ports[name], write_secret(self.folder / "keys" / f"{name}.superexec")
-        command = supernode(
-            f"127.0.0.1:{self._fleet_port}", self.folder / "ca.crt", self._key(name), port,
-            self._write_node_config(name), secret,
-        )  # fmt: skip
+        link, config = f"127.0.0.1:{self._fleet_port}", self._write_node_config(name)
+        command = supernode(link, self.folder / "ca.crt", self._key(name), port, config, secret)
         superexec = start_isolated(self.processes, name, command, env, port, secret)
         site = parse_site(tomllib.loads(self._node_file(name).read_text()))
         start_spare(site, superexec, self.processes.marked(name, env))

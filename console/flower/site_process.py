@@ -15,6 +15,7 @@ from fedveil.client_app.worker.cards import Card, Folder
 from fedveil.client_app.worker.owner import Owner
 from fedveil.console.flower.processes import LaunchError, Processes
 from fedveil.console.flower.programs import superexec
+from fedveil.guard import pace
 
 CLIENT_APP = "flwr-clientapp"
 _OWN_PORTS = ("flower-superlink", "flower-supernode")
@@ -38,10 +39,22 @@ main({argument})
 def write_guard(folder: Path, require_policy: bool = True) -> Path:
     """Writes the site's `flwr-clientapp`, which goes before Flower's own on the PATH (guard/clientapp.py).
 
-    It runs this installation, and takes no PYTHON* variable from its environment: another user's PYTHONPATH, or a
-    forgotten one, would put other code in the place of the guard.
+    On Linux also a `flower-superexec` that starts it without a new Python (guard/resident.py). They run this
+    installation, and take no PYTHON* variable from their environment: another user's PYTHONPATH, or a forgotten one,
+    would put other code in the place of the guard.
     """
+    if sys.platform == "linux":
+        _write(folder / "flower-superexec", "resident", f"require_policy={require_policy}")
     return _write(folder / CLIENT_APP, "clientapp", f"require_policy={require_policy}")
+
+
+def write_programs(folder: Path, own_ports: bool) -> Path:
+    """Writes all of an image's or a host's programs; returns the guard's."""
+    write_superlink(folder)
+    _write(folder / "flower-supernode", "supernode", "")
+    if own_ports:
+        write_own_ports(folder)
+    return write_guard(folder)
 
 
 def write_superlink(folder: Path) -> None:
@@ -72,6 +85,17 @@ def guarded(env: Mapping[str, str], folder: Path, require_policy: bool = True) -
     """`env` for a SuperNode or SuperExec whose client processes pass the site's entry point, written to `folder`."""
     script = write_guard(folder, require_policy)
     return {**env, "PATH": os.pathsep.join([str(script.parent), env["PATH"]])}
+
+
+def unguarded(env: Mapping[str, str], folder: Path, own_waits: bool = False) -> dict[str, str]:
+    """`env` for a SuperNode or SuperExec on this machine whose client processes nothing checks.
+
+    `own_waits`: with Flower's own programs and its own waits (guard/pace.py).
+    """
+    if own_waits or sys.platform != "linux":
+        return {**env, pace.VARIABLE: "3"}
+    _write(folder / "flower-superexec", "resident", "guarded=False")
+    return {**env, "PATH": os.pathsep.join([str(folder), env["PATH"]])}
 
 
 def alone(env: Mapping[str, str], folder: Path) -> dict[str, str]:

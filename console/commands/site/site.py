@@ -22,15 +22,7 @@ from fedveil.console.flower.keys import write_secret
 from fedveil.console.flower.machine import free_ports, toml
 from fedveil.console.flower.processes import Processes, environment
 from fedveil.console.flower.programs import ONLINE, supernode
-from fedveil.console.flower.site_process import (
-    alone,
-    guarded,
-    start_isolated,
-    start_spare,
-    write_guard,
-    write_own_ports,
-    write_superlink,
-)
+from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare, write_programs
 from fedveil.console.provisioning import enrol
 from fedveil.console.runs import sealing
 from fedveil.console.runs.kept import kept
@@ -42,6 +34,7 @@ from fedveil.console.runs.workers import described, follow, last_failures, worke
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
 from fedveil.foreign import shown
+from fedveil.guard import pace
 from fedveil.sealed import Seal, new_key
 
 _STATE = Path("~/.local/state/fedveil")
@@ -125,6 +118,10 @@ def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
         "--worker-idle-seconds", type=float, default=900.0, help="a worker without a turn ends after so long"
     )
     start.add_argument("--worker-memory-mb", type=int, default=0, help="bound on the worker's memory; 0 = none")
+    start.add_argument(
+        "--poll-seconds", type=float, default=pace.DEFAULT, metavar="S",
+        help=f"first wait between two questions to the server; default {pace.DEFAULT}; for N > 40 sites N / 200",
+    )  # fmt: skip
     start.set_defaults(run=_start)
     return start
 
@@ -158,6 +155,8 @@ def _start(args: argparse.Namespace) -> int:
     site = parse_site(node)
     if site.signing_key:
         read_key(Path(site.signing_key))
+    if not pace.LEAST <= args.poll_seconds <= 60.0:
+        raise ConfigError(f"--poll-seconds: expected {pace.LEAST} to 60, found {args.poll_seconds}")
     if bool(args.policy) == args.permit_everything:
         raise ConfigError(
             "--policy: expected a policy file, or --permit-everything in place of one, found "
@@ -170,7 +169,7 @@ def _start(args: argparse.Namespace) -> int:
     (state / "logs").mkdir(mode=0o700, exist_ok=True)
     processes = Processes(state / "logs")
     log = processes.log(args.name)
-    env = alone(environment(state / "flower"), state / "guard")
+    env = alone({**environment(state / "flower"), pace.VARIABLE: str(args.poll_seconds)}, state / "guard")
     env = guarded(env, state / "guard", require_policy=bool(args.policy))
     (port,), secret = free_ports(1), write_secret(state / f"{args.name}.superexec")
     command = supernode(args.superlink, args.ca.absolute(), args.key.absolute(), port, config, secret)
@@ -234,12 +233,8 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _guard(args: argparse.Namespace) -> int:
-    write_superlink(args.bin)
-    if args.own_ports:
-        write_own_ports(args.bin)
-    print(
-        f'{write_guard(args.bin)}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run'
-    )
+    guard = write_programs(args.bin, args.own_ports)
+    print(f'{guard}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run')
     return 0
 
 

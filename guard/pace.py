@@ -1,0 +1,84 @@
+"""How long SuperNode and SuperExec wait before they look again: little at first, more the longer they have waited.
+
+Flower sleeps for a fixed time and looks again. Most of a short round, and of an exchange of keys or shares, is that
+sleep.
+
+| who waits | for what | Flower's own sleep | here, with a first sleep of 0.2 s |
+|---|---|---|---|
+| SuperNode | a message of the SuperLink | 3 s | 0.2 s, later a tenth of the time waited, at most 3 s |
+| SuperNode | the reply of its ClientApp | 0.5 s | 0.05 s, later a tenth, at most 0.5 s |
+| SuperExec | a task of its SuperNode | 1 s | 0.1 s, later a tenth, at most 1 s |
+
+FEDVEIL_POLL_SECONDS sets the first sleep; 3 and more leave Flower's own. N sites ask a server at most N / first times a
+second: `fedveil site start --poll-seconds` is to grow with them (docs/deploy.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+VARIABLE = "FEDVEIL_POLL_SECONDS"
+DEFAULT = 0.2
+LEAST = 0.02
+_GROWTH = 0.1
+
+
+class Pace:
+    """Takes the place of the module `time` in a module of Flower that only sleeps.
+
+    Attributes:
+        first: by the seconds of Flower's own sleep, those of the first one here.
+    """
+
+    def __init__(self, first: Mapping[float, float], sleep: Callable[[float], None] = time.sleep) -> None:
+        self.first = dict(first)
+        self._sleep = sleep
+        self._what, self._waited = 0.0, 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Flower's sleep of so many seconds: shorter, if the same is not slept for long yet."""
+        if seconds != self._what:
+            self.again()
+            self._what = seconds
+        short = max(self.first.get(seconds, seconds), _GROWTH * self._waited)
+        short = min(short, seconds)
+        self._waited += short
+        self._sleep(short)
+
+    def again(self) -> None:
+        """What was waited for has come."""
+        self._waited = 0.0
+
+
+def first_seconds() -> float:
+    """What FEDVEIL_POLL_SECONDS says. Ends the process with exit code 2 where that is no number from 0.02 on."""
+    text = os.environ.get(VARIABLE, str(DEFAULT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not LEAST <= seconds < math.inf:
+        print(f"error: {VARIABLE}: expected seconds, {LEAST} or more, found {text[:40]!r}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    return seconds
+
+
+def of_supernode() -> None:
+    """From now on a SuperNode in this process waits so."""
+    first = first_seconds()
+    module = importlib.import_module("flwr.supernode.start_client_internal")
+    module.time = Pace({3: first, 0.5: first / 4})  # type: ignore[attr-defined]
+
+
+def of_superexec() -> Pace:
+    """From now on a SuperExec in this process waits so; who launches a task calls `again`."""
+    first = first_seconds()
+    module = importlib.import_module("flwr.supercore.superexec.run_superexec")
+    pace = Pace({1.0: first / 2})
+    module.time = pace  # type: ignore[attr-defined]
+    return pace
