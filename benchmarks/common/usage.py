@@ -18,6 +18,7 @@ _FIND_SECONDS = 0.25
 PROGRAMS = {
     "flwr-serverapp": "ServerApp",
     "fedveil.client_app.worker.process": "worker",
+    "flwr-clientapps": "resident",  # guard/resident.py
     "flwr-clientapp": "client process",
     "flower-superlink": "SuperLink",
     "flower-supernode": "SuperNode",

@@ -58,7 +58,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     return Outcome(
         rows,
         [
-            f"A round that trains nothing takes {more:.1f} s more than stock Flower's with the same {payload} bytes.",
+            f"A round that trains nothing takes {more:+.1f} s beside stock Flower's with the same {payload} bytes.",
             f"A message has at most {max(beyond)} bytes beyond its payload: {max(beyond) / payload:.3%} (asked: below "
             "1 % at 1 MB).",
         ],

@@ -18,7 +18,7 @@ from typing import Any
 
 from fedveil import places
 from fedveil.benchmarks.common import bases
-from fedveil.benchmarks.common.usage import Usage
+from fedveil.benchmarks.common.usage import Usage, program
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
 from fedveil.records import disclosure
@@ -152,10 +152,8 @@ _SHIM, _WORKER = "client process", "worker"
 
 
 def _kind(command: list[str]) -> str:
-    text = " ".join(command[:6])
-    return (
-        _SHIM if "flwr-clientapp" in text else _WORKER if "fedveil.client_app.worker.process" in text else "supernode"
-    )
+    kind = program(command)
+    return kind if kind in (_SHIM, _WORKER) else "supernode"
 
 
 def _median_peak(way: _Run) -> float:
