@@ -108,6 +108,11 @@ class FedQSN(Method):
         return "changes"
 
     @property
+    def divisor(self) -> float:
+        """`scale`, for the masked columns."""
+        return self.scale
+
+    @property
     def masked(self) -> bool:
         """Columns, of which each client sees its own."""
         return True

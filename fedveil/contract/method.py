@@ -108,6 +108,11 @@ class Method(ABC):
         return "weights"
 
     @property
+    def divisor(self) -> float:
+        """What terms of trained weights, or of their changes, may be divided by: 1 or more, and of no row's making."""
+        return 1.0
+
+    @property
     def masked(self) -> bool:
         """Whether terms may have masks: two uploads then hold different entries, and perhaps none in common."""
         return False

@@ -64,6 +64,7 @@ MOST_ENTRIES = 1 << 30  # for which the table's distance is counted
 _ROUNDED = 2.0**-21  # of the bound: what floats round an entry by, on both sides together
 _FINE = 64  # sigma_i over what rounding adds to it; finer integers change nothing that is seen
 _LEAST_TARGET = 1024.0
+_SPARE = 2.0**-40  # what sums of floats may be above the most that can be drawn
 
 
 @final
@@ -176,7 +177,7 @@ class InSum(Claim):
             ConfigError: no scale fits.
         """
         fixed, each = self._line(entries, bound)
-        target = min(max(_FINE * fixed, _LEAST_TARGET), discrete.MOST_SIGMA)
+        target = min(max(_FINE * fixed, _LEAST_TARGET), discrete.MOST_SIGMA * (1 - _SPARE))
         fits = (room - 4 - discrete.TAIL * fixed) / (bound + discrete.TAIL * each)
         scale = min((target - fixed) / each, fits)
         fine = scale > 0 and fixed + each * scale >= discrete.LEAST_SIGMA

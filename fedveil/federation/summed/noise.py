@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,13 +57,13 @@ class SharedNoise:
 
 
 def require_the_step_alone(
-    trainer: Trainer, private: State | None, payload: Payload, terms: Terms, bound: float
+    trainer: Trainer, private: State | None, payload: Payload, terms: Terms, bound: float, divisor: float = 1.0
 ) -> None:
     """Checks that a method has made nothing else of a step that has no noise yet.
 
-    Only the sum has noise. So what the method sends must be the stepped weights themselves, or their change: of
-    anything else nobody knows by how much a row moves it. And it may keep nothing, for a later upload would depend on
-    it.
+    Only the sum has noise. So what the method sends must be the stepped weights themselves, or their change, or either
+    over its `divisor`, which is 1 or more: a row moves it by no more then. Of anything else nobody knows by how much.
+    And it may keep nothing, for a later upload would depend on it.
 
     Raises:
         ConfigError: it has made something else, or weights were received that are above the bound; the upload is
@@ -70,7 +71,7 @@ def require_the_step_alone(
     """
     if not isinstance(trainer, NoisyTrainer):  # a method with noise of its own says itself what it sends
         return
-    found = ""
+    found = "" if 1.0 <= divisor < math.inf else f"one whose divisor is {divisor:g}"
     if private is not None:
         found = "one that keeps state at the site"
     if payload.scalars:
@@ -80,7 +81,8 @@ def require_the_step_alone(
         name, mask = term.name, torch.ones((), dtype=torch.bool) if term.mask is None else term.mask.cpu()
         value = torch.where(mask, term.value.cpu().float(), 0.0)
         own = (stepped[name], stepped[name] - started[name]) if name in stepped else ()
-        if not any(torch.equal(value, torch.where(mask, w.cpu().float(), 0.0)) for w in own):
+        whole = [w.cpu().float() for w in own]
+        if not any(torch.equal(value, torch.where(mask, w, 0.0)) for w in (*whole, *(w / divisor for w in whole))):
             found = f"one that makes something else of {name}"
         elif float(started[name].abs().max()) > bound:
             found = f"{name} received with values above secure.bound, {bound:g}"

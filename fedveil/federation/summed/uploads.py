@@ -103,8 +103,9 @@ class Summed:
             private, payload, _ = self.exchange.trained(private, received, trainer, ctx)
             vector, clipped = self.slots.vector(self.exchange, payload, trainer.num_examples, self.round, ring)
             if self.noise:
-                terms = self.exchange.method.terms(payload, ring.most_weight, self.exchange.spec, ctx)
-                require_the_step_alone(trainer, private, payload, terms, ring.bound)
+                method = self.exchange.method
+                terms = method.terms(payload, ring.most_weight, self.exchange.spec, ctx)
+                require_the_step_alone(trainer, private, payload, terms, ring.bound, method.divisor)
                 self.noise.add(vector, ring, ctx.noise("noise in the sum"))
             log.log(WARNING if clipped else INFO, "masked; %s entries were clipped to +-%g", clipped, ring.bound)
             kept = turn if private is not None else ""

@@ -8,6 +8,8 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.rdp import RdpAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedveil import strategies
 from fedveil.config import parse
@@ -158,11 +160,25 @@ def test_rounding_moves_integers_of_neighbours_by_no_more_than_the_noise_counts(
     assert sigma == pytest.approx(1.25 / moved * (moved * part * scale + math.sqrt(entries) * (1 + 2**-21 * scale)))
 
 
+@given(
+    entries=st.integers(1, 1 << 30), noise=st.floats(0.05, 50.0), rate=st.floats(1e-3, 10.0), sites=st.integers(2, 200)
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_scale_is_found_its_noise_can_be_drawn(entries, noise, rate, sites):
+    """Where the table bounds the scale, sums of floats may be above the bound: found in a run of 1.4 M weights."""
+    claim = claimed(dp__noise=noise, dp__learning_rate=rate, secure__min_sites=sites)
+    try:
+        scale = claim.scale(entries, 4.0, 2.0**62)
+    except ConfigError:
+        return
+    assert discrete.LEAST_SIGMA <= claim.deviation(scale, entries, 4.0) <= discrete.MOST_SIGMA
+
+
 @pytest.mark.parametrize("bits,entries", [(32, 1), (32, 10**6), (64, 10**8)])
 def test_the_scale_is_as_fine_as_noise_makes_sensible_and_its_table_small(bits, entries):
     claim = claimed()
     scale = claim.scale(entries, 1.0, 2 ** (bits - 1) / 10)
-    assert discrete.LEAST_SIGMA <= claim.deviation(scale, entries, 1.0) <= discrete.MOST_SIGMA * (1 + 1e-9)
+    assert discrete.LEAST_SIGMA <= claim.deviation(scale, entries, 1.0) <= discrete.MOST_SIGMA
     assert scale + discrete.TAIL * claim.deviation(scale, entries, 1.0) < 2 ** (bits - 1) / 10
     assert 0 < claim.excess(scale, entries, 1.0) < {1: 0.01, 10**6: 0.03, 10**8: 0.2}[entries]
 

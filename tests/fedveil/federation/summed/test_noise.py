@@ -12,14 +12,16 @@ import torch
 from fedveil import rng, strategies
 from fedveil.adapters.prompt import Prompt
 from fedveil.config import parse
+from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import TensorSpec
+from fedveil.contract.sums import Term, Terms
 from fedveil.errors import ConfigError, PolicyError, QuorumError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.federation.secure.site import Demands
 from fedveil.federation.secure.statements import Unmask
-from fedveil.federation.summed.noise import SharedNoise
+from fedveil.federation.summed.noise import SharedNoise, require_the_step_alone
 from fedveil.federation.summed.ring import Ring
 from fedveil.federation.summed.summands import Slot, Slots
 from fedveil.federation.summed.uploads import Summed
@@ -178,7 +180,7 @@ def test_a_cohort_below_the_sites_that_are_counted_on_is_refused():
         federation(sites=SITES[:3]).run()
 
 
-AS_THEY_ARE = {"fedavg", "fedlpp", "promptfl"}
+AS_THEY_ARE = {"fedavg", "fedlpp", "fedqsn", "promptfl"}
 
 
 @pytest.mark.parametrize("name", strategies.names())
@@ -191,8 +193,35 @@ def test_only_methods_that_send_trained_weights_as_they_are_have_noise_in_the_su
         federation(name).run()
 
 
-def test_fedqsn_has_it_where_it_stretches_no_column():
-    federation("fedqsn", strategies.create("fedqsn", "server_rate = 0.0\nclient_rate = 0.0")).run()
+def step_sent(sent: float, divisor: float) -> None:
+    """A turn of one step whose change was made `sent` times as large, by a method with that divisor."""
+    spec = {"w": TensorSpec((2,))}
+    ctx = RoundContext(0, "a", True, bytes(32), True, noise_in_sum=True)
+    local = NoisyTrainer(spec, OneStep(spec, 9), DpSgd(1.0, 1.0, 0.5), ctx)
+    local.train({"w": torch.ones(2)})
+    change = local.without_noise["w"] - local.started["w"]
+    assert change.abs().min() > 0
+    terms = Terms(iter([Term("w", change * sent, 1.0)]))
+    require_the_step_alone(local, None, Payload({}), terms, 4.0, divisor)
+
+
+@pytest.mark.parametrize("sent,divisor", [(1.0, 1.0), (1.0, 4.0), (0.25, 4.0)])
+def test_a_change_over_the_methods_divisor_is_moved_by_no_more(sent, divisor):
+    step_sent(sent, divisor)
+
+
+@pytest.mark.parametrize(
+    "sent,divisor", [(0.25, 1.0), (0.5, 4.0), (4.0, 0.25), (4.0, 4.0), (1.0, math.inf), (1.0, 0.5)]
+)
+def test_anything_else_of_it_is_refused(sent, divisor):
+    with pytest.raises(ConfigError, match="found one (whose divisor is|that makes something else of w)"):
+        step_sent(sent, divisor)
+
+
+def test_fedqsns_columns_are_stretched_and_what_comes_back_is_over_as_much():
+    method = strategies.create("fedqsn", "server_rate = 0.2\nclient_rate = 0.5")
+    assert method.divisor == method.scale == 2.5
+    federation("fedqsn", method).run()
 
 
 def test_received_weights_above_the_bound_are_refused():
