@@ -153,7 +153,6 @@ def _become_client(arguments: list[str]) -> None:
     _set(_DUMPABLE, 1)
     sys.argv = [CLIENT_APP, *arguments]
     sys.modules["numpy"].random.seed()  # Python's own is seeded anew by the fork
-    gc.unfreeze()
 
 
 def _set(option: int, value: bytes | int) -> None:

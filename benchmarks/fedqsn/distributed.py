@@ -97,7 +97,7 @@ def verdicts(figures: Mapping[str, Figure], sites: Sequence[int]) -> list[str]:
         d = resampling.difference(figures[label(count, SITE)], figures[label(count, SUM)])
         found.append(
             f"{label(count, SITE)} less {SUM}, loss: {resampling.shown(d, '+.2f')}: "
-            f"{resampling.told(d, 'the sum is better', 'the site is better')}."
+            f"{resampling.told(d, 'the site is better', 'the sum is better')}."
         )
     last = (
         "A private row stands below its controls." if won else "Not decided: no private row stands below its controls."
