@@ -77,7 +77,7 @@ def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: i
     parts = {"a": members[::2], "b": members[1::2]} if len(members) > 1 else {"a": members}
 
     def trainer_for(site: str, ctx: RoundContext) -> Trainer:
-        return task.trainer(parts[site], ctx.rng("batches"))
+        return task.trainer(parts[site], ctx.rng("batches"), round_=ctx.round)
 
     state = exchange.method.init(exchange.spec, initial, rng.initial(config.run.seed, "method init"))
     federation = Federation(exchange, config, trainer_for, list(parts), state, tap=tap)

@@ -72,7 +72,11 @@ class TrainConfig(_Section):
     batch_size: int = Field(16, ge=1)
     accumulate: int = Field(1, ge=1, description="batches in an optimiser step, which count as one large batch")
     max_steps: int = Field(0, ge=0, description="most optimiser steps in a participation; 0 = the epochs decide")
-    learning_rate: float = Field(3e-4, gt=0)
+    learning_rate: float = Field(3e-4, gt=0, description="the highest one, where there is a schedule or a warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate over the whole run; see training/schedule.py"
+    )
+    warmup: float = Field(0.0, ge=0, lt=1, description="part of the run in which the learning rate rises from 0")
     weight_decay: float = Field(1e-6, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
     quantized_base: Literal["none", "4bit", "8bit"] = "none"

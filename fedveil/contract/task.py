@@ -184,8 +184,10 @@ class Task(ABC):
         return Prepared(self.encode(found), lambda: (example.origin for example in found))
 
     @abstractmethod
-    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> Trainer:
+    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched, round_: int = 0) -> Trainer:
         """One client's training on prepared rows; `rng` orders the batches, `watch` gets the progress.
+
+        `round_` is the run's, 0-based, from which train.schedule and train.warmup follow.
 
         Raises:
             TaskError: there are no rows.

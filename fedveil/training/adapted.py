@@ -103,8 +103,8 @@ class AdaptedTask(Task):
         return drawn
 
     @override
-    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> LocalTraining:
-        return LocalTraining(self, rows, rng, watch)
+    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched, round_: int = 0) -> LocalTraining:
+        return LocalTraining(self, rows, rng, watch, round_)
 
     @abstractmethod
     def collate(self, rows: Rows) -> AnyBatch:

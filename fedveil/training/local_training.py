@@ -23,6 +23,7 @@ from fedveil.rows.batches import AnyBatch
 from fedveil.training import optimisers
 from fedveil.training.per_sample import LocalRows
 from fedveil.training.progress import Progress
+from fedveil.training.schedule import Schedule
 from fedveil.training.threads import threads
 
 
@@ -71,20 +72,21 @@ class Trainable(Protocol):
 
 @final
 class LocalTraining:
-    """One client's training: AdamW anew at each call, a constant learning rate, every row once an epoch.
+    """One client's training: AdamW anew at each call, every row once an epoch, rates by the run's `round_`.
 
     A step takes train.accumulate batches of train.batch-size rows. Its loss is the mean over the target tokens of all
     its batches, so that its gradient is that of one batch of all its rows. `watch` is called about twice a second, and
     once after the last step.
     """
 
-    def __init__(self, task: Trainable, rows: Rows, rng: Stream, watch: Watch = unwatched) -> None:
+    def __init__(self, task: Trainable, rows: Rows, rng: Stream, watch: Watch = unwatched, round_: int = 0) -> None:
         if not rows:
             raise TaskError("task.data: expected at least one row to train on, found none; add rows")
         self._task = task
         self._rows = rows
         self._rng = rng
         self._watch = watch
+        self._round = round_
         self._taken: list[Sequence[int]] = []  # the rows of each step of the last training
 
     @property
@@ -111,7 +113,7 @@ class LocalTraining:
 
         Raises:
             TaskError: weights that are not the spec's, or a loss that is no longer finite.
-            ConfigError: train.checkpointing or train.compile, where they cannot be had.
+            ConfigError: train.checkpointing or train.compile, where they cannot be had, or a schedule past its end.
         """
         started = time.perf_counter()
         task = self._task
@@ -180,9 +182,12 @@ class LocalTraining:
         parameters = list(task.trained.values())
         optimiser = optimisers.create(parameters, train)
         optimiser.zero_grad()  # a training that an error ended may have left a part of a step's gradient
-        progress = Progress(self._planned, train.learning_rate, self._watch)
+        schedule, planned = Schedule.of(task.config), self._planned
+        progress = Progress(planned, train.learning_rate, self._watch)
         with contextlib.closing(batches.load(self._batches(), self._collated, parameters[0].device)) as steps:
-            for step in steps:
+            for number, step in enumerate(steps):
+                if schedule:
+                    optimisers.set_rate(optimiser, schedule.rate(self._round, number, planned))
                 loss = self._backward(step)
                 if penalty:
                     penalty(self._task.trained).backward()  # type: ignore[no-untyped-call]

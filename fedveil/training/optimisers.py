@@ -15,14 +15,23 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from fedveil.config import TrainConfig
+from fedveil.config import RunConfig, TrainConfig
+from fedveil.contract.method import Method
+from fedveil.errors import ConfigError
+from fedveil.privacy.dp_sgd import DpSgd
 
 _PIECE = 1 << 20  # entries, whole blocks: what bitsandbytes computes with on a CPU is five times as large
+_OF_STEPS = ("schedule", "warmup")  # keys that mean something where AdamW steps alone
 _SMALLEST = 4096  # entries of a tensor whose states have 8 bits
 
 
 class Optimiser(Protocol):
     """What local training needs of one."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As torch's optimisers have them; each holds its learning rate, "lr"."""
+        ...
 
     def step(self) -> Any:
         """Moves the parameters by their gradients."""
@@ -40,6 +49,30 @@ def create(parameters: list[Tensor], train: TrainConfig) -> Optimiser:
         return _eight_bit(parameters, train) if on_gpu else _Pieces(parameters, train)
     fused = True if on_gpu else None
     return torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused)
+
+
+def set_rate(optimiser: Optimiser, learning_rate: float) -> None:
+    """The learning rate of the steps from now on."""
+    for group in optimiser.param_groups:
+        group["lr"] = learning_rate
+
+
+def check(method: Method, config: RunConfig) -> None:
+    """Whether the run makes the steps that it sets keys for.
+
+    Raises:
+        ConfigError: a key of AdamW's steps in a run whose clients make other steps, or none, and would ignore it.
+    """
+    if DpSgd.of(config.dp) is not None:
+        instead = "dp.*, whose noisy steps are plain SGD and clip every row; leave it out, and see dp.learning-rate"
+    elif not method.optimises:
+        instead = f"the method {config.method.name}, whose clients make no such steps; leave it out"
+    else:
+        return
+    given, default = config.train.model_dump(by_alias=True), TrainConfig().model_dump(by_alias=True)
+    for key in _OF_STEPS:
+        if given[key] != default[key]:
+            raise ConfigError(f"train.{key}: expected {default[key]!r}, found {given[key]!r} with {instead}")
 
 
 def _eight_bit(parameters: list[Tensor], train: TrainConfig) -> Any:
@@ -62,6 +95,12 @@ class _Pieces:
         self._parameters = parameters
         self._pieces = [[torch.nn.Parameter(part) for part in _split(p.detach())] for p in parameters]
         self._inner = _eight_bit([piece for pieces in self._pieces for piece in pieces], train)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the pieces."""
+        groups: list[dict[str, Any]] = self._inner.param_groups
+        return groups
 
     def step(self) -> None:
         """Moves the parameters by their gradients."""
