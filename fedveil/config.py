@@ -78,6 +78,7 @@ class TrainConfig(_Section):
     )
     warmup: float = Field(0.0, ge=0, lt=1, description="part of the run in which the learning rate rises from 0")
     weight_decay: float = Field(1e-6, ge=0)
+    max_gradient_norm: float = Field(0.0, ge=0, description="a step's gradient is scaled down to it; 0 = off")
     precision: Literal["fp32", "bf16"] = "fp32"
     quantized_base: Literal["none", "4bit", "8bit"] = "none"
     optimiser: Literal["adamw", "adamw-8bit"] = Field(

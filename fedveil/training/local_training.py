@@ -75,8 +75,8 @@ class LocalTraining:
     """One client's training: AdamW anew at each call, every row once an epoch, rates by the run's `round_`.
 
     A step takes train.accumulate batches of train.batch-size rows. Its loss is the mean over the target tokens of all
-    its batches, so that its gradient is that of one batch of all its rows. `watch` is called about twice a second, and
-    once after the last step.
+    its batches, so that its gradient is that of one batch of all its rows; train.max-gradient-norm bounds this gradient
+    with the method's penalty in it. `watch` is called about twice a second, and once after the last step.
     """
 
     def __init__(self, task: Trainable, rows: Rows, rng: Stream, watch: Watch = unwatched, round_: int = 0) -> None:
@@ -112,7 +112,8 @@ class LocalTraining:
         read, padding apart) and train_seconds.
 
         Raises:
-            TaskError: weights that are not the spec's, or a loss that is no longer finite.
+            TaskError: weights that are not the spec's, a loss that is no longer finite, or such weights in the result;
+                the step is named with its rows, by number alone.
             ConfigError: train.checkpointing or train.compile, where they cannot be had, or a schedule past its end.
         """
         started = time.perf_counter()
@@ -150,7 +151,7 @@ class LocalTraining:
         parameters = list(task.trained.values())
         order = batches.order(self._rows, train.batch_size, self._rng.torch_generator(), train.bucketing)
         rows = [self._rows[i] for i in order[: train.batch_size]]
-        progress = Progress(1, train.learning_rate, self._watch)
+        progress = Progress(1, train.learning_rate, self._watch, lambda step: order[: train.batch_size])
         with threads(task.config), task.training():
             _forget(parameters)  # a training that an error ended may have left a part of a step's gradient
             ((batch,),) = batches.load([rows], self._collated, parameters[0].device)
@@ -183,7 +184,7 @@ class LocalTraining:
         optimiser = optimisers.create(parameters, train)
         optimiser.zero_grad()  # a training that an error ended may have left a part of a step's gradient
         schedule, planned = Schedule.of(task.config), self._planned
-        progress = Progress(planned, train.learning_rate, self._watch)
+        progress = Progress(planned, train.learning_rate, self._watch, lambda step: self._taken[step])
         with contextlib.closing(batches.load(self._batches(), self._collated, parameters[0].device)) as steps:
             for number, step in enumerate(steps):
                 if schedule:
@@ -191,11 +192,16 @@ class LocalTraining:
                 loss = self._backward(step)
                 if penalty:
                     penalty(self._task.trained).backward()  # type: ignore[no-untyped-call]
+                if train.max_gradient_norm:
+                    held.quieten()
+                    torch.nn.utils.clip_grad_norm_(parameters, train.max_gradient_norm)
                 optimiser.step()
                 held.restore()
                 optimiser.zero_grad()
                 progress.add(loss, sum(batch.tokens for batch in step))
         progress.read()
+        if progress.losses and not _are_finite(parameters):
+            raise progress.diverged("weight, found another in the result")
         return progress.losses, progress.tokens
 
     def _collated(self, rows: Rows) -> list[AnyBatch]:
@@ -240,10 +246,22 @@ class _Held:
             if name in frozen
         ]
 
+    def quieten(self) -> None:
+        """Their part of a gradient does not count for its norm: it moves nothing."""
+        for parameter, mask, _ in self._held:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(mask, 0.0)
+
     @torch.no_grad()
     def restore(self) -> None:
         for parameter, mask, kept in self._held:
             parameter.masked_scatter_(mask, kept)
+
+
+def _are_finite(parameters: list[Tensor]) -> bool:
+    """Of all entries. Waits for the device once."""
+    largest = [p.detach().abs().amax() for p in parameters if p.numel()]  # NaN and infinity come through
+    return bool(torch.stack(largest).isfinite().all())
 
 
 def _forget(parameters: list[Tensor]) -> None:

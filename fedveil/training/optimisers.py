@@ -21,7 +21,7 @@ from fedveil.errors import ConfigError
 from fedveil.privacy.dp_sgd import DpSgd
 
 _PIECE = 1 << 20  # entries, whole blocks: what bitsandbytes computes with on a CPU is five times as large
-_OF_STEPS = ("schedule", "warmup")  # keys that mean something where AdamW steps alone
+_OF_STEPS = ("schedule", "warmup", "max-gradient-norm")  # keys that mean something where AdamW steps alone
 _SMALLEST = 4096  # entries of a tensor whose states have 8 bits
 
 

@@ -101,7 +101,7 @@ def test_the_optimiser_steps_with_the_rounds_rates(monkeypatch, optimiser):
         ({"method.name": "dp_fpl"}, "with the method dp_fpl"),
     ],
 )
-@pytest.mark.parametrize("key,value", [("schedule", "linear"), ("warmup", 0.1)])
+@pytest.mark.parametrize("key,value", [("schedule", "linear"), ("warmup", 0.1), ("max-gradient-norm", 1.0)])
 def test_what_would_be_ignored_is_refused(flat, match, key, value):
     config = run_config.parse({"method.name": "fedavg"} | flat)
     method = strategies.create(config.method.name)
