@@ -55,7 +55,7 @@ def check(config: RunConfig, adapter: Adapter, info: TaskInfo) -> None:
 class AdaptedTask(Task):
     """A model with its adapter. Weights come back on the device that they were given on.
 
-    Nothing is dropped out and batches come in the order that the client's stream draws; with run.deterministic one
+    Nothing is dropped out but by an adapter that says so, and batches come in the order that the client's stream draws; with run.deterministic one
     thread trains, so that two processes on one machine end bit-identically.
     """
 
@@ -167,15 +167,20 @@ class AdaptedTask(Task):
     def _compiled(self) -> Any:
         return memory.compiled(self.base.model, self.device)
 
-    def training(self) -> contextlib.AbstractContextManager[None]:
-        """Around the training steps: layers are recomputed under train.checkpointing.
+    @contextlib.contextmanager
+    def training(self, rng: Stream) -> Iterator[None]:
+        """Around the training steps: layers are recomputed under train.checkpointing; `rng` says what is dropped out.
 
         Raises:
-            ConfigError: the model has no layers that can be.
+            ConfigError: the model has no layers that can be recomputed.
         """
-        if not self.config.train.checkpointing:
-            return _NOTHING
-        return memory.recomputing(self.base.model, self.config.task.model)
+        model, drops = self.base.model, self.adapter.drops
+        with contextlib.ExitStack() as around:
+            if drops:
+                around.enter_context(memory.dropping(model, self.device, rng.torch_generator()))
+            if self.config.train.checkpointing:
+                around.enter_context(memory.recomputing(model, self.config.task.model, drops))
+            yield
 
     def _forward(self, inputs: Mapping[str, Any]) -> Tensor:
         """The model's logits. Raises ConfigError for train.compile on a machine that cannot."""

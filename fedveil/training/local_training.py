@@ -53,8 +53,11 @@ class Trainable(Protocol):
         """The trained parameters' values, the caller's own, on the device of `weights`, which were put in before."""
         ...
 
-    def training(self) -> contextlib.AbstractContextManager[None]:
-        """What the training steps need around them. Raises ConfigError where this model cannot have it."""
+    def training(self, rng: Stream) -> contextlib.AbstractContextManager[None]:
+        """What the training steps need around them; their own draws are from `rng`.
+
+        Raises ConfigError where this model cannot have it.
+        """
         ...
 
     def collate(self, rows: Rows) -> AnyBatch:
@@ -85,6 +88,7 @@ class LocalTraining:
         self._task = task
         self._rows = rows
         self._rng = rng
+        self._dropout = rng.split("dropout")
         self._watch = watch
         self._round = round_
         self._taken: list[Sequence[int]] = []  # the rows of each step of the last training
@@ -122,7 +126,7 @@ class LocalTraining:
         with threads(task.config):
             scored = self._rows[: task.config.train.score_rows]
             received = [task.mean_loss(scored)] if scored else []
-            with task.training():
+            with task.training(self._dropout):
                 losses, tokens = self._steps(frozen or {}, penalty)
         if losses:
             after = task.taken(weights)
@@ -152,7 +156,7 @@ class LocalTraining:
         order = batches.order(self._rows, train.batch_size, self._rng.torch_generator(), train.bucketing)
         rows = [self._rows[i] for i in order[: train.batch_size]]
         progress = Progress(1, train.learning_rate, self._watch, lambda step: order[: train.batch_size])
-        with threads(task.config), task.training():
+        with threads(task.config), task.training(self._dropout):
             _forget(parameters)  # a training that an error ended may have left a part of a step's gradient
             ((batch,),) = batches.load([rows], self._collated, parameters[0].device)
             progress.add(self._backward([batch]), batch.tokens)
