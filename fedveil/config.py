@@ -81,8 +81,11 @@ class TrainConfig(_Section):
     max_gradient_norm: float = Field(0.0, ge=0, description="a step's gradient is scaled down to it; 0 = off")
     precision: Literal["fp32", "bf16"] = "fp32"
     quantized_base: Literal["none", "4bit", "8bit"] = "none"
-    optimiser: Literal["adamw", "adamw-8bit"] = Field(
-        "adamw", description="adamw-8bit: a quarter of AdamW's memory (bitsandbytes); slow on a CPU"
+    optimiser: Literal["adamw", "adamw-8bit", "paged-adamw-8bit"] = Field(
+        "adamw", description="adamw-8bit: a quarter of AdamW's memory (bitsandbytes), slow on a CPU; paged: GPUs only"
+    )
+    loss_on: Literal["targets", "all"] = Field(
+        "targets", description="text-generation: tokens that steps learn; all = the source's too. Scores: targets"
     )
     bucketing: bool = Field(False, description="batches of rows of similar length, which need less padding")
     checkpointing: bool = Field(False, description="recompute activations: less memory, more time")

@@ -29,7 +29,8 @@ class Lora(Pairs):
         targets: "all-linear" (every linear layer of the blocks, the output head left out), or a
             regular expression over module names.
         rslora: scale = alpha / sqrt(rank) (Kalajdzievski 2023), which needs an alpha.
-        dropout: part of a layer's inputs that its pair does not see in a training step, from 0 to below 1. Never in scoring.
+        dropout: part of a layer's inputs that its pair does not see in a training step, from 0 to below 1; in scoring
+            it sees all.
     """
 
     kind: Literal["lora"] = "lora"

@@ -25,6 +25,7 @@ from fedveil.rows.batches import AnyBatch
 from fedveil.training.local_training import LocalTraining
 
 _NOTHING = contextlib.nullcontext()
+_OF_SOME: Mapping[str, Any] = {"loss-on": "targets"}  # keys that a task may not have, with their defaults
 _OFFERED: Mapping[Mount, str] = {"layers": "LoRA pairs or all weights", "cache": "a prefix", "texts": "a prompt"}
 
 
@@ -33,7 +34,7 @@ def check(config: RunConfig, adapter: Adapter, info: TaskInfo) -> None:
 
     Raises:
         ConfigError: an adapter that the task's models do not take, a quantised base under an adapter that would train
-            it, or train.compile where it does not go.
+            it, train.compile where it does not go, or a key of the train section that the task does not have.
         TaskError: no base model at that path.
     """
     if adapter.mount not in info.mounts:
@@ -48,6 +49,13 @@ def check(config: RunConfig, adapter: Adapter, info: TaskInfo) -> None:
             f'train.quantized-base: expected "none" with an adapter of kind "{adapter.kind}", which trains the base, '
             f'found "{config.train.quantized_base}"; use an adapter of kind "lora"'
         )
+    given = config.train.model_dump(by_alias=True)
+    for key, default in _OF_SOME.items():
+        if key not in info.train_keys and given[key] != default:
+            raise ConfigError(
+                f'train.{key}: expected {default!r} with the task "{config.task.name}", found {given[key]!r}; '
+                "leave it out"
+            )
     memory.check(config)
     loading.find(config.task.model, info.tiny())
 
@@ -55,8 +63,8 @@ def check(config: RunConfig, adapter: Adapter, info: TaskInfo) -> None:
 class AdaptedTask(Task):
     """A model with its adapter. Weights come back on the device that they were given on.
 
-    Nothing is dropped out but by an adapter that says so, and batches come in the order that the client's stream draws; with run.deterministic one
-    thread trains, so that two processes on one machine end bit-identically.
+    Nothing is dropped out but by an adapter that says so, and batches come in the order that the client's stream draws;
+    with run.deterministic one thread trains, so that two processes on one machine end bit-identically.
     """
 
     def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device) -> None:
@@ -109,6 +117,10 @@ class AdaptedTask(Task):
     @abstractmethod
     def collate(self, rows: Rows) -> AnyBatch:
         """One batch, on the CPU."""
+
+    def training_batch(self, rows: Rows) -> AnyBatch:
+        """One batch of a training step, on the CPU."""
+        return self.collate(rows)
 
     @abstractmethod
     def loss_sum(self, batch: Any) -> Tensor:

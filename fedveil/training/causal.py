@@ -19,7 +19,8 @@ from fedveil.training.adapted import AdaptedTask
 
 
 class CausalTask(AdaptedTask):
-    """A causal language model with its adapter. The loss is the mean over target tokens (the end among them)."""
+    """A causal language model with its adapter. The loss is the mean over target tokens (the end among them),
+    or over those that the training counts."""
 
     @override
     def collate(self, rows: Sequence[TokenRow]) -> TokenBatch:
@@ -31,7 +32,7 @@ class CausalTask(AdaptedTask):
 
     @override
     def loss_sum(self, batch: TokenBatch) -> Tensor:
-        """Summed loss of the target tokens of `batch`, which lies on the device.
+        """Summed loss of the tokens that count in `batch`, which lies on the device.
 
         Raises:
             ConfigError: train.compile on a machine that cannot.

@@ -60,12 +60,15 @@ class Trainable(Protocol):
         """
         ...
 
-    def collate(self, rows: Rows) -> AnyBatch:
-        """One batch, on the CPU."""
+    def training_batch(self, rows: Rows) -> AnyBatch:
+        """One batch of a training step, on the CPU."""
         ...
 
     def loss_sum(self, batch: Any) -> Tensor:
-        """Summed loss of a batch of `collate` on the parameters' device. Waits for nothing that the device computes."""
+        """Summed loss of a batch of `training_batch` on the parameters' device.
+
+        Waits for nothing that the device computes.
+        """
         ...
 
     def mean_loss(self, encoded: Rows) -> float:
@@ -211,7 +214,7 @@ class LocalTraining:
     def _collated(self, rows: Rows) -> list[AnyBatch]:
         """The batches of one step."""
         size = self._task.config.train.batch_size
-        return [self._task.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
+        return [self._task.training_batch(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     @property
     def _planned(self) -> int:

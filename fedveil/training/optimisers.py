@@ -4,6 +4,7 @@
 |---|---|---|
 | "adamw" | 8 | torch's own |
 | "adamw-8bit" | 2 | bitsandbytes' AdamW (Dettmers et al. 2022): 8 bits a state, a scale a block of 256 |
+| "paged-adamw-8bit" | 2 | the same in pages that the driver moves to the host where the GPU has no room; not on a CPU |
 
 Of tensors below 4,096 entries, bitsandbytes keeps states of 32 bits.
 """
@@ -43,8 +44,21 @@ class Optimiser(Protocol):
 
 
 def create(parameters: list[Tensor], train: TrainConfig) -> Optimiser:
-    """A new optimiser. On a GPU a whole step of AdamW is one kernel for many tensors."""
+    """A new optimiser. On a GPU a whole step of AdamW is one kernel for many tensors.
+
+    Raises:
+        ConfigError: a paged one for parameters that are on no GPU.
+    """
     on_gpu = all(p.is_cuda for p in parameters)
+    if train.optimiser == "paged-adamw-8bit":
+        if not on_gpu:
+            raise ConfigError(
+                'train.optimiser: expected a GPU at each site with "paged-adamw-8bit", found that this one trains on '
+                'its CPU; set "adamw-8bit", which has the same states, or "adamw"'
+            )
+        from bitsandbytes.optim import PagedAdamW8bit
+
+        return PagedAdamW8bit(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)  # type: ignore[no-any-return]
     if train.optimiser == "adamw-8bit":
         return _eight_bit(parameters, train) if on_gpu else _Pieces(parameters, train)
     fused = True if on_gpu else None

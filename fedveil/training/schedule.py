@@ -15,8 +15,8 @@ train.warmup is a part of the run, not a number of rounds: runs of a few rounds 
 | run.rounds raised at a resume | ConfigError: the curve would jump |
 | noisy steps (dp.*), or a method whose clients make no steps of train.* | ConfigError before any site is asked |
 
-Other names of `get_scheduler` are left out: "polynomial" and "cosine_with_restarts" are the two curves here unless given
-arguments of their own, and "inverse_sqrt" counts steps, in which sites differ.
+Other names of `get_scheduler` are left out: "polynomial" and "cosine_with_restarts" are the two curves here unless they
+are given arguments of their own, and "inverse_sqrt" counts steps, in which sites differ.
 """
 
 from __future__ import annotations
