@@ -87,6 +87,7 @@ class TrainConfig(_Section):
     loss_on: Literal["targets", "all"] = Field(
         "targets", description="text-generation: tokens that steps learn; all = the source's too. Scores: targets"
     )
+    packing: bool = Field(False, description="text-generation: short rows share a sequence of up to task.max-tokens")
     bucketing: bool = Field(False, description="batches of rows of similar length, which need less padding")
     checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     score_rows: int = Field(

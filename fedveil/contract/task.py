@@ -136,7 +136,7 @@ class TaskInfo:
         columns: the columns that it reads of every row, under that section of the run config.
         tiny: where its own small model lies, for task.model = "tiny"; None where it makes one in code, or where the
             folder is not installed.
-        train_keys: of the train section, the keys that only some tasks have and this one has: "loss-on".
+        train_keys: of the train section, the keys that only some tasks have and this one has: "loss-on", "packing".
     """
 
     mounts: tuple[Mount, ...]

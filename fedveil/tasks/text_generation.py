@@ -23,7 +23,7 @@ from fedveil.contract.task import Example, Examples, Origin, Prepared, Share, Ta
 from fedveil.errors import TaskError
 from fedveil.models import loading, tiny
 from fedveil.models.loaded_model import LoadedModel
-from fedveil.rows import batches, reading, shelves, token_rows
+from fedveil.rows import batches, packing, reading, shelves, token_rows
 from fedveil.rows.batches import TokenBatch, TokenRow
 from fedveil.rows.token_rows import TokenRows
 from fedveil.rows.tokens import Tokens
@@ -34,7 +34,7 @@ INFO = TaskInfo(
     mounts=("layers", "cache"),
     columns=lambda task: (task.source_column, task.target_column),
     tiny=lambda: tiny.folder("text-generation"),
-    train_keys=("loss-on",),
+    train_keys=("loss-on", "packing"),
 )
 _TEXT_TYPES = (str, int, float, bool)
 _AT_ONCE = 1000  # rows that are tokenised together
@@ -58,7 +58,10 @@ class TextGeneration(causal.CausalTask):
 
     @override
     def _load(self) -> LoadedModel:
-        return loading.load_causal(self.config, self.adapter, self.device, INFO.tiny())
+        found = loading.load_causal(self.config, self.adapter, self.device, INFO.tiny())
+        if self.config.train.packing:
+            packing.check(found.model.config.model_type, self.config.task.model)
+        return found
 
     @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
@@ -127,7 +130,10 @@ class TextGeneration(causal.CausalTask):
 
     @override
     def training_batch(self, rows: Sequence[TokenRow]) -> TokenBatch:
-        return batches.collate(rows, self.base.tokenizer.eos_token_id, self.config.train.loss_on == "all")
+        task, train, end = self.config.task, self.config.train, self.base.tokenizer.eos_token_id
+        if train.packing:
+            return packing.collate(rows, end, task.max_tokens, train.loss_on == "all")
+        return batches.collate(rows, end, train.loss_on == "all")
 
     def samples(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, the tokens that each position predicts, and 1 where the loss counts it; see `SampleLoss`."""

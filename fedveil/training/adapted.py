@@ -25,7 +25,10 @@ from fedveil.rows.batches import AnyBatch
 from fedveil.training.local_training import LocalTraining
 
 _NOTHING = contextlib.nullcontext()
-_OF_SOME: Mapping[str, Any] = {"loss-on": "targets"}  # keys that a task may not have, with their defaults
+_OF_SOME: Mapping[str, Any] = {
+    "loss-on": "targets",
+    "packing": False,
+}  # keys that a task may not have, with their defaults
 _OFFERED: Mapping[Mount, str] = {"layers": "LoRA pairs or all weights", "cache": "a prefix", "texts": "a prompt"}
 
 

@@ -28,7 +28,9 @@ class CausalTask(AdaptedTask):
         return batches.collate(rows, self.base.tokenizer.eos_token_id)
 
     def _logits(self, batch: TokenBatch) -> Tensor:
-        return self._forward({"input_ids": batch.ids, "attention_mask": batch.mask, "use_cache": False, **batch.inputs})
+        # Positions come with packed rows, whose mask the library makes of them.
+        mask = None if "position_ids" in batch.inputs else batch.mask
+        return self._forward({"input_ids": batch.ids, "attention_mask": mask, "use_cache": False, **batch.inputs})
 
     @override
     def loss_sum(self, batch: TokenBatch) -> Tensor:

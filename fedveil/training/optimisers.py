@@ -78,7 +78,7 @@ def check(method: Method, config: RunConfig) -> None:
         ConfigError: a key of AdamW's steps in a run whose clients make other steps, or none, and would ignore it.
     """
     if DpSgd.of(config.dp) is not None:
-        _check_noisy(method)
+        _check_noisy(method, config)
         instead = "dp.*, whose noisy steps are plain SGD and clip every row; leave it out, and see dp.learning-rate"
     elif not method.optimises:
         instead = f"the method {config.method.name}, whose clients make no such steps; leave it out"
@@ -90,8 +90,13 @@ def check(method: Method, config: RunConfig) -> None:
             raise ConfigError(f"train.{key}: expected {default[key]!r}, found {given[key]!r} with {instead}")
 
 
-def _check_noisy(method: Method) -> None:
+def _check_noisy(method: Method, config: RunConfig) -> None:
     """Raises ConfigError for what the gradients of single rows are taken without."""
+    if config.train.packing:
+        raise ConfigError(
+            "train.packing: expected false with dp.*, which takes the gradient of every row by itself, found true; "
+            "leave it out"
+        )
     if method.adapter.drops:
         raise ConfigError(
             "adapter.dropout: expected 0 with dp.*, which takes the gradient of every row without it, found more; "
