@@ -267,7 +267,7 @@ class _Held:
 
 def _are_finite(parameters: list[Tensor]) -> bool:
     """Of all entries. Waits for the device once."""
-    largest = [p.detach().abs().amax() for p in parameters if p.numel()]  # NaN and infinity come through
+    largest = [torch.linalg.vector_norm(p.detach(), math.inf) for p in parameters if p.numel()]  # NaN comes through
     return bool(torch.stack(largest).isfinite().all())
 
 
