@@ -23,6 +23,9 @@ _SETTINGS: Mapping[str, object] = {
     "train.epochs": 8,
     "train.max-steps": 0,
     "train.accumulate": 1,
+    "train.schedule": "constant",
+    "train.warmup": 0.0,
+    "train.max-gradient-norm": 0.0,
     "cohort.fraction": 1.0,
     "run.deterministic": True,
     "client.worker": False,
@@ -54,11 +57,13 @@ class Overfitted:
 def settings(config: RunConfig) -> RunConfig:
     """The control's config: the run's, with FedAvg of every site in every round and a higher learning rate.
 
-    The rate is three times the run's, and 3e-3 at least.
+    The rate is three times the run's, and 3e-3 at least. Pages, which this machine may not have, become plain memory.
     """
     rate = max(3 * config.train.learning_rate, 3e-3)
+    unpaged = {"train.optimiser": config.train.optimiser.removeprefix("paged-")}
     return parse(
-        {**config.flat(), **_SETTINGS} | {"train.learning-rate": rate, "train.batch-size": 8, "train.score-rows": 64}
+        {**config.flat(), **_SETTINGS, **unpaged}
+        | {"train.learning-rate": rate, "train.batch-size": 8, "train.score-rows": 64}
     )
 
 
@@ -77,7 +82,7 @@ def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: i
     parts = {"a": members[::2], "b": members[1::2]} if len(members) > 1 else {"a": members}
 
     def trainer_for(site: str, ctx: RoundContext) -> Trainer:
-        return task.trainer(parts[site], ctx.rng("batches"))
+        return task.trainer(parts[site], ctx.rng("batches"), round_=ctx.round)
 
     state = exchange.method.init(exchange.spec, initial, rng.initial(config.run.seed, "method init"))
     federation = Federation(exchange, config, trainer_for, list(parts), state, tap=tap)

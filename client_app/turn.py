@@ -25,6 +25,7 @@ from fedveil.privacy.claims import checked_claim, claim_of
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
 from fedveil.privacy.metered import MeteredRows, RowsOnly
 from fedveil.sealed import Seal
+from fedveil.training import optimisers
 from fedveil.training.per_sample import SampleLoss
 from fedveil.wire import header
 
@@ -79,7 +80,7 @@ class Turns:
         ctx = RoundContext(order.round, assignment.name, order.is_new, secret, seeded, order.address, in_sum)
         received = Received.of(assignment.site.state_dir, order.run, assignment.name, seal)
         initial = lambda: task.initial(rng.initial(config.run.seed, "weights"))  # noqa: E731
-        trained = task.trainer(prepared.rows, ctx.rng("batches"), watch)
+        trained = task.trainer(prepared.rows, ctx.rng("batches"), watch, ctx.round)
         judged = Judged(trained, assignment.site, received, initial)
         witness = Witness(judged)
         trainer = self._bounded(witness, exchange.method, assignment, ctx, prepared)
@@ -127,7 +128,8 @@ class Turns:
             if assignment.site.policy and method != strategies.create(config.method.name, config.method.fields):
                 # The policy has judged the run config's fields, without a method's code.
                 raise PolicyError("order.fields: expected those of the run config, found others; submit the run anew")
-            task = tasks.load(assignment.config, method.adapter, assignment.site.device)
+            optimisers.check(method, config)
+            task = tasks.load(config, method.adapter, assignment.site.device)
             self._loaded = task, Exchange(method, order.method, task.spec)
         return self._loaded
 

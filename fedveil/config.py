@@ -72,13 +72,22 @@ class TrainConfig(_Section):
     batch_size: int = Field(16, ge=1)
     accumulate: int = Field(1, ge=1, description="batches in an optimiser step, which count as one large batch")
     max_steps: int = Field(0, ge=0, description="most optimiser steps in a participation; 0 = the epochs decide")
-    learning_rate: float = Field(3e-4, gt=0)
+    learning_rate: float = Field(3e-4, gt=0, description="the highest one, where there is a schedule or a warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate over the whole run; see training/schedule.py"
+    )
+    warmup: float = Field(0.0, ge=0, lt=1, description="part of the run in which the learning rate rises from 0")
     weight_decay: float = Field(1e-6, ge=0)
+    max_gradient_norm: float = Field(0.0, ge=0, description="a step's gradient is scaled down to it; 0 = off")
     precision: Literal["fp32", "bf16"] = "fp32"
     quantized_base: Literal["none", "4bit", "8bit"] = "none"
-    optimiser: Literal["adamw", "adamw-8bit"] = Field(
-        "adamw", description="adamw-8bit: a quarter of AdamW's memory (bitsandbytes); slow on a CPU"
+    optimiser: Literal["adamw", "adamw-8bit", "paged-adamw-8bit"] = Field(
+        "adamw", description="adamw-8bit: a quarter of AdamW's memory (bitsandbytes), slow on a CPU; paged: GPUs only"
     )
+    loss_on: Literal["targets", "all"] = Field(
+        "targets", description="text-generation: tokens that steps learn; all = the source's too. Scores: targets"
+    )
+    packing: bool = Field(False, description="text-generation: short rows share a sequence of up to task.max-tokens")
     bucketing: bool = Field(False, description="batches of rows of similar length, which need less padding")
     checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     score_rows: int = Field(

@@ -72,6 +72,10 @@ class Stream:
         """The next n bytes."""
         return self._keystream.update(bytes(n))
 
+    def split(self, purpose: str) -> Stream:
+        """Another stream, by this one's key: it leaves this one's draws as they are."""
+        return Stream(_digest(self.key, b"split", purpose.encode()))
+
     def bernoulli(self, probability: float, shape: tuple[int, ...]) -> Tensor:
         """Independent booleans, each True with `probability` (to within 2**-32; exactly so at 0 and 1).
 

@@ -66,11 +66,13 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> MethodStrategy:
     from fedveil.server_app.evaluate import Evaluator
     from fedveil.server_app.settings import RunSettings
     from fedveil.server_app.strategy import MethodStrategy
+    from fedveil.training import optimisers
     from fedveil.training.per_sample import SampleLoss
 
     method = strategies.create(config.method.name, config.method.fields)
     task = tasks.load(config, method.adapter)
     checked_claim(method, config, isinstance(task, SampleLoss))
+    optimisers.check(method, config)
     own = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
     evaluator = Evaluator.of(task if own == method.adapter else tasks.load(config, own), config)
     folder.config(config, method)

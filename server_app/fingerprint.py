@@ -5,7 +5,7 @@ its messages, and the files of the base model. A resume is refused where one of 
 
 | key | at a resume |
 |---|---|
-| `run.rounds` | may be raised |
+| `run.rounds` | may be raised, but under `train.schedule` and `train.warmup`, whose rates are over all rounds |
 | `cohort.wait-seconds`, `cohort.deadline-seconds`, `cohort.repeats`, `cohort.sites`, `cohort.min-sites` | may change |
 | `evaluate.*`, `task.evaluation` | may change: they score the model and change nothing in it |
 | `run.dir`, `run.tap`, `run.signature`, `client.worker` | may change |
@@ -67,6 +67,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list
         if before.get(key) != now.get(key)
     }
     refused = {key: values for key, values in found.items() if not _permitted(key, *values)}
+    if "run.rounds" in found and (now.get("train.schedule", "constant"), now.get("train.warmup", 0)) != ("constant", 0):
+        refused["run.rounds"] = found["run.rounds"]
     if refused:
         each = "; ".join(f"{key}: expected {old!r}, found {new!r}" for key, (old, new) in refused.items())
         raise ConfigError(

@@ -149,6 +149,11 @@ class DpFpl(Method, Claim):
         return "gradients" if self.exchange == "batch" else "changes"
 
     @property
+    def optimises(self) -> bool:
+        """No: its steps have learning rates of their own."""
+        return False
+
+    @property
     def budget(self) -> Budget:
         """In the modes paper and code the real epsilon is counted but stops nothing, for it exceeds the nominal one."""
         strict, kept = self.mode == "strict", math.inf if self.epsilon is None else self.epsilon

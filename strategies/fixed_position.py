@@ -79,6 +79,11 @@ class FixedPosition(Method):
         """Gradients, or pseudo-gradients of an epoch, without the hidden tensors."""
         return "gradients"
 
+    @property
+    def optimises(self) -> bool:
+        """In local epochs; for a single batch there is nothing but its gradient."""
+        return self.exchange == "epoch"
+
     def __post_init__(self) -> None:
         check_pattern("hidden", self.hidden)
         fedsgd.check_learning_rate(self.learning_rate)

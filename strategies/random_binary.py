@@ -110,6 +110,11 @@ class RandomBinary(Method):
         return "gradients"
 
     @property
+    def optimises(self) -> bool:
+        """In local epochs; for a single batch there is nothing but its gradient."""
+        return self.exchange == "epoch"
+
+    @property
     def masked(self) -> bool:
         """Also at R = 0, where every entry is sent."""
         return True

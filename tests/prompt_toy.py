@@ -43,8 +43,8 @@ class PromptTask(Task):
     def encode(self, examples):
         return [(torch.tensor(e.values["x"]), e.values["y"]) for e in examples]
 
-    def trainer(self, rows, rng: Stream, watch=unwatched):
-        return LocalTraining(self, rows, rng, watch)
+    def trainer(self, rows, rng: Stream, watch=unwatched, round_=0):
+        return LocalTraining(self, rows, rng, watch, round_)
 
     def samples(self, rows):
         return torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows])

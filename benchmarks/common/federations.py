@@ -62,7 +62,7 @@ def federation(
     """
 
     def trainer_for(site: str, ctx: RoundContext) -> Trainer:
-        return around(site, ctx, task.trainer(rows[site], ctx.rng("batches")))
+        return around(site, ctx, task.trainer(rows[site], ctx.rng("batches"), round_=ctx.round))
 
     state = exchange.method.init(exchange.spec, initial, rng.initial(config.run.seed, "method init"))
     return Federation(exchange, config, trainer_for, list(rows), state, tap=tap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -13,6 +14,7 @@ from typing_extensions import override
 from fedveil.adapters import pairs
 from fedveil.adapters.pairs import Pairs
 from fedveil.contract.spec import Spec, Weights
+from fedveil.errors import ConfigError
 from fedveil.rng import Stream
 
 
@@ -26,9 +28,32 @@ class Lora(Pairs):
         alpha: the numerator of the scale; None means `rank`, so that W = W_0 + B A.
         targets: "all-linear" (every linear layer of the blocks, the output head left out), or a
             regular expression over module names.
+        rslora: scale = alpha / sqrt(rank) (Kalajdzievski 2023), which needs an alpha.
+        dropout: part of a layer's inputs that its pair does not see in a training step, from 0 to below 1; in scoring
+            it sees all.
     """
 
     kind: Literal["lora"] = "lora"
+    rslora: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rslora and self.alpha is None:
+            raise ConfigError("adapter.alpha: expected a number above 0 with rslora = true, found none; set it")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"adapter.dropout: expected a number from 0 to below 1, found {self.dropout}")
+
+    @property
+    @override
+    def scale(self) -> float:
+        """alpha / rank, or alpha / sqrt(rank)."""
+        return self.alpha / math.sqrt(self.rank) if self.rslora and self.alpha is not None else super().scale
+
+    @property
+    @override
+    def drops(self) -> bool:
+        return self.dropout > 0
 
     @override
     def example_spec(self) -> Spec:
@@ -51,10 +76,12 @@ class Lora(Pairs):
 
         lora = LoraConfig(
             r=self.rank,
-            lora_alpha=self.scale * self.rank,  # PEFT divides by the rank; any number does
+            # PEFT divides by the rank, or by its root; any number does.
+            lora_alpha=self.alpha if self.rslora else self.scale * self.rank,
+            use_rslora=self.rslora,
             target_modules=self.targets,
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),
-            lora_dropout=0.0,
+            lora_dropout=self.dropout,
             bias="none",
         )
         try:

@@ -65,6 +65,11 @@ class Prefix(Adapter):
 
     @override
     def check(self, train: TrainConfig) -> None:
+        if train.packing:
+            raise ConfigError(
+                'train.packing: expected false with an adapter of kind "prefix", which stands before one row, found '
+                "true; set false"
+            )
         if train.checkpointing or train.compile:  # recomputed layers ignore the cache that a prefix lies in
             raise ConfigError(
                 'train.checkpointing, train.compile: expected false with an adapter of kind "prefix", found true; set '

@@ -43,6 +43,11 @@ class Adapter(ABC):
         """Tokens' worth of the model's context that the adapter takes for itself."""
         return 0
 
+    @property
+    def drops(self) -> bool:
+        """Whether something of it is dropped out in training steps, by torch's own draws."""
+        return False
+
     def check(self, train: TrainConfig) -> None:  # noqa: B027  # most adapters go with every training
         """Raises ConfigError for a key of the train section that this adapter cannot have."""
 

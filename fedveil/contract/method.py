@@ -113,6 +113,11 @@ class Method(ABC):
         return 1.0
 
     @property
+    def optimises(self) -> bool:
+        """Whether clients make the optimiser steps of `train.*`; where not, keys of such steps are refused."""
+        return True
+
+    @property
     def masked(self) -> bool:
         """Whether terms may have masks: two uploads then hold different entries, and perhaps none in common."""
         return False

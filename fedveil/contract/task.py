@@ -136,11 +136,13 @@ class TaskInfo:
         columns: the columns that it reads of every row, under that section of the run config.
         tiny: where its own small model lies, for task.model = "tiny"; None where it makes one in code, or where the
             folder is not installed.
+        train_keys: of the train section, the keys that only some tasks have and this one has: "loss-on", "packing".
     """
 
     mounts: tuple[Mount, ...]
     columns: Callable[[TaskConfig], tuple[str, ...]]
     tiny: Callable[[], Path | None]
+    train_keys: tuple[str, ...] = ()
 
 
 class Task(ABC):
@@ -184,8 +186,10 @@ class Task(ABC):
         return Prepared(self.encode(found), lambda: (example.origin for example in found))
 
     @abstractmethod
-    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> Trainer:
+    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched, round_: int = 0) -> Trainer:
         """One client's training on prepared rows; `rng` orders the batches, `watch` gets the progress.
+
+        `round_` is the run's, 0-based, from which train.schedule and train.warmup follow.
 
         Raises:
             TaskError: there are no rows.

@@ -1,4 +1,4 @@
-"""Two ways to trade time for memory or the other way round: recomputed activations, and a compiled model."""
+"""What training steps have around them: recomputed activations, a compiled model, dropout of an adapter."""
 
 from __future__ import annotations
 
@@ -58,12 +58,27 @@ def compiled(model: Any, device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def recomputing(model: Any, name: str) -> Iterator[None]:
+def dropping(model: Any, device: torch.device, generator: torch.Generator) -> Iterator[None]:
+    """Inside, the dropout of PEFT's adapters is on, and torch draws what `generator` says; after, as it was before."""
+    dropouts = [module for name, module in model.named_modules() if ".lora_dropout." in name]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(generator.initial_seed())
+        try:
+            for module in dropouts:
+                module.training = True
+            yield
+        finally:
+            for module in dropouts:
+                module.training = False
+
+
+@contextlib.contextmanager
+def recomputing(model: Any, name: str, is_random: bool = False) -> Iterator[None]:
     """Inside, each layer of `model` keeps its input alone and is computed again in the backward pass.
 
     The library does so in training mode only, so the layers' own flags go up, while what they are made of stays in eval
     mode; a dropout that a layer applies by itself is 0 for the time. The flags come down after: a layer in that state
-    ignores the cache of a generation.
+    ignores the cache of a generation. With `is_random`, what is dropped out inside is so again in the second pass.
 
     Raises:
         ConfigError: the model `name` has no layers that can be recomputed.
@@ -76,8 +91,8 @@ def recomputing(model: Any, name: str) -> Iterator[None]:
             f"train.checkpointing: expected a model whose layers can be recomputed, found none in "
             f'"{name}" ({type(model).__name__}); set train.checkpointing = false'
         )
-    # Nothing in a layer is random, so the generators' state need not be kept for the second pass.
-    how = {"use_reentrant": False, "preserve_rng_state": False}
+    # Where nothing in a layer is random, the generators' state need not be kept for the second pass.
+    how = {"use_reentrant": False, "preserve_rng_state": is_random}
     # Newer versions of the library say "activation", and warn about the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(how)

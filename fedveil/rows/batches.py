@@ -131,16 +131,18 @@ class TokenBatch:
         return TokenBatch(ids, mask, positions, wanted, self.tokens, inputs)
 
 
-def collate(rows: Sequence[TokenRow], padding: int) -> TokenBatch:
-    """One batch of `rows`, padded with `padding` to the longest of them.
+def collate(rows: Sequence[TokenRow], padding: int, whole: bool = False) -> TokenBatch:
+    """One batch of `rows`, padded with `padding` to the longest of them. `whole`: all but a row's first token count as
+    its target.
 
     Positions are counted here, on the CPU: a mask of target tokens would have to be counted on the GPU, and waited for.
     """
     width = max(len(row.ids) for row in rows)
     ids = [row.ids + [padding] * (width - len(row.ids)) for row in rows]
     mask = [[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows]
-    positions = [i * width + at - 1 for i, row in enumerate(rows) for at in range(max(1, row.start), len(row.ids))]
-    wanted = [token for row in rows for token in row.ids[max(1, row.start) :]]
+    starts = [1 if whole else max(1, row.start) for row in rows]
+    positions = [i * width + at - 1 for i, row in enumerate(rows) for at in range(starts[i], len(row.ids))]
+    wanted = [token for row, start in zip(rows, starts, strict=True) for token in row.ids[start:]]
     tokens = sum(len(row.ids) for row in rows)
     # torch would make floats of an empty list.
     where, target = (torch.tensor(found, dtype=torch.int64) for found in (positions, wanted))

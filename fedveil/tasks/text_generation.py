@@ -23,8 +23,8 @@ from fedveil.contract.task import Example, Examples, Origin, Prepared, Share, Ta
 from fedveil.errors import TaskError
 from fedveil.models import loading, tiny
 from fedveil.models.loaded_model import LoadedModel
-from fedveil.rows import batches, reading, shelves, token_rows
-from fedveil.rows.batches import TokenRow
+from fedveil.rows import batches, packing, reading, shelves, token_rows
+from fedveil.rows.batches import TokenBatch, TokenRow
 from fedveil.rows.token_rows import TokenRows
 from fedveil.rows.tokens import Tokens
 from fedveil.training import adapted, causal, text_metrics
@@ -34,6 +34,7 @@ INFO = TaskInfo(
     mounts=("layers", "cache"),
     columns=lambda task: (task.source_column, task.target_column),
     tiny=lambda: tiny.folder("text-generation"),
+    train_keys=("loss-on", "packing"),
 )
 _TEXT_TYPES = (str, int, float, bool)
 _AT_ONCE = 1000  # rows that are tokenised together
@@ -57,7 +58,10 @@ class TextGeneration(causal.CausalTask):
 
     @override
     def _load(self) -> LoadedModel:
-        return loading.load_causal(self.config, self.adapter, self.device, INFO.tiny())
+        found = loading.load_causal(self.config, self.adapter, self.device, INFO.tiny())
+        if self.config.train.packing:
+            packing.check(found.model.config.model_type, self.config.task.model)
+        return found
 
     @override
     def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
@@ -124,16 +128,23 @@ class TextGeneration(causal.CausalTask):
             scores |= text_metrics.score(self._generate(list(references)), list(references.values()))
         return scores
 
+    @override
+    def training_batch(self, rows: Sequence[TokenRow]) -> TokenBatch:
+        task, train, end = self.config.task, self.config.train, self.base.tokenizer.eos_token_id
+        if train.packing:
+            return packing.collate(rows, end, task.max_tokens, train.loss_on == "all")
+        return batches.collate(rows, end, train.loss_on == "all")
+
     def samples(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, the tokens that each position predicts, and 1 where such a token is a target; see `SampleLoss`."""
-        batch = self.collate(rows)
+        """Token ids, the tokens that each position predicts, and 1 where the loss counts it; see `SampleLoss`."""
+        batch = self.training_batch(rows)
         wanted, counted = torch.zeros_like(batch.ids).flatten(), torch.zeros(batch.ids.numel())
         wanted[batch.positions], counted[batch.positions] = batch.wanted, 1.0
         shape = batch.ids.shape
         return tuple(t.to(self.device) for t in (batch.ids, wanted.view(shape), counted.view(shape)))  # type: ignore[return-value]
 
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
-        """Mean loss a target token of one row. Padding needs no mask: it comes after all that the targets see."""
+        """Mean loss of one row, a token that counts. Padding needs no mask: it comes after all that the targets see."""
         ids, wanted, counted = sample
         everything = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)  # transformers would look for padding
         given = {"input_ids": ids[None], "attention_mask": everything, "use_cache": False}

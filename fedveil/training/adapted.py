@@ -25,6 +25,10 @@ from fedveil.rows.batches import AnyBatch
 from fedveil.training.local_training import LocalTraining
 
 _NOTHING = contextlib.nullcontext()
+_OF_SOME: Mapping[str, Any] = {
+    "loss-on": "targets",
+    "packing": False,
+}  # keys that a task may not have, with their defaults
 _OFFERED: Mapping[Mount, str] = {"layers": "LoRA pairs or all weights", "cache": "a prefix", "texts": "a prompt"}
 
 
@@ -33,7 +37,7 @@ def check(config: RunConfig, adapter: Adapter, info: TaskInfo) -> None:
 
     Raises:
         ConfigError: an adapter that the task's models do not take, a quantised base under an adapter that would train
-            it, or train.compile where it does not go.
+            it, train.compile where it does not go, or a key of the train section that the task does not have.
         TaskError: no base model at that path.
     """
     if adapter.mount not in info.mounts:
@@ -48,6 +52,13 @@ def check(config: RunConfig, adapter: Adapter, info: TaskInfo) -> None:
             f'train.quantized-base: expected "none" with an adapter of kind "{adapter.kind}", which trains the base, '
             f'found "{config.train.quantized_base}"; use an adapter of kind "lora"'
         )
+    given = config.train.model_dump(by_alias=True)
+    for key, default in _OF_SOME.items():
+        if key not in info.train_keys and given[key] != default:
+            raise ConfigError(
+                f'train.{key}: expected {default!r} with the task "{config.task.name}", found {given[key]!r}; '
+                "leave it out"
+            )
     memory.check(config)
     loading.find(config.task.model, info.tiny())
 
@@ -55,8 +66,8 @@ def check(config: RunConfig, adapter: Adapter, info: TaskInfo) -> None:
 class AdaptedTask(Task):
     """A model with its adapter. Weights come back on the device that they were given on.
 
-    Nothing is dropped out and batches come in the order that the client's stream draws; with run.deterministic one
-    thread trains, so that two processes on one machine end bit-identically.
+    Nothing is dropped out but by an adapter that says so, and batches come in the order that the client's stream draws;
+    with run.deterministic one thread trains, so that two processes on one machine end bit-identically.
     """
 
     def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device) -> None:
@@ -103,12 +114,16 @@ class AdaptedTask(Task):
         return drawn
 
     @override
-    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched) -> LocalTraining:
-        return LocalTraining(self, rows, rng, watch)
+    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched, round_: int = 0) -> LocalTraining:
+        return LocalTraining(self, rows, rng, watch, round_)
 
     @abstractmethod
     def collate(self, rows: Rows) -> AnyBatch:
         """One batch, on the CPU."""
+
+    def training_batch(self, rows: Rows) -> AnyBatch:
+        """One batch of a training step, on the CPU."""
+        return self.collate(rows)
 
     @abstractmethod
     def loss_sum(self, batch: Any) -> Tensor:
@@ -167,15 +182,20 @@ class AdaptedTask(Task):
     def _compiled(self) -> Any:
         return memory.compiled(self.base.model, self.device)
 
-    def training(self) -> contextlib.AbstractContextManager[None]:
-        """Around the training steps: layers are recomputed under train.checkpointing.
+    @contextlib.contextmanager
+    def training(self, rng: Stream) -> Iterator[None]:
+        """Around the training steps: layers are recomputed under train.checkpointing; `rng` says what is dropped out.
 
         Raises:
-            ConfigError: the model has no layers that can be.
+            ConfigError: the model has no layers that can be recomputed.
         """
-        if not self.config.train.checkpointing:
-            return _NOTHING
-        return memory.recomputing(self.base.model, self.config.task.model)
+        model, drops = self.base.model, self.adapter.drops
+        with contextlib.ExitStack() as around:
+            if drops:
+                around.enter_context(memory.dropping(model, self.device, rng.torch_generator()))
+            if self.config.train.checkpointing:
+                around.enter_context(memory.recomputing(model, self.config.task.model, drops))
+            yield
 
     def _forward(self, inputs: Mapping[str, Any]) -> Tensor:
         """The model's logits. Raises ConfigError for train.compile on a machine that cannot."""

@@ -19,7 +19,8 @@ from fedveil.training.adapted import AdaptedTask
 
 
 class CausalTask(AdaptedTask):
-    """A causal language model with its adapter. The loss is the mean over target tokens (the end among them)."""
+    """A causal language model with its adapter. The loss is the mean over target tokens (the end among them),
+    or over those that the training counts."""
 
     @override
     def collate(self, rows: Sequence[TokenRow]) -> TokenBatch:
@@ -27,11 +28,13 @@ class CausalTask(AdaptedTask):
         return batches.collate(rows, self.base.tokenizer.eos_token_id)
 
     def _logits(self, batch: TokenBatch) -> Tensor:
-        return self._forward({"input_ids": batch.ids, "attention_mask": batch.mask, "use_cache": False, **batch.inputs})
+        # Positions come with packed rows, whose mask the library makes of them.
+        mask = None if "position_ids" in batch.inputs else batch.mask
+        return self._forward({"input_ids": batch.ids, "attention_mask": mask, "use_cache": False, **batch.inputs})
 
     @override
     def loss_sum(self, batch: TokenBatch) -> Tensor:
-        """Summed loss of the target tokens of `batch`, which lies on the device.
+        """Summed loss of the tokens that count in `batch`, which lies on the device.
 
         Raises:
             ConfigError: train.compile on a machine that cannot.

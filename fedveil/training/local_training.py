@@ -23,6 +23,7 @@ from fedveil.rows.batches import AnyBatch
 from fedveil.training import optimisers
 from fedveil.training.per_sample import LocalRows
 from fedveil.training.progress import Progress
+from fedveil.training.schedule import Schedule
 from fedveil.training.threads import threads
 
 
@@ -52,16 +53,22 @@ class Trainable(Protocol):
         """The trained parameters' values, the caller's own, on the device of `weights`, which were put in before."""
         ...
 
-    def training(self) -> contextlib.AbstractContextManager[None]:
-        """What the training steps need around them. Raises ConfigError where this model cannot have it."""
+    def training(self, rng: Stream) -> contextlib.AbstractContextManager[None]:
+        """What the training steps need around them; their own draws are from `rng`.
+
+        Raises ConfigError where this model cannot have it.
+        """
         ...
 
-    def collate(self, rows: Rows) -> AnyBatch:
-        """One batch, on the CPU."""
+    def training_batch(self, rows: Rows) -> AnyBatch:
+        """One batch of a training step, on the CPU."""
         ...
 
     def loss_sum(self, batch: Any) -> Tensor:
-        """Summed loss of a batch of `collate` on the parameters' device. Waits for nothing that the device computes."""
+        """Summed loss of a batch of `training_batch` on the parameters' device.
+
+        Waits for nothing that the device computes.
+        """
         ...
 
     def mean_loss(self, encoded: Rows) -> float:
@@ -71,20 +78,22 @@ class Trainable(Protocol):
 
 @final
 class LocalTraining:
-    """One client's training: AdamW anew at each call, a constant learning rate, every row once an epoch.
+    """One client's training: AdamW anew at each call, every row once an epoch, rates by the run's `round_`.
 
     A step takes train.accumulate batches of train.batch-size rows. Its loss is the mean over the target tokens of all
-    its batches, so that its gradient is that of one batch of all its rows. `watch` is called about twice a second, and
-    once after the last step.
+    its batches, so that its gradient is that of one batch of all its rows; train.max-gradient-norm bounds this gradient
+    with the method's penalty in it. `watch` is called about twice a second, and once after the last step.
     """
 
-    def __init__(self, task: Trainable, rows: Rows, rng: Stream, watch: Watch = unwatched) -> None:
+    def __init__(self, task: Trainable, rows: Rows, rng: Stream, watch: Watch = unwatched, round_: int = 0) -> None:
         if not rows:
             raise TaskError("task.data: expected at least one row to train on, found none; add rows")
         self._task = task
         self._rows = rows
         self._rng = rng
+        self._dropout = rng.split("dropout")
         self._watch = watch
+        self._round = round_
         self._taken: list[Sequence[int]] = []  # the rows of each step of the last training
 
     @property
@@ -110,8 +119,9 @@ class LocalTraining:
         read, padding apart) and train_seconds.
 
         Raises:
-            TaskError: weights that are not the spec's, or a loss that is no longer finite.
-            ConfigError: train.checkpointing or train.compile, where they cannot be had.
+            TaskError: weights that are not the spec's, a loss that is no longer finite, or such weights in the result;
+                the step is named with its rows, by number alone.
+            ConfigError: train.checkpointing or train.compile, where they cannot be had, or a schedule past its end.
         """
         started = time.perf_counter()
         task = self._task
@@ -119,7 +129,7 @@ class LocalTraining:
         with threads(task.config):
             scored = self._rows[: task.config.train.score_rows]
             received = [task.mean_loss(scored)] if scored else []
-            with task.training():
+            with task.training(self._dropout):
                 losses, tokens = self._steps(frozen or {}, penalty)
         if losses:
             after = task.taken(weights)
@@ -148,8 +158,8 @@ class LocalTraining:
         parameters = list(task.trained.values())
         order = batches.order(self._rows, train.batch_size, self._rng.torch_generator(), train.bucketing)
         rows = [self._rows[i] for i in order[: train.batch_size]]
-        progress = Progress(1, train.learning_rate, self._watch)
-        with threads(task.config), task.training():
+        progress = Progress(1, train.learning_rate, self._watch, lambda step: order[: train.batch_size])
+        with threads(task.config), task.training(self._dropout):
             _forget(parameters)  # a training that an error ended may have left a part of a step's gradient
             ((batch,),) = batches.load([rows], self._collated, parameters[0].device)
             progress.add(self._backward([batch]), batch.tokens)
@@ -180,23 +190,31 @@ class LocalTraining:
         parameters = list(task.trained.values())
         optimiser = optimisers.create(parameters, train)
         optimiser.zero_grad()  # a training that an error ended may have left a part of a step's gradient
-        progress = Progress(self._planned, train.learning_rate, self._watch)
+        schedule, planned = Schedule.of(task.config), self._planned
+        progress = Progress(planned, train.learning_rate, self._watch, lambda step: self._taken[step])
         with contextlib.closing(batches.load(self._batches(), self._collated, parameters[0].device)) as steps:
-            for step in steps:
+            for number, step in enumerate(steps):
+                if schedule:
+                    optimisers.set_rate(optimiser, schedule.rate(self._round, number, planned))
                 loss = self._backward(step)
                 if penalty:
                     penalty(self._task.trained).backward()  # type: ignore[no-untyped-call]
+                if train.max_gradient_norm:
+                    held.quieten()
+                    torch.nn.utils.clip_grad_norm_(parameters, train.max_gradient_norm)
                 optimiser.step()
                 held.restore()
                 optimiser.zero_grad()
                 progress.add(loss, sum(batch.tokens for batch in step))
         progress.read()
+        if progress.losses and not _are_finite(parameters):
+            raise progress.diverged("weight, found another in the result")
         return progress.losses, progress.tokens
 
     def _collated(self, rows: Rows) -> list[AnyBatch]:
         """The batches of one step."""
         size = self._task.config.train.batch_size
-        return [self._task.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
+        return [self._task.training_batch(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     @property
     def _planned(self) -> int:
@@ -235,10 +253,22 @@ class _Held:
             if name in frozen
         ]
 
+    def quieten(self) -> None:
+        """Their part of a gradient does not count for its norm: it moves nothing."""
+        for parameter, mask, _ in self._held:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(mask, 0.0)
+
     @torch.no_grad()
     def restore(self) -> None:
         for parameter, mask, kept in self._held:
             parameter.masked_scatter_(mask, kept)
+
+
+def _are_finite(parameters: list[Tensor]) -> bool:
+    """Of all entries. Waits for the device once."""
+    largest = [torch.linalg.vector_norm(p.detach(), math.inf) for p in parameters if p.numel()]  # NaN comes through
+    return bool(torch.stack(largest).isfinite().all())
 
 
 def _forget(parameters: list[Tensor]) -> None:

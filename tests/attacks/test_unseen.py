@@ -182,3 +182,11 @@ def test_an_audit_reads_a_secure_run_as_its_server_could(federate):
 def test_the_overfitted_control_of_a_secure_run_is_in_the_clear():
     config = parse({"secure.enabled": True})
     assert not controls.settings(config).secure.enabled
+
+
+def test_the_control_has_one_rate_and_runs_on_any_machine():
+    """It has more rounds than the run may have, and an auditor may have no GPU."""
+    flat = {"run.rounds": 2, "train.schedule": "cosine", "train.warmup": 0.5, "train.max-gradient-norm": 0.1}
+    own = controls.settings(parse(flat | {"train.optimiser": "paged-adamw-8bit"})).train
+    assert (own.schedule, own.warmup, own.max_gradient_norm, own.optimiser) == ("constant", 0.0, 0.0, "adamw-8bit")
+    assert controls.settings(parse({})).train.optimiser == "adamw"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import replace
 
 import pytest
 
@@ -14,9 +15,11 @@ from fedveil.client_app.site.data_sets import ID_FILE, DataSet, shelf_of
 from fedveil.config import parse
 from fedveil.contract.address import Address
 from fedveil.contract.method import RoundContext, fields_of
+from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.rows.tokens import Tokens
 from fedveil.sealed import new_key
+from fedveil.training.schedule import Schedule
 
 CTX = RoundContext(0, "s", True, bytes(32), address=Address("r"))
 FLAT = {"method.name": "fedavg", "task.max-tokens": 32, "train.max-steps": 1, "run.deterministic": True}
@@ -30,18 +33,19 @@ def data(tmp_path):
     return tmp_path / "data"
 
 
-def upload(data, state, **node) -> bytes:
-    parsed = parse(FLAT)
+def upload(data, state, round_=0, config=None, **node) -> bytes:
+    flat = FLAT | (config or {})
+    parsed = parse(flat)
     method = strategies.create("fedavg", "")
     task = tasks.load(parsed, method.adapter, "cpu")
     exchange = Exchange(method, "fedavg", task.spec)
     server = method.init(task.spec, task.initial(rng.initial(0, "w")), rng.initial(0, "m"))
-    order = {"round": 0, "is-new": True, "site": "s", "run": "r", "method": "fedavg"}
+    order = {"round": round_, "is-new": True, "site": "s", "run": "r", "method": "fedavg"}
     node = {"state-dir": str(state), "data": str(data), "device": "cpu", **node}
-    asked = Assignment.of(order | {"fields": json.dumps(fields_of(method))}, FLAT, node)
-    found = turn.Turns().take(lambda: exchange.broadcast(server, CTX), asked)
+    asked = Assignment.of(order | {"fields": json.dumps(fields_of(method))}, flat, node)
+    found = turn.Turns().take(lambda: exchange.broadcast(server, replace(CTX, round=round_)), asked)
     layout = b"".join(found.parts)
-    return exchange.receive(layout, 0, Address("r", 0, "s")).payload.fields
+    return exchange.receive(layout, round_, Address("r", 0, "s")).payload.fields
 
 
 def test_a_worker_s_first_turn_keeps_the_rows_and_the_next_worker_takes_them(tmp_path, data, monkeypatch):
@@ -75,3 +79,16 @@ def test_rows_are_kept_by_the_id_of_the_data_set_once_it_has_one(tmp_path, data)
     assert shelf_of(state, data) == state / ".prepared" / found.id
     (data / ID_FILE).write_text('{"fedveil-data-set": 1, "id": "../../elsewhere"}')
     assert shelf_of(state, data).name.startswith("path-")
+
+
+def test_a_turn_trains_at_the_rates_of_its_round(tmp_path, data, monkeypatch):
+    asked = []
+    rate = Schedule.rate
+    monkeypatch.setattr(Schedule, "rate", lambda self, *at: (asked.append(at), rate(self, *at))[1])
+    upload(data, tmp_path / "state", 3, {"train.schedule": "linear"})
+    assert asked == [(3, 0, 1)]
+
+
+def test_keys_of_steps_that_no_client_makes_are_refused_at_the_site_too(tmp_path, data):
+    with pytest.raises(ConfigError, match=r"train\.schedule: expected 'constant', found 'linear' with dp"):
+        upload(data, tmp_path / "state", 0, {"train.schedule": "linear", "dp.clip": 1.0})

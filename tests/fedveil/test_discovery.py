@@ -55,7 +55,7 @@ class Heights(Task):
     def encode(self, examples):
         return [float(example.values[self.column]) for example in examples]
 
-    def trainer(self, rows, rng, watch=unwatched):
+    def trainer(self, rows, rng, watch=unwatched, round_=0):
         return ToTheMean(self.spec, rows)
 
     def evaluate(self, weights, examples, generate):

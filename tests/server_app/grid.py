@@ -42,7 +42,7 @@ class ToyTask(Task):
     def encode(self, examples):
         return examples
 
-    def trainer(self, rows, rng, watch=None):
+    def trainer(self, rows, rng, watch=None, round_=0):
         step = float(torch.rand((), generator=rng.torch_generator()))
         return ToyTrainer(self.spec_, len(rows), step)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 
@@ -131,6 +132,15 @@ def test_other_files_of_the_base_model_are_another_run(runs, tmp_path):
         runs.go(resume=True, **model)
     (base / "model.safetensors").write_bytes(bytes(3_000_000))
     assert len(runs.go(resume=True, **model).history) == 3
+
+
+def test_more_rounds_are_refused_at_a_resume_where_rates_are_over_all_rounds(runs):
+    for rates in ({"train__schedule": "linear"}, {"train__warmup": 0.5}):
+        runs.killed(RunFolder, "checkpoint", lambda folder, state, loop: loop["round"] == 0, **rates)
+        with pytest.raises(ConfigError, match=r"run.resume: .*run.rounds: expected 4, found 5"):
+            runs.go(resume=True, run__rounds=5, **rates)
+        assert len(runs.go(resume=True, **rates).history) == 3
+        shutil.rmtree(runs.at)
 
 
 def test_what_may_change_at_a_resume_is_recorded_beside_the_config_of_the_start(runs):

@@ -56,7 +56,7 @@ class Toy(Task):
     def encode(self, examples):
         return examples
 
-    def trainer(self, rows, rng, watch=None):
+    def trainer(self, rows, rng, watch=None, round_=0):
         return ToyTraining(self, rows, rng, watch)
 
     def predict(self, weights, rows, generate=False):

@@ -32,6 +32,7 @@ from fedveil.guard import signature
 from fedveil.privacy.claims import claim_of
 from fedveil.privacy.in_sum import InSum
 from fedveil.privacy.promised import epsilon
+from fedveil.training import optimisers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.permits:
         print(permits.needed(config))
         return 0
+    optimisers.check(method, config)
     task = tasks.load(config, method.adapter, "cpu")
     exchange = Exchange(method, config.method.name, task.spec)
     roster = args.policy is not None and bool(policies.of_site(_site(args.policy)).roster)

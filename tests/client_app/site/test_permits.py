@@ -36,7 +36,7 @@ def printed(capsys, config: dict) -> str:
 
 OTHERS = {"secure.ring-bits": 64, "secure.neighbours": 2, "secure.noise": "sum",
     "method.name": "fedrand", "method.fields": "", "task.partition": "natural", "train.precision": "bf16",
-    "train.optimiser": "adamw-8bit",
+    "train.optimiser": "adamw-8bit", "train.schedule": "linear", "train.loss-on": "all",
     "train.quantized-base": "8bit", "evaluate.generate": "never", "dp.neighbours": "add-or-remove-one",
     "cohort.max-share": 0.75, "aggregate.rule": "median",
 }  # fmt: skip

@@ -56,5 +56,39 @@ def test_states_are_a_quarter_and_steps_are_close_to_adamws():
 
 
 def test_an_unknown_optimiser_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"train.optimiser: .*'adamw' or 'adamw-8bit'.*found 'sgd'"):
+    with pytest.raises(
+        ConfigError, match=r"train.optimiser: .*'adamw', 'adamw-8bit' or 'paged-adamw-8bit'.*found 'sgd'"
+    ):
         parse({"train.optimiser": "sgd"})
+
+
+PAGED = TrainConfig(optimiser="paged-adamw-8bit", learning_rate=1e-2, weight_decay=0.25)
+
+
+def test_pages_on_a_cpu_are_refused_with_what_to_take_instead():
+    expected = r"train\.optimiser: expected a GPU .* found that this one trains on its CPU; set \"adamw-8bit\""
+    with pytest.raises(ConfigError, match=expected):
+        optimisers.create(weights(7), PAGED)
+
+
+def test_pages_are_bitsandbytes_own_with_our_rates(monkeypatch):
+    class OnGpu:
+        is_cuda = True
+
+    seen = []
+    monkeypatch.setattr("bitsandbytes.optim.PagedAdamW8bit", lambda given, **keys: seen.append((given, keys)))
+    parameters = [OnGpu()]
+    optimisers.create.__wrapped__(parameters, PAGED)  # without the check of annotations
+    assert seen == [(parameters, {"lr": 1e-2, "weight_decay": 0.25})]
+
+
+@pytest.mark.gpu
+def test_pages_step_as_the_unpaged_do_on_a_gpu():
+    paged, plain = ([torch.nn.Parameter(p.detach().cuda()) for p in weights(1 << 17, 7)] for _ in range(2))
+    for parameters, train in ((paged, PAGED), (plain, PAGED.model_copy(update={"optimiser": "adamw-8bit"}))):
+        optimiser = optimisers.create(parameters, train)
+        for _ in range(2):
+            for p in parameters:
+                p.grad = torch.sin(torch.arange(p.numel(), device="cuda").float())
+            optimiser.step()
+    assert all(torch.equal(a, b) for a, b in zip(paged, plain, strict=True))

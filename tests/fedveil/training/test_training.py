@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil import config as run_config
+from fedveil import strategies
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.lora import Lora
 from fedveil.errors import ConfigError, TaskError
@@ -24,7 +25,7 @@ from fedveil.rows import batches
 from fedveil.rows.batches import TokenRow
 from fedveil.tasks import load
 from fedveil.tasks.text_generation import TextGeneration
-from fedveil.training import optimisers, progress
+from fedveil.training import optimisers, per_sample, progress
 from fedveil.training.threads import threads
 
 DATA = Path(__file__).parents[3] / "data" / "e2e"
@@ -227,10 +228,12 @@ def test_recomputed_activations_give_the_same_gradients(configured, rows, start)
         plain, passes_plain = sum(kept), list(passes)
         kept.clear()
         passes.clear()
-        with configured(train__checkpointing=True).training():
+        with configured(train__checkpointing=True).training(Stream(KEY)):
             got = gradients(task, rows[:6])
             flags = {name for name, m in task.base.model.named_modules() if m.training}
+            how = [h._gradient_checkpointing_func.keywords for h in task.base.model.transformer.h]
     hook.remove()
+    assert how == [{"use_reentrant": False, "preserve_rng_state": False}] * 4
     assert (passes_plain, passes) == ([False], [True, True])
     assert flags == {f"transformer.h.{i}" for i in range(4)}  # and what is inside drops nothing out
     assert sum(kept) < plain  # only what lies outside the layers passes these hooks, and each layer's input
@@ -293,11 +296,35 @@ def test_the_first_loss_that_is_not_finite_is_named(configured, rows, start, mon
     task = configured(train__batch_size=2, train__accumulate=2, train__epochs=1, train__learning_rate=0.05)
     poisoned(task, monkeypatch, at=5)
     seen = []
-    expected = "train.learning-rate: expected a finite loss, found nan at step 3 with 0.05; lower it"
-    with pytest.raises(TaskError, match=f"^{expected}$"):
+    third = torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()[8:12]
+    named = ", ".join(str(row + 1) for row in sorted(third))
+    expected = (
+        f"train.learning-rate: expected a finite loss, found nan at step 3 with 0.05, made from this site's rows "
+        f"{named}; lower it, set train.max-gradient-norm, or mend a row that is not as the others"
+    )
+    with pytest.raises(TaskError) as error:
         task.trainer(rows, Stream(KEY), seen.append).train(start)
+    assert str(error.value) == expected
     assert [step.step for step in seen] == ([1, 2] if every == 0 else [])
     assert all(p.grad is None for p in task.trained.values())
+
+
+def test_weights_that_the_last_step_broke_do_not_leave(configured, rows, start, monkeypatch):
+    """Its loss is finite, its gradient is not; and of many rows a few are named."""
+    task = configured(train__batch_size=1, train__accumulate=40, train__epochs=2, train__max_steps=2)
+    honest, seen = task.loss_sum, itertools.count(1)
+
+    def loss_sum(batch):
+        loss = honest(batch)
+        if torch.is_grad_enabled() and next(seen) == 60:
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss
+
+    monkeypatch.setattr(task, "loss_sum", loss_sum)
+    monkeypatch.setattr(progress, "_NAMED", 3)
+    many = [*rows, *rows[:11]]
+    with pytest.raises(TaskError, match=r"finite weight, found another in the result at step 2 .* 1, 2, 3 and 37 more"):
+        task.trainer(many, Stream(KEY)).train(start)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0.0, [1, 2, 3, 4, 5]), (3600.0, [5])])
@@ -382,6 +409,67 @@ def test_batches_are_made_one_ahead_in_a_thread():
         next(made)
     assert got == [0, 10, 20]
     assert list(batches.ahead([], work)) == []
+
+
+def test_loss_on_all_learns_the_sources_too_and_scores_the_targets(configured, rows, start):
+    """By hand: every token of a row but its first, from the logits before it."""
+    plain = configured(train__batch_size=4).trainer(rows, Stream(KEY)).gradient(start)
+    task = configured(train__batch_size=4, train__loss_on="all")
+    found = task.trainer(rows, Stream(KEY)).gradient(start)
+    chosen = [rows[i] for i in torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()[:4]]
+    task.base.put(start)
+    terms = []
+    for row in chosen:
+        logits = task.base.model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0]
+        terms.append(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(row.ids[1:]), reduction="none"))
+    loss = torch.cat(terms).mean()
+    loss.backward()
+    for name, p in task.trained.items():
+        torch.testing.assert_close(found.weights[name], p.grad, rtol=1e-3, atol=1e-6)
+        p.grad = None
+    assert found.report["loss_received"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found.report["loss_received"] != pytest.approx(plain.report["loss_received"], rel=1e-2)
+    samples = per_sample.gradients(task, task.spec, chosen, start)
+    assert samples.losses.tolist() == pytest.approx([of.mean().item() for of in terms], rel=1e-4)
+    trained = task.trainer(rows, Stream(KEY)).train(start)
+    assert (
+        trained.report["loss_received"] == configured().trainer(rows, Stream(KEY)).train(start).report["loss_received"]
+    )
+
+
+@pytest.mark.parametrize("name", ["vision-language", "image-classification", "clip-prompt"])
+def test_tasks_without_sources_refuse_a_loss_on_them(name):
+    method = strategies.create("promptfl" if name == "clip-prompt" else "fedavg")
+    config = run_config.parse({"task.name": name, "train.loss-on": "all"})
+    with pytest.raises(ConfigError, match=f"train.loss-on: expected 'targets' with the task \"{name}\", found 'all'"):
+        load(config, method.adapter, "cpu")
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_gradient_is_clipped_once_a_step_with_the_penalty_and_without_what_is_held(
+    configured, rows, start, monkeypatch, accumulate
+):
+    """By what reaches the optimiser: the plain training's first gradient, scaled to a fifth of its own norm."""
+    given = []
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]])
+    )
+    held = {name: torch.ones_like(w, dtype=torch.bool) for name, w in start.items() if ".h.1." in name}
+    penalty = lambda weights: 0.3 * sum(w.square().sum() for w in weights.values())  # noqa: E731
+    keys = {"train__batch_size": 4, "train__accumulate": accumulate, "train__max_steps": 2}
+
+    def gradients_of(limit: float) -> list[torch.Tensor]:
+        given.clear()
+        configured(**keys, train__max_gradient_norm=limit).trainer(rows, Stream(KEY)).train(start, held, penalty)
+        assert len(given) == 2
+        return given[0]
+
+    free = [torch.zeros_like(g) if name in held else g for name, g in zip(start, gradients_of(0.0), strict=True)]
+    norm = float(torch.cat([g.flatten() for g in free]).norm())
+    for got, expected in zip(gradients_of(norm / 5), free, strict=True):
+        torch.testing.assert_close(got, expected / 5, rtol=1e-4, atol=1e-8)
+    for got, expected in zip(gradients_of(2 * norm), free, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -566,5 +654,5 @@ def test_a_tensor_without_gradient_gives_zeros(configured, rows, start, monkeypa
 def test_a_gradient_of_a_loss_that_is_not_finite_is_refused(configured, rows, start):
     task = configured(train__batch_size=4)
     broken = {n: w * float("nan") for n, w in start.items()}
-    with pytest.raises(TaskError, match="expected a finite loss, found nan at step 1"):
+    with pytest.raises(TaskError, match=r"expected a finite loss, found nan at step 1 .* rows (\d+, ){3}\d+; lower"):
         task.trainer(rows, Stream(KEY)).gradient(broken)
