@@ -12,7 +12,7 @@ LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test coverage containers check mutate build sbom lock bench methods clean
+.PHONY: help install demo test coverage containers check mutate build sbom lock bench gpu methods clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -70,6 +70,10 @@ lock: $(READY) ## Write lock/*.txt anew: the versions of constraints.txt with th
 
 bench: $(READY) ## Run a benchmark: make bench PRESET=fedrand/e2e ARGS=--quick; without PRESET, list them
 	@$(BIN)/fedveil bench $(if $(PRESET),$(PRESET),--list) $(ARGS)
+
+# Installs nothing: a machine with a GPU often has no network, and a torch of its own.
+gpu: ## On a machine with CUDA: the tests marked gpu and the GPU presets, below 8 minutes (ARGS=--dry-run: on the CPU)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tools.gpu $(ARGS)
 
 methods: $(READY) ## List the methods; one in full: make methods ARGS=fedrand
 	@$(BIN)/fedveil methods $(ARGS)

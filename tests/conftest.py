@@ -39,6 +39,16 @@ def extract(archive: Path, into: Path) -> None:
         file.extractall(into, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
 
 
+@pytest.fixture(scope="session")
+def gpu() -> str:
+    """The device of tests marked gpu. `make gpu ARGS=--dry-run` runs them on the CPU, to run their lines."""
+    if os.environ.get("FEDVEIL_GPU_TESTS") == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA; FEDVEIL_GPU_TESTS=cpu runs it on the CPU")
+    return "cuda"
+
+
 @pytest.fixture
 def same_masks(monkeypatch) -> None:
     """Secure aggregation with the same masks in every run of a test: else one run in many finds something in noise."""

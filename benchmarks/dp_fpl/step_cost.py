@@ -8,9 +8,10 @@
 | prompt | DP-FPL's turn with clipped = "prompt": a backward a row, by torch.func all at once |
 | opacus | opacus on the same learner (p_G, u, v; r constant): GradSampleModule, DPOptimizer, one joint clip, noise |
 
-`times plain` compares processor time with the plain step of the same batch. `megabytes` is how far the process's peak
-has grown since a plain step of one row. Ways and batches come in the order of what they need, so that the peak is
-their own.
+`times plain` compares processor time with the plain step of the same batch, on a GPU the clock's (`seconds`), which
+waits for the device. `megabytes` is how far the process's peak has grown since a plain step of one row, on a GPU how
+far a step's peak on the device lies above what was there before it. Ways and batches come in the order of what they
+need, so that the peak is their own.
 Opacus comes last: it needs no more than the figure beside it.
 """
 
@@ -37,6 +38,7 @@ from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.trainer import Batch
 from fedveil.errors import ConfigError
+from fedveil.models import loading
 from fedveil.models.clip_towers import EncodedImage
 from fedveil.strategies.dp_fpl import PROMPT
 from fedveil.tasks.clip_prompt import ClipPrompt
@@ -49,10 +51,11 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every way at every batch size, in one process of one thread."""
     found = seeds.run(__name__, settings | {"seeds": 1}, options)[0]
     rows, batches = [], settings["batches"]
+    clock = "seconds" if loading.pick_device(options.device).type == "cuda" else "cpu seconds"
     for way in WAYS:
         for batch in batches:
             seconds, plain = found[way][str(batch)]["seconds"], statistics.median(found["plain"][str(batch)]["seconds"])
-            metrics = {"cpu seconds": interval(seconds), "times plain": interval([s / plain for s in seconds])}
+            metrics = {clock: interval(seconds), "times plain": interval([s / plain for s in seconds])}
             metrics["megabytes"] = interval([found[way][str(batch)]["megabytes"]])
             rows.append({"name": f"{way}, batch {batch}", "metrics": metrics})
     said, largest = [], str(batches[-1])
@@ -132,17 +135,22 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     sites = federated_prompts.load(settings, seed, options)
     rows = [row for of_site in sites.rows.values() for row in of_site]
     found: dict[str, dict[str, Any]] = {}
+    is_cuda = loading.pick_device(options.device).type == "cuda"
+    now = _clock if is_cuda else time.process_time
     _step(sites, rows, "plain", 1)()
     before = _peak()
     for way in WAYS:
         for batch in settings["batches"]:
             step, seconds = _step(sites, rows, way, batch), []
+            if is_cuda:
+                before = torch.cuda.memory_allocated() / 2**20
+                torch.cuda.reset_peak_memory_stats()
             step()
-            grown = _peak() - before
+            grown = (torch.cuda.max_memory_allocated() / 2**20 if is_cuda else _peak()) - before
             for _ in range(settings["repeats"]):
-                started = time.process_time()
+                started = now()
                 step()
-                seconds.append(time.process_time() - started)
+                seconds.append(now() - started)
             found.setdefault(way, {})[str(batch)] = {"seconds": seconds, "megabytes": grown}
             options.say(f"{way}, batch {batch}: {statistics.median(seconds) * 1e3:.1f} ms, {grown:.0f} MB")
     return found
@@ -164,6 +172,12 @@ def _step(sites: Sites, rows: Sequence[EncodedImage], way: str, batch: int) -> C
     method = strategies.create("dp_fpl", fields)
     ctx = RoundContext(0, "a", True, rng.fresh_secret())
     return lambda: method.client(None, Payload(weights), _First(local), ctx)  # type: ignore[arg-type]
+
+
+def _clock() -> float:
+    """After the GPU has done what it was given."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _peak() -> float:

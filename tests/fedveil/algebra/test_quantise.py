@@ -148,17 +148,6 @@ def test_bad_input_is_refused(table, bits, block, named):
         Quantiser(table, bits, block)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("table,bits", ALL)
-def test_cuda_as_the_cpu(table, bits):
-    how = Quantiser(table, bits)
-    x = torch.randn(256 * 400 + 31, generator=torch.Generator().manual_seed(7))
-    x[512:768] = 0
-    mine, theirs = how.quantise(x), how.quantise(x.cuda())
-    assert torch.equal(mine.scales, theirs.scales.cpu())
-    assert float((mine.codes != theirs.codes.cpu()).float().mean()) < 1e-4
-
-
 @pytest.mark.parametrize("table,bits", [("nf_sym", 2), ("absmax", 4)])
 def test_threads_change_nothing(table, bits):
     """Three chunks and a short block, by one thread and by three; torch has as many as before."""

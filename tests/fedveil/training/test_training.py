@@ -504,42 +504,6 @@ def test_a_compiled_model_trains_as_the_plain_one(configured, rows, start):
     assert compiled.report["loss_received"] == plain.report["loss_received"]  # scoring stays as it is
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "keys", [{}, {"train__bucketing": True, "train__accumulate": 2}, {"train__checkpointing": True}]
-)
-def test_a_gpu_trains_as_the_cpu_does(rows, start, keys):
-    on_cpu = make(train__batch_size=4, **keys).trainer(rows, Stream(KEY)).train(start)
-    on_gpu = make("cuda", train__batch_size=4, **keys).trainer(rows, Stream(KEY)).train(start)
-    assert {w.device.type for w in on_gpu.weights.values()} == {"cpu"}
-    assert on_gpu.report["tokens"] == on_cpu.report["tokens"]
-    assert on_gpu.report["loss_trained"] == pytest.approx(on_cpu.report["loss_trained"], rel=1e-3)
-
-
-@pytest.mark.gpu
-def test_the_loss_and_its_gradient_wait_for_the_gpu_no_more_than_the_library(rows):
-    """The library looks at the attention mask once a forward pass; nothing else may synchronise."""
-    import warnings
-
-    task = make("cuda")
-    batch = task.collate(rows[:6]).to(task.device)
-    (task.loss_sum(batch) / batch.terms).backward()  # what is set up once
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            (task.loss_sum(batch) / batch.terms).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert sum("synchronizing" in str(w.message) for w in found) <= 1
-
-
-@pytest.mark.gpu
-def test_adamw_is_fused_on_a_gpu():
-    parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
-    assert optimisers.create([parameter], run_config.parse({}).train).param_groups[0]["fused"]
-
-
 def test_adamw_is_torchs_own_choice_on_a_cpu(task):
     group = optimisers.create(list(task.trained.values()), task.config.train).param_groups[0]
     assert not group["fused"]

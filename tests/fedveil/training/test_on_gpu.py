@@ -1,0 +1,205 @@
+"""Training on a GPU: as on the CPU, without waits, and all memory given back. In a dry run the CPU is both."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedveil import config as run_config
+from fedveil.adapters.lora import Lora
+from fedveil.contract.trainer import Batch
+from fedveil.rng import Stream
+from fedveil.rows.batches import TokenRow
+from fedveil.tasks import load
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.training import optimisers, per_sample
+from tests.prompt_toy import PromptTask, examples
+
+DATA = Path(__file__).parents[3] / "data" / "e2e"
+KEY = bytes(range(32))
+
+
+def make(device: str = "cpu", **keys: object) -> TextGeneration:
+    flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
+    task = load(run_config.parse(flat), Lora(rank=3, alpha=6.0), device)
+    assert isinstance(task, TextGeneration)
+    return task
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> TextGeneration:
+    return make()
+
+
+@pytest.fixture(scope="module")
+def rows(on_cpu) -> list[TokenRow]:
+    return on_cpu.encode(on_cpu.examples(DATA, "train")[:29])
+
+
+@pytest.fixture(scope="module")
+def start(on_cpu) -> dict[str, torch.Tensor]:
+    """No zero factor: with B = 0 the gradient of A is 0, and an error in it would not show."""
+    generator = torch.Generator().manual_seed(271828)
+    return {n: 0.05 * torch.randn(s.shape, generator=generator) for n, s in on_cpu.spec.items()}
+
+
+def apart(one, other, start) -> float:
+    """How far two trainings end from each other, beside how far they went."""
+    distance, way = ((a, b) for a, b in ((one, other), (one, start)))
+    norms = [float(torch.stack([(a[n] - b[n]).norm() for n in start]).norm()) for a, b in (distance, way)]
+    return norms[0] / norms[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "keys", [{}, {"train__bucketing": True, "train__accumulate": 2}, {"train__checkpointing": True}]
+)
+def test_a_gpu_trains_as_the_cpu_does(gpu, rows, start, keys):
+    here = make(train__batch_size=4, **keys).trainer(rows, Stream(KEY)).train(start)
+    there = make(gpu, train__batch_size=4, **keys).trainer(rows, Stream(KEY)).train(start)
+    assert {w.device.type for w in there.weights.values()} == {"cpu"}
+    assert there.report["tokens"] == here.report["tokens"]
+    assert there.report["loss_trained"] == pytest.approx(here.report["loss_trained"], rel=1e-3)
+    assert apart(here.weights, there.weights, start) < 0.05
+
+
+@pytest.mark.gpu
+def test_bf16_trains_as_fp32_does(gpu, rows, start):
+    """Weights and their changes stay fp32; a loss of bf16 has three digits."""
+    plain = make(gpu, train__batch_size=4).trainer(rows, Stream(KEY)).train(start)
+    short = make(gpu, train__batch_size=4, train__precision="bf16").trainer(rows, Stream(KEY)).train(start)
+    assert {w.dtype for w in short.weights.values()} == {torch.float32}
+    assert short.report["loss_trained"] == pytest.approx(plain.report["loss_trained"], rel=2e-2)
+    assert short.report["loss_trained"] != plain.report["loss_trained"]
+    assert short.report["loss_trained"] < short.report["loss_received"]
+
+
+def held(device: str) -> int:
+    """Bytes on the device; on the CPU, of the tensors that Python still knows."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+    return sum(found.nbytes for found in gc.get_objects() if issubclass(type(found), torch.Tensor))
+
+
+@pytest.mark.gpu
+def test_a_training_gives_its_memory_back(gpu, rows, start):
+    """The second training leaves what the first one left: the base, and what libraries set up once."""
+    task = make(gpu, train__batch_size=4, train__max_steps=3)
+    after = []
+    for _ in range(3):
+        result = task.trainer(rows, Stream(KEY)).train(start)
+        del result
+        after.append(held(gpu))
+    assert after[0] > 0
+    assert after[1:] == [after[0]] * 2
+
+
+@pytest.mark.gpu
+def test_a_task_that_is_gone_gives_its_memory_back(gpu, rows, start):
+    """Beside what the first one left, for libraries keep a workspace of theirs."""
+    left, bases = [], []
+    for _ in range(2):
+        before = held(gpu)
+        task = make(gpu, train__batch_size=4, train__max_steps=2)
+        task.trainer(rows, Stream(KEY)).train(start)
+        bases.append(held(gpu) - before)
+        del task
+        left.append(held(gpu))
+    assert bases[1] > 1_000_000  # the tiny base's weights
+    assert left[1] == left[0]
+
+
+class Reads(TorchDispatchMode):
+    """Counts values that are read back, for which a GPU would be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += str(func).startswith(("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select"))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def waits(device: str) -> Iterator[list[int]]:
+    """How often what is inside waits for the device, as its only entry afterwards."""
+    counted: list[int] = []
+    if device == "cpu":
+        with Reads() as reads:
+            yield counted
+        counted.append(reads.count)
+        return
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield counted
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    counted.append(sum("synchronizing" in str(w.message) for w in found))
+
+
+@pytest.mark.gpu
+def test_the_loss_and_its_gradient_wait_for_the_gpu_no_more_than_the_library(gpu, rows):
+    """The library looks at the attention mask once a forward pass; nothing else may synchronise."""
+    task = make(gpu)
+    batch = task.collate(rows[:6]).to(task.device)
+    (task.loss_sum(batch) / batch.terms).backward()  # what is set up once
+    with waits(gpu) as library:
+        task.base.model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
+    with waits(gpu) as ours:
+        (task.loss_sum(batch) / batch.terms).backward()
+    with waits(gpu) as reading:
+        batch.ids.sum().item()
+    assert ours[0] <= library[0]
+    assert reading[0] == 1
+
+
+@pytest.mark.gpu
+def test_adamw_is_fused_on_a_gpu(gpu):
+    parameter = torch.nn.Parameter(torch.ones(3, device=gpu))
+    optimiser = optimisers.create([parameter], run_config.parse({}).train)
+    assert bool(optimiser.param_groups[0]["fused"]) == (gpu == "cuda")
+    parameter.sum().backward()
+    optimiser.step()
+    assert float(parameter.detach().max()) < 1
+
+
+class There:
+    """A toy task whose rows lie on the device, as a model's do."""
+
+    def __init__(self, task: PromptTask, device: str) -> None:
+        self._task, self._device = task, device
+        self.spec, self.config = task.spec, task.config
+        self.sample_loss = task.sample_loss
+
+    def samples(self, rows):
+        return tuple(t.to(self._device) for t in self._task.samples(rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["cpu", "gpu"])
+@pytest.mark.parametrize("chosen", [(4, 0, 6, 6), ()])
+def test_each_rows_gradient_is_that_of_the_cpu(gpu, home, chosen):
+    """The weights may lie on either; the gradients come back to them."""
+    task = PromptTask()
+    all_rows = task.encode(examples(7, scale=0.7))
+    weights = {"prompt": torch.randn(6, 5, generator=torch.Generator().manual_seed(9))}
+    picked = [all_rows[i] for i in Batch(chosen).rows]
+    here = per_sample.gradients(task, task.spec, picked, weights)
+    at = gpu if home == "gpu" else "cpu"
+    there = per_sample.gradients(There(task, gpu), task.spec, picked, {n: w.to(at) for n, w in weights.items()})
+    assert there.gradients["prompt"].device.type == at
+    assert there.gradients["prompt"].shape == (len(chosen), 6, 5)
+    torch.testing.assert_close(there.gradients["prompt"].cpu(), here.gradients["prompt"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(there.losses.cpu(), here.losses, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,205 @@
+"""Everything that wants a GPU, in one command: the tests marked gpu and the GPU presets, with a table at the end.
+
+    make gpu                            # on a machine with CUDA, in less than 8 minutes; installs nothing
+    make gpu ARGS=--dry-run             # the same on the CPU: quick presets, and three times the time
+    make gpu ARGS="--only core/training tests"
+
+It needs Python and nothing else to start: FedVeil need not be installed, and what the machine misses is named, with the
+way to carry it. What misses something is "not run", never "passed". Each part has a share of the time; what an earlier
+one leaves, a later one has. A part that takes longer is killed, with all that it started.
+
+| exit code | |
+|---|---|
+| 0 | all of it passed |
+| 1 | something failed or was over its time |
+| 2 | there is no CUDA device, or an argument is wrong |
+| 3 | nothing failed, and something was not run |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tools import wheels
+from tools.gpu_parts import CONSOLE, Part, Place, Row, run_part
+from tools.sbom import canonical
+
+ROOT = Path(__file__).resolve().parent.parent
+_SECONDS = 465.0  # of all parts together, so that everything stays below 8 minutes
+_SLOWER = 3.0  # a CPU, in a dry run
+
+_MODELS = ("dp-accounting", "jaxtyping", "numpy", "peft", "pycryptodome", "safetensors", "torch", "transformers")
+_TESTS = ("beartype", "cryptography", "pydantic", "pytest", "typing-extensions", "xxhash", *_MODELS)
+_FEDERATION = (*CONSOLE, *_MODELS, "datasets", "flwr", "grpcio", "pillow")
+# `quick`: the full form takes longer than its share on a machine that was measured, or needs a base nobody bundles.
+PARTS = (
+    Part("tests", 60, _TESTS),
+    Part("fedqsn/speed", 50, (*CONSOLE, *_MODELS), quick=True),
+    Part("random_binary/speed", 40, (*CONSOLE, "jaxtyping", "numpy", "torch")),
+    Part("dp_fpl/speed", 40, (*CONSOLE, *_MODELS, "datasets", "opacus", "pillow"), quick=True, data="caltech101"),
+    Part("core/training", 90, (*CONSOLE, *_MODELS)),
+    Part("core/worker", 185, _FEDERATION, quick=True),
+)
+
+_PROBE = """
+import json
+about = {"torch": None, "cuda": None, "device": None}
+try:
+    import torch
+    about |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if torch.cuda.is_available():
+        of = torch.cuda.get_device_properties(0)
+        about |= {"device": of.name, "memory_gb": round(of.total_memory / 1e9, 1), "devices": torch.cuda.device_count()}
+        about |= {"capability": f"{of.major}.{of.minor}", "bf16": torch.cuda.is_bf16_supported()}
+except Exception as error:  # whatever keeps this torch from working is what the machine's owner has to read
+    about["error"] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(about))
+"""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the command line says."""
+
+    out: Path
+    is_dry: bool
+    is_quick: bool
+    seconds: float
+    parts: tuple[Part, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the parts and prints the table; see the exit codes above."""
+    chosen = _chosen(argv)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    place = Place(ROOT, chosen.out, "cpu" if chosen.is_dry else "cuda", chosen.is_dry or chosen.is_quick)
+    machine = about_machine(place)
+    print("\n".join(f"{name:<10} {value}" for name, value in machine.items()))
+    if machine["device"] is None and not chosen.is_dry:
+        found = machine.get("error") or f"none (torch {machine['torch']}, built for CUDA {machine['cuda']})"
+        print(
+            f"error: device: expected one that torch can use, found {found}; check the driver with nvidia-smi, or run: "
+            "make gpu ARGS=--dry-run",
+            file=sys.stderr,
+        )
+        return 2
+    ranges, found = wheels.promised(ROOT / "pyproject.toml"), wheels.installed()
+    lacks = wheels.lacking({name for part in chosen.parts for name in part.needs}, ranges, found)
+    _say_what_is_missing(lacks, chosen, wheels.to_carry(ROOT / "lock", ranges, found) if lacks else {})
+    rows = run_all(chosen.parts, place, chosen.seconds, lacks)
+    _summary(chosen, machine, lacks, rows)
+    return exit_code(rows)
+
+
+def _chosen(argv: Sequence[str] | None) -> Chosen:
+    parser = argparse.ArgumentParser(prog="make gpu", description="runs all that wants a GPU")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with quick presets")
+    parser.add_argument("--quick", action="store_true", help="every preset's quick form, for a slower GPU")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="these parts")
+    parser.add_argument("--seconds", type=float, help=f"for everything; {_SECONDS:.0f} unless said")
+    parser.add_argument("--out", type=Path, help="folder for the JSON; default: benchmarks/results/gpu")
+    args = parser.parse_args(argv)
+    if args.seconds is not None and args.seconds <= 0:
+        parser.error(f"--seconds: expected more than 0, found {args.seconds:g}; leave it out for {_SECONDS:.0f}")
+    default = ROOT / ("runs/gpu-dry-run" if args.dry_run else "benchmarks/results/gpu")
+    return Chosen(
+        (args.out or default).absolute(),
+        args.dry_run,
+        args.quick,
+        args.seconds or _SECONDS * (_SLOWER if args.dry_run else 1),
+        tuple(part for part in PARTS if not args.only or part.name in args.only),
+    )
+
+
+def about_machine(place: Place) -> dict[str, Any]:
+    """Python, torch, CUDA, device and driver. torch is asked in a process of its own, which gives its memory back."""
+    log = place.out / "machine.log"
+    ended = place.child([sys.executable, "-c", _PROBE], log, 60)
+    lines = log.read_text(errors="replace").splitlines()
+    about: dict[str, Any] = {"torch": None, "cuda": None, "device": None}
+    if ended.code == 0:
+        about |= json.loads(lines[-1])
+    else:
+        about["error"] = f"asking torch ended with {ended.code}: {' '.join(lines[-1:])}"
+    return {"python": platform.python_version(), **about, "driver": _driver(), "cores": len(os.sched_getaffinity(0))}
+
+
+def _driver() -> str | None:
+    """The version that the kernel's module names, which is there without nvidia-smi too."""
+    file = Path("/proc/driver/nvidia/version")
+    return file.read_text().splitlines()[0].strip() if file.is_file() else None
+
+
+def _say_what_is_missing(lacks: dict[str, str], chosen: Chosen, blocks: dict[str, str]) -> None:
+    if not lacks:
+        print("wheels     all that is needed is here")
+        return
+    print("\nNot as promised here:")
+    for name, why in lacks.items():
+        wanted_by = ", ".join(part.name for part in chosen.parts if name in part.needs)
+        pin = next((pin for pin in blocks if canonical(pin.partition("==")[0]) == name), "")
+        carried = f"carry {pin}" if pin else "comes with the machine's CUDA; ask its owner"
+        print(f"  {name}: {why}; {carried}; for {wanted_by}")
+    if not blocks:
+        return
+    file = chosen.out / "wheels.txt"
+    file.write_text("".join(blocks.values()))
+    print(f"{len(blocks)} wheels, with what these need themselves, stand in {file}. To bring them:")
+    print("\n".join(f"  {line}" for line in wheels.advice(file, platform.python_version())))
+
+
+def run_all(parts: Sequence[Part], place: Place, seconds: float, lacks: dict[str, str]) -> list[Row]:
+    """Each part after the other. A part has its share of `seconds`, and what those before it left."""
+    ends = time.monotonic() + seconds
+    stretched = seconds / sum(part.seconds for part in PARTS)
+    rows: list[Row] = []
+    for i, part in enumerate(parts):
+        later = stretched * sum(other.seconds for other in parts[i + 1 :])
+        found = run_part(part, place, ends - time.monotonic() - later, lacks)
+        for row in found:
+            print(f"{row.name}: {row.result}{f': {row.detail}' if row.detail else ''}", flush=True)
+        rows += found
+    return rows
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """1 where something failed or was over its time, 3 where something was not run, else 0."""
+    results = {row.result for row in rows}
+    if results - {"passed", "not run"}:
+        return 1
+    return 0 if results == {"passed"} else 3
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, each column as wide as its widest cell."""
+    cells = [("what", "result", "seconds", "file")]  # files without their folder: results are shown to others
+    for row in rows:
+        result = f"{row.result}: {row.detail}" if row.detail else row.result
+        cells.append((row.name, result, f"{row.seconds:.1f}", row.file))
+    wide = [max(len(line[i]) for line in cells) for i in range(4)]
+    return "\n".join("  ".join(cell.ljust(wide[i]) for i, cell in enumerate(line)).rstrip() for line in cells)
+
+
+def _summary(chosen: Chosen, machine: dict[str, Any], lacks: dict[str, str], rows: list[Row]) -> None:
+    file = chosen.out / "summary.json"
+    found = {"dry_run": chosen.is_dry, "machine": machine, "not_as_promised": lacks, "exit_code": exit_code(rows)}
+    file.write_text(json.dumps(found | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    print("\n" + table(rows))
+    for row in rows:
+        for verdict in row.verdicts:
+            print(f"- {row.name}: {verdict}")
+    kind = "dry run on the CPU: it says nothing about a GPU" if chosen.is_dry else "run on the GPU"
+    print(f"\n{kind}; all files are in {file.parent}, {file.name} has the table")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

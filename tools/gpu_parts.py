@@ -1,0 +1,254 @@
+"""The parts of `make gpu`: one child process after the other, each with a time after which it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+_MARK = "FEDVEIL_GPU_PART"  # inherited by all that a part starts, also in sessions of their own, as Flower's are
+_GRACE = 8.0  # seconds from SIGTERM, which lets a federation stop what it started, to SIGKILL
+_LEAST = 5.0  # seconds with which a part is worth a start
+_OWN = {"fedveil", "tests", "tools"}
+
+CONSOLE = ("cryptography", "psutil", "pydantic", "rich", "typing-extensions", "xxhash")
+
+Result = Literal["passed", "failed", "over time", "not run"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tests, or a preset.
+
+    Attributes:
+        name: "tests", or the preset's name.
+        seconds: its share of the time.
+        needs: distributions without which it cannot run, by names of pyproject.toml.
+        quick: whether the preset's quick form is run on a GPU, too.
+        data: a folder below $FEDVEIL_DATA that it reads.
+    """
+
+    name: str
+    seconds: float
+    needs: tuple[str, ...]
+    quick: bool = False
+    data: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table; `detail` says why it is not simply passed, or what passed."""
+
+    name: str
+    result: Result
+    detail: str = ""
+    seconds: float = 0.0
+    file: str = ""
+    verdicts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended; code None: killed, for it was over its time."""
+
+    code: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the parts run: the repository, the folder for results, the device, and whether presets are quick."""
+
+    root: Path
+    out: Path
+    device: str
+    is_quick: bool
+
+    def environment(self, token: str) -> dict[str, str]:
+        """For a child: FedVeil from this repository, and no question to a network that is not there."""
+        path = os.pathsep.join(filter(None, [str(self.root), os.environ.get("PYTHONPATH", "")]))
+        offline = {"HF_HUB_OFFLINE": "1", "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+        waiting = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}  # spinning threads make a busy machine slow
+        found = {**waiting, **os.environ, **offline, "PYTHONPATH": path, _MARK: token}
+        if self.device == "cpu":  # also on a machine that has a GPU
+            found |= {"CUDA_VISIBLE_DEVICES": "", "FEDVEIL_GPU_TESTS": "cpu"}
+        return found
+
+    def child(self, command: Sequence[str], log: Path, seconds: float, threads: int = 0) -> Ended:
+        """Runs `command`, all it says into `log`. Nothing that it started is left, however it ends.
+
+        `threads` of OpenMP; 0: as many as torch takes.
+        """
+        started, token = time.monotonic(), secrets.token_hex(8)
+        env = self.environment(token) | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                command, cwd=self.root, env=env, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+        finally:
+            kill_marked(token)
+            process.wait()
+        return Ended(code, time.monotonic() - started)
+
+
+def kill_marked(token: str) -> None:
+    """SIGKILL for every process that inherited the token, until none is left."""
+    mark = f"{_MARK}={token}".encode()
+    for _ in range(20):
+        alive = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _carries(path, mark)]
+        if not alive:
+            return
+        for pid in alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _carries(process: Path, mark: bytes) -> bool:
+    """Whether it has the mark in its environment; another user's, and one that has just ended, has not."""
+    try:
+        return mark in (process / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def run_part(part: Part, place: Place, seconds: float, lacks: Mapping[str, str]) -> list[Row]:
+    """The part's rows of the table: one, and for the tests one more for each that was not run."""
+    if missing := [f"{name} ({lacks[name]})" for name in part.needs if name in lacks]:
+        return [Row(part.name, "not run", f"misses {', '.join(missing)}")]
+    if part.data and (why := _no_data(part.data)):
+        return [Row(part.name, "not run", f"misses {why}")]
+    if seconds - _GRACE < _LEAST:
+        return [Row(part.name, "not run", "no time was left for it; give it more with --seconds")]
+    work = _tests if part.name == "tests" else _preset
+    return work(part, place, seconds - _GRACE)
+
+
+def _no_data(name: str) -> str:
+    base = os.environ.get("FEDVEIL_DATA", "")
+    if base and (Path(base) / name).is_dir():
+        return ""
+    return f"the data set {name}: expected a folder $FEDVEIL_DATA/{name}, FEDVEIL_DATA is {base or 'not set'}"
+
+
+def preset_command(part: Part, place: Place, file: Path) -> list[str]:
+    """What runs a preset."""
+    bench = [sys.executable, "-m", "fedveil.console.main", "bench", part.name, "--device", place.device]
+    return [*bench, "--out", str(file), *(["--quick"] if part.quick or place.is_quick else [])]
+
+
+def _preset(part: Part, place: Place, seconds: float) -> list[Row]:
+    file = place.out / f"{part.name.replace('/', '_')}.json"
+    log = file.with_suffix(".log")
+    file.unlink(missing_ok=True)  # an older one must not pass for this run's
+    command = preset_command(part, place, file)
+    form = "quick" if "--quick" in command else "full"
+    print(f"{part.name} ({form}), at most {seconds:.0f} s; its log: {log}", flush=True)
+    ended = place.child(command, log, seconds)
+    said = log.read_text(errors="replace")
+    if ended.code is None:
+        over = f"{form}, killed after {seconds:.0f} s; give it more with --seconds, or take --quick"
+        return [Row(part.name, "over time", over, ended.seconds, log.name)]
+    if ended.code != 0 and (module := missing_module(said)):
+        return [Row(part.name, "not run", f"misses the module {module}", ended.seconds, log.name)]
+    if ended.code != 0:
+        return [Row(part.name, "failed", f"exit code {ended.code}: {_last(said)}", ended.seconds, log.name)]
+    try:
+        result: dict[str, Any] = json.loads(file.read_text())
+        gpu, rows, verdicts = result["environment"]["gpu"], result["rows"], tuple(result["verdicts"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"expected a result in {file.name}, found {type(error).__name__}: {error}"
+        return [Row(part.name, "failed", why, ended.seconds, log.name)]
+    if not rows or (place.device == "cuda" and not gpu):
+        why = f"expected rows of a GPU in {file.name}, found {len(rows)} rows and gpu = {gpu}"
+        return [Row(part.name, "failed", why, ended.seconds, log.name)]
+    return [Row(part.name, "passed", form, ended.seconds, file.name, verdicts)]
+
+
+def missing_module(said: str) -> str:
+    """The module of another project that could not be imported, "" where an error was another one."""
+    found: list[str] = re.findall(r"ModuleNotFoundError: No module named '([\w.]+)'", said)
+    return found[-1] if found and found[-1].partition(".")[0] not in _OWN else ""
+
+
+def _last(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it said nothing"
+
+
+def marked_files(root: Path) -> list[str]:
+    """The test files with a test marked gpu. The others are not read: they may need what is not here."""
+    files = sorted((root / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(root)) for file in files if re.search(r"^@pytest\.mark\.gpu", file.read_text(), re.M)]
+
+
+def tests_command(place: Place, report: Path) -> list[str]:
+    """What runs the tests: with no plugin, so pyproject's options for plugins are not asked for.
+
+    A warning is an error in the project's own tests, with its pinned versions. Here another torch may warn.
+    """
+    flags = ["-m", "gpu", "-q", "-rs", "-p", "no:cacheprovider", "-W", "default", "--continue-on-collection-errors"]
+    plain = ["-o", "addopts=--strict-markers --import-mode=importlib", f"--junitxml={report}"]
+    return [sys.executable, "-m", "pytest", *flags, *plain, *marked_files(place.root)]
+
+
+def _tests(part: Part, place: Place, seconds: float) -> list[Row]:
+    log, report = place.out / "tests.log", place.out / "tests.xml"
+    report.unlink(missing_ok=True)
+    print(f"tests marked gpu, at most {seconds:.0f} s; their log: {log}", flush=True)
+    ended = place.child(tests_command(place, report), log, seconds, threads=1)
+    if ended.code is None:
+        return [Row(part.name, "over time", f"killed after {seconds:.0f} s", ended.seconds, log.name)]
+    said = log.read_text(errors="replace")
+    if not report.is_file():
+        if module := missing_module(said):
+            return [Row(part.name, "not run", f"misses the module {module}", ended.seconds, log.name)]
+        return [Row(part.name, "failed", f"exit code {ended.code}: {_last(said)}", ended.seconds, log.name)]
+    passed, failed, left_out = outcomes(report)
+    if failed or (ended.code != 0 and not left_out):
+        why = f"{len(failed)} of {passed + len(failed)}: {', '.join(failed[:5])}; exit code {ended.code}"
+        first = Row(part.name, "failed", why, ended.seconds, log.name)
+    elif not passed:
+        first = Row(part.name, "not run", "none of them could run", ended.seconds, log.name)
+    else:
+        first = Row(part.name, "passed", f"{passed} tests", ended.seconds, log.name)
+    return [first, *(Row(f"tests: {name}", "not run", why) for name, why in left_out.items())]
+
+
+def outcomes(report: Path) -> tuple[int, list[str], dict[str, str]]:
+    """How many passed, which failed, and which were left out with the reason, from pytest's JUnit XML."""
+    passed, failed, left_out = 0, [], {}
+    for case in ET.parse(report).iter("testcase"):
+        name = "::".join(filter(None, [case.get("classname", ""), case.get("name", "")]))
+        trouble = [child for child in case if child.tag in ("failure", "error")]
+        skipped = case.find("skipped")
+        if trouble:
+            text = " ".join(f"{child.get('message', '')} {child.text or ''}" for child in trouble)
+            if module := missing_module(text):
+                left_out[name] = f"misses the module {module}"
+            else:
+                failed.append(name)
+        elif skipped is not None:
+            left_out[name] = skipped.get("message", "skipped")
+        else:
+            passed += 1
+    return passed, failed, left_out

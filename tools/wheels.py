@@ -1,0 +1,96 @@
+"""What an installation misses of what FedVeil promises to run with, and how to carry it to a machine without a network.
+
+Names and ranges are those of pyproject.toml, versions and hashes those of lock/run.txt and lock/test.txt: there is no
+list of its own. torch is never carried: a GPU machine has the build for its driver. Needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tools.sbom import canonical
+
+_LOCKS = ("run", "test")
+_BLOCK = re.compile(r"^[A-Za-z0-9._-]+==.*\n(?:[ \t]+--hash=.*\n)*", re.MULTILINE)
+_HOLDS = {
+    ">=": lambda found, bound: found >= bound,
+    "==": lambda found, bound: found == bound,
+    "<": lambda found, bound: found < bound,
+}
+
+
+def installed() -> dict[str, str]:
+    """Versions of what this Python finds, by canonical name; of two installations of one name, the first."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        if distribution.name:  # a damaged installation has none
+            found.setdefault(canonical(distribution.name), distribution.version)
+    return found
+
+
+def promised(pyproject: Path) -> dict[str, str]:
+    """The range of versions, such as ">=1.39,<1.40", of every distribution that the project or an extra asks for."""
+    project = tomllib.loads(pyproject.read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    parts = [re.match(r"([A-Za-z0-9._-]+)\s*(.*)", line) for line in lines]
+    return {canonical(part[1]): part[2] for part in parts if part}
+
+
+def lacking(names: Iterable[str], ranges: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
+    """Of `names`, those that are missing or out of range: "missing" or "0.20.0, expected >=0.21", by name.
+
+    Raises:
+        KeyError: a name that pyproject.toml does not ask for.
+    """
+    lacks = {}
+    for name in sorted(set(names)):
+        asked = ranges[name]
+        if name not in found:
+            lacks[name] = "missing"
+        elif not within(found[name], asked):
+            lacks[name] = f"{found[name]}, expected {asked}"
+    return lacks
+
+
+def within(version: str, asked: str) -> bool:
+    """Whether the release numbers are in the range; "2.11.0a0+git", as vendors name builds, counts as 2.11.0."""
+    for clause in filter(None, asked.replace(" ", "").split(",")):
+        sign, bound = re.fullmatch(r"(>=|==|<)([\d.]+)", clause).groups()  # type: ignore[union-attr]
+        if not _HOLDS[sign](_release(version), _release(bound)):
+            return False
+    return True
+
+
+def _release(version: str) -> tuple[int, ...]:
+    numbers = re.match(r"\d+(?:\.\d+)*", version)
+    found = [int(number) for number in numbers[0].split(".")] if numbers else [0]
+    while len(found) > 1 and found[-1] == 0:  # 2.11 is 2.11.0
+        found.pop()
+    return tuple(found)
+
+
+def to_carry(folder: Path, ranges: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
+    """The blocks of the lock, with hashes, of all that is not here in the promised range, by "name==version"."""
+    blocks = {}
+    for lock in _LOCKS:
+        for block in _BLOCK.findall((folder / f"{lock}.txt").read_text()):
+            pin = re.split(r"[\s;\\]", block)[0]
+            name = canonical(pin.partition("==")[0])
+            if name not in found or not within(found[name], ranges.get(name, "")):
+                blocks[pin] = block
+    return blocks
+
+
+def advice(file: Path, python: str) -> list[str]:
+    """How to carry what `file` lists: two commands, one on each machine."""
+    return [
+        f"on a machine with a network and the same Python ({python}):",
+        f"    python -m pip download --require-hashes --no-deps -r {file.name} -d wheels",
+        f"here, with the folder wheels and {file}:",
+        f"    python -m pip install --require-hashes --no-deps --no-build-isolation --no-index --find-links wheels "
+        f"-r {file}",
+    ]
