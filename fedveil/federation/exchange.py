@@ -13,7 +13,7 @@ from fedveil.algebra.sums import RunningSums
 from fedveil.contract.address import Address
 from fedveil.contract.budget import Sampling
 from fedveil.contract.codec import Buffer
-from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.layout import Direction, Field, Layout, Payload
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.sums import AddedSums, Terms
@@ -51,6 +51,21 @@ class Exchange:
     def largest_upload(self) -> int:
         """The most bytes that a client's message can have, whatever it holds."""
         return bounds(self.layout, "up").message
+
+    def nbytes(self, field: Field) -> int:
+        """Bytes of a field; where a length is the sender's, those of the whole tensor."""
+        if None not in field.shape:
+            return field.codec.nbytes(tuple(n for n in field.shape if n is not None))
+        return field.codec.nbytes((math.prod(self.spec[field.name].shape),))
+
+    def sizes(self, direction: Direction) -> dict[str, int]:
+        """Bytes of the fields by variant, without the envelope."""
+        fields = {variant: self.layout.fields_of(direction, variant) for variant in self.layout.variants(direction)}
+        return {variant: sum(map(self.nbytes, of.values())) for variant, of in fields.items()}
+
+    def largest(self, direction: Direction) -> int:
+        """Those of the largest variant."""
+        return max(self.sizes(direction).values())
 
     def broadcast(self, server: State, ctx: RoundContext) -> bytes:
         """The message to one client."""

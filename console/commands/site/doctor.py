@@ -2,6 +2,8 @@
 
 It looks at certificates, keys, clock, ports, versions, GPU, CPUs, other users, disk, data, policy, roster, the server's
 program and health, and changes nothing. Each line says what to do next. The exit code is 1 where a check fails.
+
+With `--set task.model=FOLDER` it plans a run on that base before anything is loaded: memory by part, seconds, bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--federation", type=Path, metavar="FOLDER", help="at the server: what fedveil provision made")
     parser.add_argument("--health", default="", metavar="HOST:PORT", help="ask a --health-server-address")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the run config: for the data's columns"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the run config: for the data's columns; task.model=FOLDER plans a run on that base",
+    )
+    planning = parser.add_argument_group("planning, with --set task.model=FOLDER")
+    planning.add_argument(
+        "--gpu-gb", type=float, default=0, metavar="GB", help="for a GPU of so many GB, not this machine"
+    )
+    planning.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="and for so many of them (on paper, not yet)"
+    )
+    planning.add_argument(
+        "--tflops", type=float, default=0, metavar="X", help="that one sustains; default: measured here"
+    )
+    planning.add_argument(
+        "--rows", type=int, default=0, metavar="N", help="of a site; default: task.max-examples, or 1000"
     )
     parser.set_defaults(run=run)
 
@@ -52,9 +71,28 @@ def run(args: argparse.Namespace) -> int:
         ]
     if args.health:
         found.append(checks.health(args.health))
+    config = overrides(None, args.set)
+    plan: list[str] = []
+    if "task.model" in config:
+        found.append(checks.guarded("memory", lambda: _planned(args, plan)))
     for finding in found:
         print(f"{finding.verdict:<5} {finding.name:<22} {shown(finding.text)}")
+    for line in plan:
+        print(shown(line, 1000))
     return int(any(finding.verdict == "fail" for finding in found))
+
+
+def _planned(args: argparse.Namespace, plan: list[str]) -> Check:
+    """Whether the run fits; its lines go into `plan`."""
+    from fedveil.config import parse  # as in _site
+    from fedveil.console.provisioning import planned
+
+    config = parse(overrides(None, args.set))
+    run = planned.Planned.of(config)
+    machine = planned.machine(args.gpu_gb, args.gpus, args.tflops, config.train.precision == "bf16")
+    found = planned.verdict(run, machine)
+    plan += planned.lines(run, machine, args.rows)
+    return found
 
 
 def _registered(folder: Path) -> Check:

@@ -23,7 +23,7 @@ from fedveil.console.run_config import overrides
 from fedveil.console.runs.disclosure import words_of
 from fedveil.console.runs.masked import Masked
 from fedveil.contract.budget import stated
-from fedveil.contract.layout import Direction, Field
+from fedveil.contract.layout import Direction
 from fedveil.contract.method import REPORT_FIELDS, fields_of
 from fedveil.errors import PolicyError
 from fedveil.federation.exchange import Exchange
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.policy is None:
         return 0
     try:
-        _permit(args.policy, args.app, exchange, config, masked.bytes if masked else largest(exchange, "up"))
+        _permit(args.policy, args.app, exchange, config, masked.bytes if masked else exchange.largest("up"))
     except PolicyError as error:
         print(f"\nThis site's policy FORBIDS it: {shown(error, 2000)}")
         return 1
@@ -90,7 +90,7 @@ def explained(
         "What would come in:",
         *_variants(exchange, "down"),
         "",
-        f"Over the whole run at most {rounds * (masked.bytes if masked else largest(exchange, 'up')):,} bytes of "
+        f"Over the whole run at most {rounds * (masked.bytes if masked else exchange.largest('up')):,} bytes of "
         "fields leave this site.",
         "Rows, prepared rows and the method's private state stay in this site's own folders.",
     ]
@@ -130,7 +130,7 @@ def _variants(exchange: Exchange, direction: Direction) -> list[str]:
     variants = exchange.layout.variants(direction)
     for variant in variants:
         fields = exchange.layout.fields_of(direction, variant)
-        size = sum(_size(field, exchange) for field in fields.values())
+        size = sum(map(exchange.nbytes, fields.values()))
         codecs = ", ".join(sorted({field.codec.name for field in fields.values()})) or "nothing"
         most = "at most " if any(None in field.shape for field in fields.values()) else ""
         one_of = f"either {variant!r}: " if len(variants) > 1 else ""
@@ -140,22 +140,6 @@ def _variants(exchange: Exchange, direction: Direction) -> list[str]:
 
 def _named(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} ... {names[-1]}"
-
-
-def largest(exchange: Exchange, direction: Direction) -> int:
-    """Bytes of the fields of the largest variant; where a length is the sender's, those of the whole tensor."""
-    layout = exchange.layout
-    sizes = [
-        sum(_size(field, exchange) for field in layout.fields_of(direction, variant).values())
-        for variant in layout.variants(direction)
-    ]
-    return max(sizes)
-
-
-def _size(field: Field, exchange: Exchange) -> int:
-    if None not in field.shape:
-        return field.codec.nbytes(tuple(n for n in field.shape if n is not None))
-    return field.codec.nbytes((math.prod(exchange.spec[field.name].shape),))
 
 
 def _site(policy: Path) -> Site:
@@ -172,7 +156,7 @@ def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfi
         bundle = policies.Bundle(digest, signature.signer(config.run.signature, config.run.name, digest))
     fields = json.dumps(fields_of(exchange.method))
     order = Order(0, True, "site", "explain", exchange.name, fields)
-    down = largest(exchange, "down")
+    down = exchange.largest("down")
     asked = Assignment(order, config, site)
     policies.check(asked, bundle, down)
     policies.check_upload(asked, down, up, None if config.secure.enabled else read.min_examples)

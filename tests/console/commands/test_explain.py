@@ -32,12 +32,12 @@ def test_the_largest_upload_is_what_is_sent_or_a_bound_of_it(name, fields, lora_
         ctx = RoundContext(0, "north", True, bytes([seed]) * 32)
         _, parts = exchange.participate(exchange.broadcast(server, ctx), None, ToyTrainer(lora_spec), ctx)
         sizes.append(describe(b"".join(parts))["payload_bytes"])
-    bound = explain.largest(exchange, "up")
+    bound = exchange.largest("up")
     assert max(sizes) <= bound
     if name != "random_binary":
         assert max(sizes) == bound
     down = describe(exchange.broadcast(server, RoundContext(0, "north", True, b"s" * 32)))["payload_bytes"]
-    assert explain.largest(exchange, "down") == down
+    assert exchange.largest("down") == down
 
 
 def test_a_run_in_plain_words(tmp_path, capsys):

@@ -1,0 +1,207 @@
+"""The plan of a run that `fedveil doctor` prints: memory by part, seconds, bytes on the wire; nothing is loaded.
+
+| line | is |
+|---|---|
+| memory | computed from config.json by `fedveil.models.planning.memory`, for rows of task.max-tokens |
+| seconds | arithmetic over a speed: an estimate of the training, without the rest of a round |
+| bytes | exact, from the methods' layouts; without the envelope: a header with the fields' names |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil import strategies, tasks
+from fedveil.config import RunConfig, parse
+from fedveil.console.provisioning.checks import Check
+from fedveil.contract.adapter import Adapter
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import Exchange
+from fedveil.foreign import shown
+from fedveil.models import loading
+from fedveil.models.planning import base, memory, settings, work
+from fedveil.records import process
+from fedveil.training import adapted
+
+_GB = 1e9
+_TASK = "text-generation"
+_ROWS = 1000  # of a site, where nothing says how many
+# What may be lowered, in the order in which it costs least: keys of the run config, and values.
+_REMEDIES: tuple[tuple[str, Any], ...] = (
+    ("train.precision", "bf16"), ("train.checkpointing", True), ("train.batch-size", 1),
+    ("train.quantized-base", "4bit"), ("train.optimiser", "adamw-8bit"), ("task.max-tokens", 32),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is planned for.
+
+    Attributes:
+        capacity: bytes of a GPU, or of main memory.
+        on_gpu: whether the model lies on a GPU.
+        where: in words.
+        gpus: how many.
+        flops: operations a second of one; 0 where nobody has said or measured it.
+        speed: where that number comes from.
+    """
+
+    capacity: int
+    on_gpu: bool
+    where: str
+    gpus: int = 1
+    flops: float = 0.0
+    speed: str = ""
+
+
+def machine(gpu_gb: float, gpus: int, tflops: float, bf16: bool) -> Machine:
+    """The one that the options describe, else this one: its GPU's free memory, else what is free of its main memory.
+
+    Raises:
+        ConfigError: an option out of range.
+    """
+    import psutil
+    import torch
+
+    for name, value, most in (("--gpu-gb", gpu_gb, 1e4), ("--gpus", gpus, 1e4), ("--tflops", tflops, 1e6)):
+        if not 0 <= value <= most or (name == "--gpus" and value < 1):
+            raise ConfigError(f"{name}: expected above 0 and at most {most:g}, found {value:g}; correct it")
+    if gpu_gb:
+        return Machine(int(gpu_gb * _GB), True, f"a GPU of {gpu_gb:g} GB", gpus, tflops * 1e12, "as given")
+    flops, speed = (tflops * 1e12, "as given") if tflops else (work.measured(bf16), "a product of matrices, measured")
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        return Machine(free, True, f"free on {torch.cuda.get_device_name()}", gpus, flops, speed)
+    free = min(psutil.virtual_memory().available, process.noted()["limit_mb"] * 1_000_000)
+    return Machine(free, False, "free in this machine's main memory", gpus, flops, speed)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run on a base, as far as its plan needs it."""
+
+    settings: settings.Settings
+    config: RunConfig
+    adapter: Adapter
+    stored: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Planned:
+        """Of a run config.
+
+        Raises:
+            ConfigError: a task that is not planned, or what a run would refuse before its base is loaded.
+            TaskError: no folder, or one whose config.json cannot be planned.
+        """
+        if config.task.name != _TASK:
+            raise ConfigError(f'task.name: expected "{_TASK}", which alone is planned, found {shown(config.task.name)}')
+        info = tasks.info(_TASK)
+        method = strategies.create(config.method.name, config.method.fields)
+        adapted.check(config, method.adapter, info)
+        where, is_folder = loading.find(config.task.model, info.tiny())
+        if not is_folder or where == "tiny":
+            raise ConfigError(
+                f"task.model: expected a folder, found {shown(where)}; nothing is asked of a hub, so download it first"
+            )
+        files = sum(file.stat().st_size for file in Path(where).glob("*.safetensors"))
+        return cls(settings.read(Path(where)), config, method.adapter, files)
+
+    def exchange(self, name: str, fields: str = "") -> Exchange | None:
+        """Of a method; None for one whose adapter the task does not take."""
+        method = strategies.create(name, fields)
+        if method.adapter.mount not in tasks.info(_TASK).mounts:
+            return None
+        return Exchange(method, name, base.spec(self.settings, method.adapter))
+
+    def memory(self, on_gpu: bool, **changed: Any) -> memory.Plan:
+        """The plan, with some keys of the run config changed."""
+        config = parse({**self.config.flat(), **changed}) if changed else self.config
+        own = self.exchange(config.method.name, config.method.fields)
+        messages = (own.largest("down"), own.largest("up")) if own else (0, 0)
+        return memory.plan(self.settings, config, self.adapter, on_gpu, self.stored, messages)
+
+    def remedy(self, on_gpu: bool, capacity: int) -> tuple[dict[str, Any], int]:
+        """What to set so that it fits, and the bytes then. Of what was needed on the way, what is not is left out."""
+        changed: dict[str, Any] = {}
+        needed = self.memory(on_gpu).needed
+        for key, value in _REMEDIES:
+            if needed <= capacity:
+                break
+            before = self.config.flat()[key]
+            if before == value or (isinstance(before, int) and not isinstance(before, bool) and before <= value):
+                continue
+            if key in ("train.quantized-base", "train.precision") and self.adapter.trains_base:
+                continue
+            lower = self.memory(on_gpu, **changed, **{key: value}).needed
+            if lower < needed:
+                changed, needed = {**changed, key: value}, lower
+        for key in list(changed) if needed <= capacity else ():
+            fewer = {name: value for name, value in changed.items() if name != key}
+            if (more := self.memory(on_gpu, **fewer).needed) <= capacity:
+                changed, needed = fewer, more
+        return changed, needed
+
+
+def lines(planned: Planned, on: Machine, rows: int) -> Iterator[str]:
+    """The plan in words, a line each."""
+    plan, shape, config = planned.memory(on.on_gpu), base.of(planned.settings), planned.config
+    parts = ", ".join(f"{name} {count:,}" for name, count in shape.parts.items())
+    yield f"Plan, on paper, from config.json: {planned.settings.kind}, {shape.parameters:,} parameters ({parts})"
+    yield f"memory while the worker is {plan.peak}, its most, at rows of {config.task.max_tokens} tokens:"
+    for part in plan.phases[plan.peak]:
+        yield f"  {part.name:<34}{part.nbytes / _GB:>10.3f} GB"
+    yield f"  {'together':<34}{plan.needed / _GB:>10.3f} GB"
+    others = ", ".join(f"{phase} {plan.needs(phase) / _GB:.3f} GB" for phase in plan.phases if phase != plan.peak)
+    yield f"  in other phases: {others or 'there are none'}"
+    if plan.host:
+        host = ", ".join(f"{part.name} {part.nbytes / _GB:.3f}" for part in plan.host)
+        yield f"  in main memory, GB: {host}"
+    for gpus in dict.fromkeys((on.gpus, 4)) if on.on_gpu else ():
+        if gpus > 1:
+            yield (
+                f"  {gpus} GPUs (not yet: a site has one process and one GPU), GB on each: base on each "
+                f"{plan.on(gpus, is_split=False) / _GB:.3f}, base split {plan.on(gpus, is_split=True) / _GB:.3f}"
+            )
+    yield from _seconds(planned, on, rows)
+    yield "bytes a message of a round, down and up (exact; another method's with its default adapter):"
+    for name in sorted(strategies.names(), key=lambda name: name != config.method.name):
+        own = name == config.method.name
+        if exchange := planned.exchange(name, config.method.fields if own else ""):
+            down, up = _sizes(exchange.sizes("down")), _sizes(exchange.sizes("up"))
+            yield f"  {name + (' (this run)' if own else ''):<22}down {down}; up {up}"
+
+
+def _sizes(by_variant: Mapping[str, int]) -> str:
+    """Of each variant, such as what a client drew; one number where all are of one size."""
+    if len(set(by_variant.values())) == 1:
+        return f"{next(iter(by_variant.values())):,}"
+    return " or ".join(f"{size:,} ({variant})" for variant, size in by_variant.items())
+
+
+def _seconds(planned: Planned, on: Machine, rows: int) -> Iterator[str]:
+    config = planned.config
+    count = rows or config.task.max_examples or _ROWS
+    done = work.of(planned.settings, config, planned.adapter, count)
+    total = (done.training + done.scoring) / 1e12
+    about = f"training, {done.rows:,} rows a round: {total:,.1f} TFLOP"
+    if not on.flops:
+        yield f"{about}; seconds: give --tflops, what one GPU sustains"
+        return
+    yield f"{about}, {done.seconds(on.flops):,.0f} s at {on.flops / 1e12:.3g} TFLOP/s ({on.speed}): an estimate"
+
+
+def verdict(planned: Planned, on: Machine) -> Check:
+    """Whether it fits, and else what would."""
+    needed = planned.memory(on.on_gpu).needed
+    has = f"{on.capacity / _GB:.1f} GB {on.where}" if not on.on_gpu or "free" in on.where else on.where
+    if needed <= on.capacity:
+        return Check("memory", "ok", f"fits: needs {needed / _GB:.1f} GB, has {has}")
+    changed, then = planned.remedy(on.on_gpu, on.capacity)
+    words = ", ".join(f"{key} = {str(value).lower()}" for key, value in changed.items())
+    said = f"will not fit: needs {needed / _GB:.1f} GB, has {has}"
+    if then > on.capacity:
+        return Check("memory", "fail", f"{said}; even with {words or 'less'} {then / _GB:.1f} GB: take a smaller base")
+    return Check("memory", "fail", f"{said}; with {words} {then / _GB:.1f} GB, which fits")

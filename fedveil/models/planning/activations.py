@@ -1,0 +1,99 @@
+"""What a training step keeps for its backward pass: counted, in a forward pass on tensors without memory.
+
+Of a base with 1 and with 2 layers; every further layer keeps what the second one does. Attention is counted as torch's
+kernels for the CPU keep it, with a mask of padding; other kernels may keep less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fedveil.contract.adapter import Adapter
+from fedveil.models.library import quiet
+from fedveil.models.planning import base
+from fedveil.models.planning.settings import Settings
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a batch keeps for the backward pass, logits apart.
+
+    Attributes:
+        layer: of one layer.
+        rest: of everything else.
+        inputs: of one layer's input, all that is kept of it where layers are recomputed.
+    """
+
+    layer: int
+    rest: int
+    inputs: int
+
+    def of(self, layers: int, is_recomputed: bool) -> int:
+        """Of a base of so many layers. Recomputed, one layer at a time has all of its own again."""
+        return self.rest + (layers * self.inputs + self.layer if is_recomputed else layers * self.layer)
+
+
+def count(settings: Settings, adapter: Adapter, rows: int, tokens: int, bf16: bool) -> Kept:
+    """Of a batch of `rows` of `tokens` each. `bf16`: train.precision; a base that is only read is then bf16 too.
+
+    Raises:
+        ConfigError: the adapter fits no layer of the base.
+    """
+    key = settings.kind, tuple(sorted(settings.values.items()))
+    one, two = (_count(*key, adapter, rows, tokens, bf16, layers) for layers in (1, 2))
+    itemsize = 2 if bf16 and not adapter.trains_base else 4
+    return Kept(two - one, max(0, 2 * one - two), rows * tokens * settings.width * itemsize)
+
+
+@lru_cache(maxsize=64)
+def _count(
+    kind: str, values: tuple[tuple[str, Any], ...], adapter: Adapter, rows: int, tokens: int, bf16: bool, layers: int
+) -> int:
+    is_half = bf16 and not adapter.trains_base
+    model = base.meta(Settings(kind, dict(values)).cut(layers), torch.bfloat16 if is_half else torch.float32)
+    with quiet(), torch.device("meta"):
+        for parameter in adapter.attach(model).values():
+            parameter.data = parameter.data.float()
+    with FakeTensorMode():
+        _place(model)
+        ids, mask = torch.zeros(rows, tokens, dtype=torch.long), torch.ones(rows, tokens, dtype=torch.long)
+        return kept_by(model, ids, mask, bf16)
+
+
+def kept_by(model: Any, ids: Tensor, mask: Tensor, bf16: bool) -> int:
+    """Bytes that one forward pass of `model` keeps beside its parameters and buffers; a storage counts once."""
+    own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    found: dict[int, Tensor] = {}  # holding them keeps a storage's number from being given to another
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (number := tensor.untyped_storage()._cdata) not in own:
+            found.setdefault(number, tensor)
+        return tensor
+
+    autocast = torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+        model(input_ids=ids, attention_mask=mask, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+def _place(model: Any) -> None:
+    """Puts the model from the meta device on a CPU that the mode of the caller only pretends to have."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")

@@ -1,0 +1,85 @@
+"""Arithmetic of a site's training, and the seconds that it takes at a given speed: an estimate, not a measurement.
+
+    a token forward    2 (N + n) + 4 L t w      N: weights that it is multiplied with, n: the adapter's, of L layers
+                                                w wide; t: tokens of its row, which attention looks at
+    its gradient       the same again, and 2 for each weight that is trained
+    checkpointing      the forward pass once more
+
+So 6 N where all weights are trained, 4 N and some under an adapter, 2 N more with checkpointing (Kaplan et al. 2020,
+section 2.1, for 2 N and 4 N). Left out: norms, the softmax, the optimiser, making quantised layers whole, and all
+waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter
+from fedveil.models.planning import base
+from fedveil.models.planning.settings import Settings
+
+_WIDTH, _LONGEST = 1024, 1.0  # of the matrices that are multiplied, and seconds
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations of one participation, padded to task.max-tokens.
+
+    Attributes:
+        training: of all steps.
+        scoring: of the rows on which the received weights are scored.
+        rows: rows trained on, an epoch's repetitions counted.
+    """
+
+    training: int
+    scoring: int
+    rows: int
+
+    def seconds(self, flops: float, gpus: int = 1) -> float:
+        """At `flops` operations a second on each of `gpus`, evenly shared and without a cost of sharing."""
+        return (self.training + self.scoring) / (flops * gpus)
+
+
+def of(settings: Settings, config: RunConfig, adapter: Adapter, rows: int) -> Work:
+    """Of a site with `rows` rows. Raises ConfigError where the adapter fits no layer of the base."""
+    train, tokens = config.train, config.task.max_tokens
+    shape, spec = base.of(settings), base.spec(settings, adapter)
+    multiplied, trained = shape.multiplied, shape.multiplied
+    if not adapter.trains_base:
+        trained = sum(math.prod(tensor.shape) for tensor in spec.values())
+        if adapter.kind == "hadamard-lora":  # the change is a matrix of the layer's own size
+            trained = sum(layer.entries for layer in shape.small)
+        multiplied += trained
+    heads = int(settings.values.get("head_dim") or settings.width // settings.heads) * settings.heads
+    forward = 2 * multiplied + 4 * settings.layers * tokens * heads
+    a_token = (3 if train.checkpointing else 2) * forward + 4 * settings.layers * tokens * heads + 2 * trained
+    step = train.batch_size * train.accumulate
+    passes = train.epochs * rows
+    if train.max_steps:
+        passes = min(passes, train.max_steps * step)
+    return Work(passes * tokens * a_token, min(rows, train.score_rows) * tokens * forward, passes)
+
+
+def measured(bf16: bool) -> float:
+    """Operations a second of a product of two matrices on this machine's GPU, else on one thread a core of its CPU.
+
+    Takes about a second. A training has less, for a part of it waits for memory.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    left, right = (torch.ones(_WIDTH, _WIDTH, device=device, dtype=torch.bfloat16 if bf16 else None) for _ in "lr")
+    _wait(left @ right)
+    count, started = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - started) < _LONGEST:
+        _wait(left @ right)
+        count += 1
+    return 2 * _WIDTH**3 * count / seconds
+
+
+def _wait(product: torch.Tensor) -> None:
+    if product.is_cuda:
+        torch.cuda.synchronize()

@@ -1,0 +1,102 @@
+"""`fedveil doctor --set task.model=FOLDER`: the plan, and whether it fits, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import psutil
+import pytest
+
+from fedveil.console.main import main
+from fedveil.console.provisioning import planned
+from fedveil.models import loading
+from tests.fedveil.models.planning.test_base import B8, B70, SHARED
+
+FOUR_BITS = ["train.quantized-base=4bit", "train.precision=bf16", "train.checkpointing=true", "train.batch-size=1"]
+
+
+def folder(path, content):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16", **SHARED, **content}))
+    return path
+
+
+def doctor(*settings, options=()):
+    return main(["doctor", *options, *(word for text in settings for word in ("--set", text))])
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch):
+    monkeypatch.setattr(loading, "loaded", lambda *_: pytest.fail("a base was loaded"))
+    monkeypatch.setattr(planned.work, "measured", lambda bf16: 2e12)
+
+
+def test_an_8_b_base_of_four_bits_fits_a_gpu_of_24_gb_and_a_70_b_base_does_not(tmp_path, capsys):
+    eight, seventy = folder(tmp_path / "8b", B8), folder(tmp_path / "70b", B70)
+    options = ["--gpu-gb", "24", "--gpus", "4", "--tflops", "100", "--rows", "2000"]
+    assert doctor(f"task.model={eight}", *FOUR_BITS, options=options) == 0
+    shown = capsys.readouterr().out
+    assert "ok    memory                 fits: needs" in shown
+    assert "8,030,261,248 parameters" in shown
+    assert "base, NF4, the rest bf16               5.703 GB" in shown
+    assert "4 GPUs (not yet: a site has one process and one GPU)" in shown
+    assert "training, 2,000 rows a round" in shown
+    assert "at 100 TFLOP/s (as given): an estimate" in shown
+    assert "  fedrand (this run)    down 83,886,080; up 39,845,888 (A) or 44,040,192 (B)\n" in shown
+    assert "  fedavg                down 83,886,080; up 83,886,080\n" in shown
+    assert doctor(f"task.model={seventy}", *FOUR_BITS, options=options[:2]) == 1
+    shown = capsys.readouterr().out
+    assert "fail  memory                 will not fit: needs" in shown
+    assert "take a smaller base" in shown
+    assert "seconds: give --tflops" in shown
+
+
+def test_what_would_fit_is_named_and_fits(tmp_path, capsys):
+    eight = folder(tmp_path / "8b", B8)
+    assert doctor(f"task.model={eight}", options=["--gpu-gb", "12"]) == 1
+    verdict = next(line for line in capsys.readouterr().out.splitlines() if " memory " in line)
+    words = verdict.partition("; with ")[2].rpartition(" GB, which fits")[0]
+    changed = [text.replace(" = ", "=") for text in words.rpartition(" ")[0].split(", ")]
+    assert "train.quantized-base=4bit" in changed
+    assert doctor(f"task.model={eight}", *changed, options=["--gpu-gb", "12"]) == 0
+    assert doctor(f"task.model={eight}", *changed[1:], options=["--gpu-gb", "12"]) == 1  # none of them is too much
+
+
+def test_this_machine_is_planned_for_by_its_own_memory(monkeypatch, capsys):
+    assert doctor("task.model=tiny") == 0
+    shown = capsys.readouterr().out
+    assert "free in this machine's main memory" in shown
+    assert "Python and libraries" in shown
+    assert "a product of matrices, measured" in shown
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 500_000_000}))
+    assert doctor("task.model=tiny") == 1
+    assert "has 0.5 GB free in this machine's main memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["task.model=meta/llama"], "nothing is asked of a hub"),
+        (["task.model=tiny", "task.name=image-classification"], 'expected "text-generation", which alone is planned'),
+        (["task.model=tiny", "train.quantized-base=4bit", "method.name=fedqsn"], "train.quantized-base: expected"),
+        (["task.model=tiny", "method.name=fedsp"], 'found "prefix", not planned'),
+        (["task.model=/nowhere"], "expected a folder with a model, found none"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_and_fails(settings, words, capsys):
+    assert doctor(*settings) == 1
+    line = next(line for line in capsys.readouterr().out.splitlines() if " memory " in line)
+    assert line.startswith("fail")
+    assert words in line
+
+
+def test_a_hostile_config_fails_in_one_line(tmp_path, capsys):
+    assert doctor(f"task.model={folder(tmp_path / 'x', {**B8, 'num_hidden_layers': 10**9})}") == 1
+    assert "num_hidden_layers: expected a whole number from 1 to 512, found 1000000000" in capsys.readouterr().out
+
+
+def test_options_out_of_range_and_a_doctor_without_a_base(capsys):
+    assert doctor("task.model=tiny", options=["--gpus", "0"]) == 1
+    assert "--gpus: expected above 0" in capsys.readouterr().out
+    doctor()
+    assert " memory " not in capsys.readouterr().out

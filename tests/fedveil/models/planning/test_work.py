@@ -1,0 +1,38 @@
+"""Operations of a participation, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.adapters.lora import Lora
+from fedveil.config import parse
+from fedveil.models.planning import work
+from tests.fedveil.models.planning.test_base import EIGHT
+
+N, ADAPTER, TOKENS = 8_030_261_248 - 525_336_576 - 65 * 4096, 20_971_520, 512
+ATTENTION = 4 * 32 * TOKENS * 4096  # a token's scores with every other, and their sum: 2 products of t x w, 32 layers
+
+
+@pytest.mark.parametrize(
+    ("adapter", "checkpointing", "a_token"),
+    [
+        (AllWeights(), False, 6 * N + 3 * ATTENTION),
+        (AllWeights(), True, 8 * N + 4 * ATTENTION),
+        (Lora(), False, 4 * N + 6 * ADAPTER + 3 * ATTENTION),
+        (Lora(), True, 6 * N + 8 * ADAPTER + 4 * ATTENTION),
+    ],
+)
+def test_work_of_an_8_b_base(adapter, checkpointing, a_token):
+    keys = {"task.max-tokens": TOKENS, "train.checkpointing": checkpointing, "train.score-rows": 64, "train.epochs": 2}
+    found = work.of(EIGHT, parse(keys), adapter, rows=1000)
+    forward = 2 * N + ATTENTION + (0 if adapter.trains_base else 2 * ADAPTER)
+    assert (found.rows, found.training, found.scoring) == (2000, 2000 * TOKENS * a_token, 64 * TOKENS * forward)
+    assert found.seconds(1e15, gpus=4) == pytest.approx((found.training + found.scoring) / 4e15)
+
+
+def test_steps_are_bounded_and_a_speed_is_measured_in_a_moment():
+    keys = {"train.max-steps": 3, "train.batch-size": 2, "train.accumulate": 4, "train.score-rows": 0}
+    assert (found := work.of(EIGHT, parse(keys), Lora(), rows=1000)).rows == 24
+    assert found.scoring == 0
+    assert 1e9 < work.measured(bf16=False) < 1e16
