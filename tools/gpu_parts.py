@@ -231,7 +231,18 @@ def _tests(part: Part, place: Place, seconds: float) -> list[Row]:
         first = Row(part.name, "not run", "none of them could run", ended.seconds, log.name)
     else:
         first = Row(part.name, "passed", f"{passed} tests", ended.seconds, log.name)
-    return [first, *(Row(f"tests: {name}", "not run", why) for name, why in left_out.items())]
+    return [first, *_by_reason(left_out)]
+
+
+def _by_reason(left_out: Mapping[str, str]) -> list[Row]:
+    """A row for each reason, for a missing module may leave out many tests."""
+    names: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        names.setdefault(why, []).append(name)
+    return [
+        Row(f"tests: {len(of)} of them", "not run", f"{why}: {', '.join(of[:3])}{', ...' if len(of) > 3 else ''}")
+        for why, of in names.items()
+    ]
 
 
 def outcomes(report: Path) -> tuple[int, list[str], dict[str, str]]:

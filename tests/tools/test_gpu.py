@@ -160,9 +160,10 @@ GOOD = "import pytest\n@pytest.mark.gpu\ndef test_good(): pass\n"
 
 def test_files_that_cannot_be_imported_are_left_out_and_named(tmp_path):
     rows = rows_of(tmp_path, test_a=GOOD, test_b="import no_such_module_of_anybody\n" + GOOD, test_c="import 1")
-    assert [(row.result, row.detail) for row in rows] == [
-        ("passed", "1 tests"), ("not run", "misses the module no_such_module_of_anybody"),
-    ]  # fmt: skip
+    assert [(row.name, row.result, row.detail) for row in rows] == [
+        ("tests", "passed", "1 tests"),
+        ("tests: 1 of them", "not run", "misses the module no_such_module_of_anybody: tests.test_b"),
+    ]
     assert gpu.exit_code(rows) == 3
 
 

@@ -146,7 +146,7 @@ def waits(device: str) -> Iterator[list[int]]:
             yield counted
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    counted.append(sum("synchronizing" in str(w.message) for w in found))
+    counted.append(sum("called a synchronizing" in str(w.message) for w in found))
 
 
 @pytest.mark.gpu
