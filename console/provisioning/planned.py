@@ -167,6 +167,8 @@ def lines(planned: Planned, on: Machine, rows: int) -> Iterator[str]:
             )
     yield from _seconds(planned, on, rows)
     yield "bytes a message of a round, down and up (exact; another method's with its default adapter):"
+    if config.secure.enabled:
+        yield "  in the clear; under secure.enabled an upload is of integers: fedveil explain says how many bytes"
     for name in sorted(strategies.names(), key=lambda name: name != config.method.name):
         own = name == config.method.name
         if exchange := planned.exchange(name, config.method.fields if own else ""):

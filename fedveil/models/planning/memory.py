@@ -185,6 +185,8 @@ def _require_planned(settings: Settings, config: RunConfig, adapter: Adapter) ->
         )
     if config.dp.clip:
         raise ConfigError("dp.clip: expected 0, found a gradient for each row, which is not planned; plan without it")
+    if config.train.compile:
+        raise ConfigError("train.compile: expected false, found true, which is not planned; plan without it")
     if settings.context and config.task.max_tokens > settings.context:
         raise ConfigError(
             f"task.max-tokens: expected at most {settings.context}, the base's positions, found "

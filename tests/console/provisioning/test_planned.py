@@ -68,6 +68,9 @@ def test_this_machine_is_planned_for_by_its_own_memory(monkeypatch, capsys):
     assert "free in this machine's main memory" in shown
     assert "Python and libraries" in shown
     assert "a product of matrices, measured" in shown
+    assert "secure.enabled" not in shown
+    assert doctor("task.model=tiny", "secure.enabled=true") == 0
+    assert "in the clear; under secure.enabled an upload is of integers" in capsys.readouterr().out
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 500_000_000}))
     assert doctor("task.model=tiny") == 1
     assert "has 0.5 GB free in this machine's main memory" in capsys.readouterr().out

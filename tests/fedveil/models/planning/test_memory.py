@@ -116,10 +116,22 @@ def test_what_is_kept_is_counted_as_a_real_forward_pass_keeps_it(bf16):
     assert kept.of(3, is_recomputed=True) == kept.rest + kept.layer + 3 * 2 * 48 * 128 * (2 if bf16 else 4)
 
 
+def test_layers_beyond_the_second_keep_what_it_keeps():
+    settings, whole = gpt2("33M"), strategies.create("fedqsn").adapter
+    kept = activations.count(settings, whole, 2, 48, bf16=False)
+    for layers in (1, 2, 5):
+        key = settings.kind, tuple(sorted(settings.values.items()))
+        counted = activations._count(*key, whole, 2, 48, False, layers)
+        assert kept.of(layers, is_recomputed=False) == counted
+    assert kept.rest > 0
+
+
 def test_what_is_not_planned_is_said():
     with pytest.raises(ConfigError, match='found "prefix", not planned'):
         memory.plan(SMALL, config_of(), Prefix(), on_gpu=False)
     with pytest.raises(ConfigError, match="a gradient for each row"):
         memory.plan(SMALL, config_of(**{"dp.clip": 1.0}), LORA, on_gpu=False)
+    with pytest.raises(ConfigError, match="train.compile: expected false, found true, which is not planned"):
+        memory.plan(SMALL, config_of(**{"train.compile": True}), LORA, on_gpu=False)
     with pytest.raises(ConfigError, match="expected at most 1024, the base's positions, found 2000; lower it"):
         memory.plan(gpt2("124M"), config_of(**{"task.max-tokens": 2000}), LORA, on_gpu=False)
