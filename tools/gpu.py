@@ -14,6 +14,8 @@ one leaves, a later one has. A part that takes longer is killed, with all that i
 | 1 | something failed or was over its time |
 | 2 | there is no CUDA device, or an argument is wrong |
 | 3 | nothing failed, and something was not run |
+
+make itself says "Error 1" and so on, and exits with 2 for each of them but 0.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -80,6 +83,7 @@ class Chosen:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the parts and prints the table; see the exit codes above."""
     chosen = _chosen(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is stopped, as after Ctrl-C
     chosen.out.mkdir(parents=True, exist_ok=True)
     place = Place(ROOT, chosen.out, "cpu" if chosen.is_dry else "cuda", chosen.is_dry or chosen.is_quick)
     machine = about_machine(place)
@@ -186,6 +190,7 @@ def table(rows: Sequence[Row]) -> str:
         result = f"{row.result}: {row.detail}" if row.detail else row.result
         cells.append((row.name, result, f"{row.seconds:.1f}", row.file))
     wide = [max(len(line[i]) for line in cells) for i in range(4)]
+    wide[1] = min(wide[1], 60)  # a long reason pushes only its own line
     return "\n".join("  ".join(cell.ljust(wide[i]) for i, cell in enumerate(line)).rstrip() for line in cells)
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,30 @@ def test_a_bare_python_says_what_it_misses_and_passes_nothing(tmp_path):
 def test_no_gpu_and_wrong_arguments_are_errors(tmp_path, args):
     command = [sys.executable, "-m", "tools.gpu", "--out", str(tmp_path), *args]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=100)
     assert done.returncode == 2
     assert "expected" in done.stderr or "invalid choice" in done.stderr
+
+
+def test_ended_from_outside_it_leaves_nothing(tmp_path):
+    command = [sys.executable, "-m", "tools.gpu", "--dry-run", "--only", "random_binary/speed", "--out", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        ends = time.monotonic() + 100
+        while not (tmp_path / "random_binary_speed.log").is_file() and time.monotonic() < ends:
+            time.sleep(0.1)
+        time.sleep(1)  # the child itself
+        named = str(tmp_path).encode()
+        assert [pid for pid in children(named) if pid != process.pid]
+        process.terminate()
+        assert process.wait(60) == 143
+    assert children(named) == []
+
+
+def children(named: bytes) -> list[int]:
+    """Processes with this text in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if named in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+    return found
