@@ -73,6 +73,10 @@ def run(args: argparse.Namespace) -> int:
         found.append(checks.health(args.health))
     config = overrides(None, args.set)
     plan: list[str] = []
+    if "task.model" not in config and (args.gpu_gb or args.gpus != 1 or args.tflops or args.rows):
+        raise ConfigError(
+            "--gpu-gb, --gpus, --tflops, --rows: expected --set task.model=FOLDER beside them, found none"
+        )
     if "task.model" in config:
         found.append(checks.guarded("memory", lambda: _planned(args, plan)))
     for finding in found:

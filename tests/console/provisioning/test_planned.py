@@ -103,3 +103,9 @@ def test_options_out_of_range_and_a_doctor_without_a_base(capsys):
     assert "--gpus: expected above 0" in capsys.readouterr().out
     doctor()
     assert " memory " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--gpu-gb", "--gpus", "--tflops", "--rows"])
+def test_what_is_planned_for_is_nothing_without_a_base(option, capsys):
+    assert doctor(options=[option, "4"]) == 2
+    assert "expected --set task.model=FOLDER beside them" in capsys.readouterr().err
