@@ -277,7 +277,7 @@ def test_too_few_sites_is_an_error_and_not_a_silent_wait(grid, task):
 
 
 def test_the_text_of_a_client_s_exception_stays_at_the_site(grid, task, monkeypatch, caplog):
-    def explode(self, rows, rng, watch=None):
+    def explode(self, rows, rng, watch=None, round_=0):
         raise ValueError("patient 4711 has ...")
 
     ours = strategy(FedAvg(), cohort={"repeats": 0})
