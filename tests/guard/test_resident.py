@@ -23,6 +23,9 @@ import ctypes, json, os, random, signal, socket, sys, time
 sys.path.append({root!r})
 from fedveil.guard import resident
 
+def say(what):
+    os.write(1, (json.dumps(what) + "\\n").encode())  # in one piece: several processes say something
+
 def traceable():
     return ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)
 
@@ -38,13 +41,13 @@ if (pid := os.fork()) == 0:
     resident._reside(there, guarded={guarded}, require_policy=True)
     runtime = sys.modules["flwr.supernode.runtime.run_clientapp"]
     names = [open(f"/proc/{{number}}/comm").read().strip() for number in (os.getpid(), os.getppid())]
-    print(json.dumps({{
+    say({{
         "pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv, "names": names,
         "random": [random.random(), float(sys.modules["numpy"].random.random())],
         "socket": there.fileno(), "traceable": [traceable(), before],
         "hooked": type(getattr(runtime.pull_task_input, "__self__", None)).__name__,
         "loaded": [name for name in ("torch", "transformers") if name in sys.modules],
-    }}), flush=True)
+    }})
     os._exit(0)
 there.close()
 one = resident.Resident(here, pid)
@@ -61,9 +64,7 @@ def ran(code: str, guarded: bool = True) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def copies():
-    code = (
-        "print(json.dumps([one.start(['--token', 'a']), one.start(['--token', 'b']), pid]), flush=True)\ntime.sleep(2)"
-    )
+    code = "say([one.start(['--token', 'a']), one.start(['--token', 'b']), pid])\ntime.sleep(2)"
     lines = ran(code)
     found = sorted((line for line in lines if isinstance(line, dict)), key=lambda line: str(line["argv"]))
     return next(line for line in lines if isinstance(line, list)), found
@@ -100,22 +101,22 @@ def test_a_copy_reaches_neither_the_residents_socket_nor_its_memory(copies):
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_resident_that_is_gone_or_hangs_is_ended_and_asked_no_more(number):
     code = f"""
-print(json.dumps(one.start([])), flush=True)
+say(one.start([]))
 here.settimeout(0.5)
 os.kill(pid, signal.{number})
-print(json.dumps([one.start([]), one.lost, one.start([])]), flush=True)
+say([one.start([]), one.lost, one.start([])])
 try:
     os.kill(pid, 0)
-    print(json.dumps("alive"), flush=True)
+    say("alive")
 except ProcessLookupError:
-    print(json.dumps("gone"), flush=True)
+    say("gone")
 """
     lines = [line for line in ran(code) if not isinstance(line, dict)]
     assert lines == [True, [False, True, False], "gone"]
 
 
 def test_the_resident_ends_with_its_socket():
-    code = "one.start([])\nhere.close()\nprint(json.dumps(os.waitpid(pid, 0)[1]), flush=True)"
+    code = "one.start([])\nhere.close()\nsay(os.waitpid(pid, 0)[1])"
     assert [line for line in ran(code) if not isinstance(line, dict)] == [0]
 
 
