@@ -12,7 +12,7 @@ LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test coverage containers check mutate build sbom lock bench gpu methods clean
+.PHONY: help install demo test coverage containers check mutate build sbom docs lock bench gpu methods clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -63,7 +63,15 @@ build: $(READY) ## Build the wheel and the source archive into dist/
 sbom: build ## List the wheel's components beside it in dist/: CycloneDX 1.6, with licences and hashes
 	@$(PYTHON) -m venv $(VENV)/sbom
 	@$(VENV)/sbom/bin/python $(LOCKED) -r lock/sbom.txt
-	@$(VENV)/sbom/bin/python tools/sbom.py --python $(BIN)/python --without test tools sbom --wheel dist/*.whl --out dist/fedveil.cdx.json
+	@$(VENV)/sbom/bin/python tools/sbom.py --python $(BIN)/python --without test tools sbom docs --wheel dist/*.whl --out dist/fedveil.cdx.json
+
+docs: $(READY) ## Make the documentation's site in build/site: docs/ and the pages that follow from the code
+	@$(PYTHON) -m venv $(VENV)/docs
+	@$(VENV)/docs/bin/python $(LOCKED) -r lock/docs.txt
+	@COLUMNS=100 $(BIN)/python -m tools.reference build/docs
+	@rm -rf build/site
+	@$(VENV)/docs/bin/sphinx-build -W --keep-going -q -b html build/docs build/site
+	@echo "build/site/index.html"
 
 lock: $(READY) ## Write lock/*.txt anew: the versions of constraints.txt with their hashes
 	@$(BIN)/python tools/lock.py $(ARGS)

@@ -5,13 +5,14 @@
 | server | everyone who gets the final model |
 | <site> | the server: the site's last factors or weights, paired by `factor_pairing.latest` |
 | <site>, merged | the server: the site's last upload, the rest from the broadcast it answered |
-| round 0 | nobody trained it: an attack must lose here, its interval containing 0.5 |
+| round 0 | nobody trained it: an attack must lose here |
+| other rows | half of the members taught it, and it is asked about the others: an attack must lose here |
 | another site's upload | for the alignment alone: the site's rows did not move it, so the attack must not win |
-| overfitted FedAvg | a few members known by heart, undefended: an attack must win here, its interval wholly above 0.5 |
+| overfitted FedAvg | a few members known by heart, undefended: an attack must win here |
 | <site>, the sum | of a secure run: the sum of all sites, taken for the site's own upload (attacks/unseen.py) |
 
-An attack whose controls fail proves nothing about the run, in either direction, and the result says so. Where round 0
-is already told apart, the non-members are not of the members' distribution.
+An attack whose controls fail proves nothing about the run, in either direction, and the result says so. Where rows are
+told apart in round 0, or by a model that was taught other rows, the non-members are not of the members' distribution.
 
 An attack gets the view of the tap, what every adversary knows (base model, initial weights, method) and rows without
 labels; which of them are members only the statistics know. Against a site's model scores are compared within a label,
@@ -27,21 +28,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedveil import rng, strategies, tasks
-from fedveil.attacks import controls, unseen
-from fedveil.attacks.base import Attack, Knowledge, ModelAttack, UploadAttack, View, installed
-from fedveil.attacks.controls import Overfitted
-from fedveil.attacks.findings import Audit, Finding, Numbers, Rebuilt, beside, finding, notes
+from fedveil.attacks import controls, statistics
+from fedveil.attacks.base import (
+    OTHER_ROWS,
+    OVERFITTED,
+    ROUND_0,
+    Attack,
+    Knowledge,
+    ModelAttack,
+    UploadAttack,
+    View,
+    installed,
+)
+from fedveil.attacks.controls import Control
+from fedveil.attacks.findings import TO_LOSE, Audit, Finding, Numbers, Rebuilt, beside, corrected, finding, notes
 from fedveil.attacks.hidden_model import factor_pairing
-from fedveil.attacks.membership.scores import PublicBase, centred
+from fedveil.attacks.membership.scores import PublicBase, centred, loss_of
 from fedveil.attacks.reconstruction import pictures
-from fedveil.attacks.samples import Sample, Source, samples
-from fedveil.attacks.unseen import SumView, UnseenView
+from fedveil.attacks.samples import LEAST, Sample, Source, samples
+from fedveil.attacks.unseen import of_run
 from fedveil.config import RunConfig
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows, Task
-from fedveil.federation.exchange import Exchange
-from fedveil.records.state import load_state
-from fedveil.sealed import Seal
 from fedveil.wire.tap import Tap
 
 ON_UPLOADS = 60  # rows of a side that attacks on uploads get: they may take a gradient of each
@@ -51,9 +59,7 @@ _UNREAD: Mapping[str, Sequence[str]] = {
     "gradients": (
         "Sites send gradients: there is no model of theirs to attack; the alignment is with what they sent.",
     ),
-    "changes": (
-        "The sites' uploads are NOT attacked: they are codes or changes of a proxy, which no attack here reads.",
-    ),
+    "changes": ("The sites' uploads are NOT attacked: they are changes of a proxy, which no attack here reads.",),
 }
 
 
@@ -84,24 +90,16 @@ def audit_run(
     """
     method = strategies.create(config.method.name, config.method.fields)
     task = tasks.load(config, method.adapter, device)
-    tap = Tap(folder / "tap", Seal.of_environment())
-    list(tap.messages())  # there, or an error that says how to get one
-    server = method.deployed(load_state(folder / "final" / "server.safetensors"))["server"]
-    view, sums, said = _views(tap, Exchange(method, config.method.name, task.spec), config, server)
+    view, sums, said, server = of_run(folder, config, method, task)
     members, non_members = samples(source, config, task, asked, view.sites)
-    known = [row for sample in members.values() for row in sample.rows]
-    known = random.Random(source.seed).sample(known, min(_BY_HEART, len(known)))
-    own = controls.settings(config)
-    control_task = tasks.load(own, strategies.create("fedavg").adapter, device)
     knowledge = Knowledge(
         task=task,
         initial=task.initial(rng.initial(config.run.seed, "weights")),
         server=server,
     )
-    say(f"Training the overfitted control on {len(known)} members")
     with tempfile.TemporaryDirectory() as scratch:
-        control = controls.overfitted(control_task, known, own, Tap(Path(scratch)))
-        found = audit(view, knowledge, members, non_members, control, source.seed, say, sums)
+        pair = controls_of(knowledge, config, members, source, Path(scratch), device, say)
+        found = audit(view, knowledge, members, non_members, *pair, source.seed, say, sums)
     found = replace(found, notes=[*said, *found.notes])
     sheet = pictures.reconstructed(view, task, config, members)
     if sheet is None:
@@ -109,12 +107,33 @@ def audit_run(
     return replace(found, notes=[*found.notes, *sheet.notes]), sheet.png
 
 
-def _views(tap: Tap, exchange: Exchange, config: RunConfig, server: Weights) -> tuple[View, View | None, Sequence[str]]:
-    """What the server saw; of a secure run also its sums, and sentences on what it could not see."""
-    if not config.secure.enabled:
-        return View.server(tap, exchange), None, ()
-    view, sums = UnseenView.of(tap, exchange, config.secure), SumView.of(tap, exchange, server)
-    return view, sums, unseen.notes(view, sums)
+def controls_of(
+    knowledge: Knowledge,
+    config: RunConfig,
+    members: Mapping[str, Sample],
+    source: Source,
+    scratch: Path,
+    device: str,
+    say: Callable[[str], None],
+    by_heart: int = _BY_HEART,
+) -> tuple[Control, Control | None]:
+    """The control that knows members by heart, and the one that half of the members taught as well as the run did."""
+    assert knowledge.server is not None
+    everyone = [row for sample in members.values() for row in sample.rows]
+    drawn = random.Random(source.seed).sample(everyone, len(everyone))
+    known, half = drawn[:by_heart], drawn[: min(len(drawn) // 2, source.most)]
+    own, adapter = controls.settings(config), strategies.create("fedavg").adapter
+    say(f"Training the overfitted control on {len(known)} members")
+    overfitted = controls.overfitted(tasks.load(own, adapter, device), known, own, Tap(scratch / "by-heart"))
+    if len(drawn) - len(half) < LEAST:
+        return overfitted, None
+    base = PublicBase(knowledge.task, knowledge.initial)
+    left = [loss_of(prediction) for prediction in knowledge.task.predict(knowledge.server, half)]
+    share = sum(left) / float(base.losses(half).sum())
+    say(f"Teaching the control of other rows {len(half)} members, to {100 * share:.0f} % of their loss")
+    gentle = controls.gently(own)
+    task = tasks.load(gentle, adapter, device)
+    return overfitted, controls.taught(task, half, gentle, Tap(scratch / "other-rows"), share)
 
 
 def audit(
@@ -122,12 +141,15 @@ def audit(
     knowledge: Knowledge,
     members: Mapping[str, Sample],
     non_members: Sample,
-    control: Overfitted,
+    control: Control,
+    taught: Control | None,
     seed: int,
     say: Callable[[str], None] = lambda text: None,
     sums: View | None = None,
+    attacks: Sequence[Attack] | None = None,
+    known: Sequence[Finding] = (),
 ) -> Audit:
-    """Runs every installed attack on the server's model, each rebuilt client, what each site sent, and the controls.
+    """Runs every attack on the server's model, each rebuilt client, what each site sent, and the controls.
 
     Args:
         view: the server's.
@@ -135,8 +157,11 @@ def audit(
         members: rows that each site trained on, of the sites that took part.
         non_members: rows that no site trained on, of the same distribution.
         control: the overfitted control.
+        taught: the control of other rows, where there are enough.
         seed: of the bootstrap.
         sums: of a secure run, where its broadcasts show them.
+        attacks: by default every installed one.
+        known: findings about the controls, where they are known already.
 
     Raises:
         ValueError: `knowledge` has no final model.
@@ -145,16 +170,11 @@ def audit(
         raise ValueError("knowledge.server: expected the server's final model, found None; give it to Knowledge")
     task, base = knowledge.task, PublicBase(knowledge.task, knowledge.initial)
     everyone = [row for sample in members.values() for row in sample.rows]
-    attacks = installed()
-    found = _Findings(attacks, base, non_members, seed, say)
-    found.of_model(ModelAttack.must_lose, task, knowledge.initial, everyone)
-    found.of_model(ModelAttack.must_win, control.task, control.weights, control.members)
-    known, some = (Sample(rows, [""] * len(rows)) for rows in (control.members[::2], non_members.rows))
-    own = Knowledge(control.task, knowledge.initial)
-    found.of_uploads(UploadAttack.must_win, control.view, "a", own, known.first(ON_UPLOADS), some.first(ON_UPLOADS))
+    attacks = installed() if attacks is None else attacks
+    found = Collector(attacks, base, non_members, seed, say)
+    found.done = [*(known or found.of_controls(knowledge, everyone, control, taught))]
     found.of_model("server", task, knowledge.server, everyone)
-    rebuilt, sites = [], list(members)
-    kind = view.exchange.method.sends
+    rebuilt, sites, kind = [], list(members), view.exchange.method.sends
     for site, sample in members.items():
         mine, theirs = sample.alike(sample.labels, ON_UPLOADS), non_members.alike(sample.labels, ON_UPLOADS)
         found.of_uploads(site, view, site, knowledge, mine, theirs)
@@ -173,7 +193,8 @@ def audit(
         if sums:
             summed = factor_pairing.latest(sums, site, knowledge.server)
             found.of_model(f"{site}, the sum", task, summed.weights, sample.rows, sample.labels)
-    return Audit(found.done, rebuilt, [*notes(found.done, control), *_unread(kind, attacks)])
+    done = corrected(found.done)
+    return Audit(done, rebuilt, [*notes(done, control, taught), *_unread(kind, attacks)])
 
 
 def _unread(kind: str, attacks: Sequence[Attack]) -> Sequence[str]:
@@ -182,7 +203,7 @@ def _unread(kind: str, attacks: Sequence[Attack]) -> Sequence[str]:
     return () if kind == "changes" and read else _UNREAD[kind]
 
 
-class _Findings:
+class Collector:
     """Runs the attacks and keeps what they found."""
 
     def __init__(
@@ -194,17 +215,42 @@ class _Findings:
         say: Callable[[str], None],
     ) -> None:
         self.done: list[Finding] = []
+        self._theirs: dict[tuple[object, ...], Mapping[str, Numbers]] = {}
         self._on_models = [attack for attack in attacks if isinstance(attack, ModelAttack)]
         self._on_uploads = [attack for attack in attacks if isinstance(attack, UploadAttack)]
         self._base, self._non_members, self._seed, self._say = base, non_members, seed, say
 
     def of_model(self, model: str, task: Task, weights: Weights, members: Rows, labels: Sequence[str] = ()) -> None:
-        """Every attack on one model; with the members' labels, within a label."""
+        """Every attack on one model; with the members' labels, within a label. Of controls those that an attack has."""
         others = self._non_members
+        attacks = [attack for attack in self._on_models if model not in TO_LOSE or model in attack.must_lose]
+        if not attacks:
+            return
         self._say(f"{model}: {len(members)} members, {len(others.rows)} non-members")
-        mine, theirs = (self._base.scores(self._on_models, task, weights, rows) for rows in (members, others.rows))
+        mine, theirs = (self._base.scores(attacks, task, weights, rows) for rows in (members, others.rows))
         for name in mine:
             self.add(model, name, mine[name], theirs[name], labels, others.labels)
+
+    def of_controls(
+        self, knowledge: Knowledge, everyone: Rows, control: Control, taught: Control | None
+    ) -> Sequence[Finding]:
+        """Every attack on the controls: what it found, which is not in `done`."""
+        self.of_model(ROUND_0, knowledge.task, knowledge.initial, everyone)
+        self.of_control(OVERFITTED, control, knowledge.initial, control.members, control.members[::2])
+        if taught:
+            seen = set(map(id, taught.members))
+            others = [row for row in everyone if id(row) not in seen]
+            self.of_control(OTHER_ROWS, taught, knowledge.initial, others, others)
+        found, self.done = self.done, []
+        return found
+
+    def of_control(self, name: str, control: Control, initial: Weights, members: Rows, of_client: Rows) -> None:
+        """Every attack on a trained control: `members` on its model, those `of_client` "a" on what that one sent."""
+        self.of_model(name, control.task, control.weights, members)
+        mine, others = (
+            Sample(rows, [""] * len(rows)).first(ON_UPLOADS) for rows in (of_client, self._non_members.rows)
+        )
+        self.of_uploads(name, control.view, "a", Knowledge(control.task, initial), mine, others)
 
     def of_uploads(
         self,
@@ -219,7 +265,11 @@ class _Findings:
         """Every attack that can read them on the uploads of `site`; of another site than the rows' it is a control."""
         for attack in self._on_uploads:
             if view.exchange.method.sends in attack.reads:
-                mine, theirs = (attack.scores(view, site, knowledge, side.rows) for side in (members, others))
+                mine = attack.scores(view, site, knowledge, members.rows)
+                asked = (id(attack), id(view), site, *map(id, others.rows))  # a site's own upload, and as a wrong one
+                if asked not in self._theirs:
+                    self._theirs[asked] = attack.scores(view, site, knowledge, others.rows)
+                theirs = self._theirs[asked]
                 for name in mine:
                     shown = beside(name) if is_control else name
                     self.add(model, shown, mine[name], theirs[name], members.labels, others.labels)
@@ -234,7 +284,9 @@ class _Findings:
         other_labels: Sequence[str],
     ) -> None:
         """The statistics of one attack's scores; nothing where no label has rows on both sides."""
-        if labels:
+        z = None
+        if labels and len(members) and len(non_members):
+            z = statistics.rank_test(members, non_members, labels, other_labels)
             members, non_members = centred(members, non_members, labels, other_labels)
         if len(members) and len(non_members):
-            self.done.append(finding(model, attack, members, non_members, self._seed))
+            self.done.append(finding(model, attack, members, non_members, self._seed, z))

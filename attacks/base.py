@@ -8,8 +8,11 @@ file and one test.
 
 | an attack on | reads | must win on | must lose on |
 |---|---|---|---|
-| a model (`ModelAttack`) | what the model says of a row | OVERFITTED | ROUND_0: its interval contains 0.5 |
-| uploads (`UploadAttack`) | what a site sent | OVERFITTED | WRONG_SITE: its interval is not above 0.5 |
+| a model (`ModelAttack`) | what the model says of a row | OVERFITTED | ROUND_0, OTHER_ROWS: rows are not told apart |
+| uploads (`UploadAttack`) | what a site sent | OVERFITTED | OTHER_ROWS; WRONG_SITE: members do not score higher |
+
+A control must be able to fail. One on which an attack scores all rows the same cannot, whatever rows it gets, and
+counts as not tried.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import importlib
 import inspect
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -39,6 +42,7 @@ from fedveil.wire.tap import Seen, Tap
 ENTRY_POINTS = "fedveil.attacks"
 OVERFITTED = "overfitted FedAvg"  # a few members known by heart, nothing withheld
 ROUND_0 = "round 0"  # the model before any round: nobody trained it
+OTHER_ROWS = "other rows"  # a model taught other rows of the sites than those it is asked about
 WRONG_SITE = "wrong site"  # a site's rows against another site's upload, which they did not move
 
 
@@ -103,7 +107,8 @@ class View:
         """What an upload adds to the sums, under the spec's names: the method itself reads its codes and masks."""
         method, spec = self.exchange.method, self.exchange.spec
         ctx = RoundContext(upload.round, upload.site, False, bytes(32))  # terms depend on no secret
-        return {term.name: term.value for term in method.terms(upload.payload, 1, spec, ctx).tensors}
+        terms = method.terms(upload.payload, 1, spec, ctx).tensors
+        return {term.name: term.value for term in terms if term.name in spec}
 
     def answered(self, upload: Sighting) -> Sighting | None:
         """The broadcast that an upload answers; None where the view has none. No other message is decoded."""
@@ -190,13 +195,13 @@ class Attack(ABC):
     """
 
     must_win: ClassVar[str] = OVERFITTED
-    must_lose: ClassVar[str]
+    must_lose: ClassVar[Sequence[str]]
 
 
 class ModelAttack(Attack):
     """An attack that reads what a model says of one row. The audit runs it on the server's and rebuilt models."""
 
-    must_lose: ClassVar[str] = ROUND_0
+    must_lose: ClassVar[Sequence[str]] = (ROUND_0, OTHER_ROWS)
 
     @abstractmethod
     def score(self, answer: Answer) -> Mapping[str, float]:
@@ -207,10 +212,11 @@ class UploadAttack(Attack):
     """An attack that reads what a site sent.
 
     Attributes:
-        reads: the kinds of upload (`Method.uploads`: "weights", "gradients" or "coded") that it understands.
+        reads: the kinds of upload (`Method.sends`: "weights", "gradients" or "changes") that it understands. Codes are
+            no kind: `View.added` gives what they stand for.
     """
 
-    must_lose: ClassVar[str] = WRONG_SITE
+    must_lose: ClassVar[Sequence[str]] = (OTHER_ROWS, WRONG_SITE)
     reads: ClassVar[frozenset[str]] = frozenset({"weights", "gradients"})
 
     @abstractmethod

@@ -1,4 +1,13 @@
-"""The undefended control: a model that knows some members by heart. An attack that loses there measures nothing."""
+"""Controls that are trained, both undefended.
+
+| control | what it is | what an attack does there |
+|---|---|---|
+| `overfitted` | knows some members by heart | it wins, or it measures nothing |
+| `taught` | was taught members as well as the run's model, and is asked about others | it loses, or rows differ |
+
+Training on rows of one source lowers the loss of all rows of that source, and an attack takes that for membership where
+the non-members are of another one. A model of before any training does not show it.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +38,20 @@ _SETTINGS: Mapping[str, object] = {
     "cohort.fraction": 1.0,
     "run.deterministic": True,
     "client.worker": False,
-    "secure.enabled": False,
 }
+_DEFENCES = ("dp.", "secure.", "aggregate.")  # left at their defaults, which are none
 
 
 @dataclass(frozen=True)
-class Overfitted:
-    """The control after its training.
+class Control:
+    """A control after its training.
 
     Attributes:
         weights: of the server's model.
-        rounds: how many there were, of 8 epochs each.
-        loss_share: the members' loss at the end, as a part of their loss at the start.
-        task, members: what the control was trained with, and the rows it was trained on. Client "a" has every other
-            member, from the first on.
+        rounds: how many there were.
+        loss_share: the loss of the rows that it was trained on at the end, as a part of that at the start.
+        task, members: what it was trained with, and the rows it was trained on. Client "a" has every other
+            one, from the first on.
         view: the server's, of the control's messages.
     """
 
@@ -55,19 +64,25 @@ class Overfitted:
 
 
 def settings(config: RunConfig) -> RunConfig:
-    """The control's config: the run's, with FedAvg of every site in every round and a higher learning rate.
+    """The controls' config: the run's, with FedAvg of every site in every round and a higher learning rate.
 
     The rate is three times the run's, and 3e-3 at least. Pages, which this machine may not have, become plain memory.
     """
     rate = max(3 * config.train.learning_rate, 3e-3)
     unpaged = {"train.optimiser": config.train.optimiser.removeprefix("paged-")}
+    undefended = {key: value for key, value in config.flat().items() if not key.startswith(_DEFENCES)}
     return parse(
-        {**config.flat(), **_SETTINGS, **unpaged}
+        {**undefended, **_SETTINGS, **unpaged}
         | {"train.learning-rate": rate, "train.batch-size": 8, "train.score-rows": 64}
     )
 
 
-def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int = 8) -> Overfitted:
+def gently(config: RunConfig) -> RunConfig:
+    """The config of the control `taught`, from that of `settings`: rounds of one epoch, so that it ends in time."""
+    return parse({**config.flat(), "train.epochs": 1})
+
+
+def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int = 8) -> Control:
     """Trains FedAvg of two clients on `members`.
 
     It ends when their loss is KNOWN_BY_HEART of what it was at the start, and after `rounds` at the latest.
@@ -77,6 +92,24 @@ def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: i
         config: as `settings` made it.
         tap: records the messages.
     """
+    return _trained(task, members, config, tap, rounds, KNOWN_BY_HEART)
+
+
+def taught(task: Task, rows: Rows, config: RunConfig, tap: Tap, loss_share: float, rounds: int = 16) -> Control:
+    """Trains FedAvg of two clients on `rows`, which no attack is to be asked about.
+
+    It ends when their loss is that share of what it was at the start, and after `rounds` at the latest.
+
+    Args:
+        task: loaded with `config`.
+        config: as `gently` made it.
+        tap: records the messages.
+        loss_share: the share that the model under attack has left of its members' loss.
+    """
+    return _trained(task, rows, config, tap, rounds, loss_share)
+
+
+def _trained(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int, until: float) -> Control:
     exchange = Exchange(strategies.create("fedavg"), "fedavg", task.spec)
     initial = task.initial(rng.initial(config.run.seed, "weights"))
     parts = {"a": members[::2], "b": members[1::2]} if len(members) > 1 else {"a": members}
@@ -92,7 +125,7 @@ def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: i
         now = sum(report["loss_received"] for report in federation.reports.values()) / len(parts)
         first = now if first is None else first
         share = now / first
-        if share <= KNOWN_BY_HEART:
+        if share <= until:
             break
     weights, view = federation.deployed()["server"], View.server(tap, exchange)
-    return Overfitted(weights, round_ + 1, share, task, members, view)
+    return Control(weights, round_ + 1, share, task, members, view)

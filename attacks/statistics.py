@@ -5,21 +5,22 @@ Scores are higher where a row is more likely a member. No statistic is ever flip
 | function | source |
 |---|---|
 | `auroc` | Mann and Whitney 1947 |
+| `rank_test` | Mann and Whitney 1947; within labels van Elteren 1960 |
 | `hanley_mcneil` | Hanley and McNeil 1982 |
 | `tpr_at_fpr` | Carlini et al. 2022, Membership Inference Attacks From First Principles, section II |
 | `clopper_pearson` | Clopper and Pearson 1934 |
 | `epsilon_lower_bound` | Jagielski, Ullman, Oprea 2020; Nasr et al. 2021 |
 | `canary_epsilon` | Nasr et al. 2023, Tight Auditing of Differentially Private Machine Learning |
+| `holm` | Holm 1979, A Simple Sequentially Rejective Multiple Test Procedure |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,9 +112,44 @@ def paired_difference(
     return Estimate(statistic(*mine) - statistic(*other), float(low), float(high))
 
 
-def verdict(low: float, high: float, at: float = 0.5) -> Literal["above", "contains", "below"]:
-    """Where an interval lies: wholly above `at`, with `at` in it, or wholly below."""
-    return "above" if low > at else "below" if high < at else "contains"
+def rank_test(
+    members: Scores, non_members: Scores, member_labels: Sequence[str] = (), other_labels: Sequence[str] = ()
+) -> float:
+    """z of the rank sums within labels, standard normal where members and non-members of a label score alike.
+
+    Above 0 where members score higher. Labels weigh by their least variance; without labels it is Mann and Whitney's
+    test, with ties. 0 where no label has rows on both sides, or all its rows score the same.
+    """
+    _check(members, non_members)
+    mine, theirs = (np.asarray(of) if len(of) else np.zeros(n) for of, n in (
+        (member_labels, len(members)), (other_labels, len(non_members)),
+    ))  # fmt: skip
+    total = variance = 0.0
+    for label in set(mine.tolist()) & set(theirs.tolist()):
+        m, o = members[mine == label], non_members[theirs == label]
+        size, pairs = len(m) + len(o), len(m) * len(o)
+        tied = np.unique(np.concatenate((m, o)), return_counts=True)[1]
+        weight = pairs / (size + 1)
+        total += weight * (auroc(m, o) - 0.5)
+        variance += weight**2 * (size + 1 - float((tied**3 - tied).sum()) / (size * (size - 1))) / (12 * pairs)
+    return total / math.sqrt(variance) if variance > 1e-12 else 0.0
+
+
+def two_sided(z: float) -> float:
+    """The chance of a standard normal further from 0 than z."""
+    return math.erfc(abs(z) / math.sqrt(2))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values corrected for their number: of all below alpha, one or more is false with at most that chance.
+
+    It holds however the tests depend on each other.
+    """
+    found, highest = [1.0] * len(p_values), 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        found[i] = highest
+    return found
 
 
 @lru_cache(maxsize=1 << 14)  # a bound asks for the same counts at many thresholds

@@ -23,6 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import final
 
 import torch
@@ -31,16 +32,19 @@ from typing_extensions import override
 
 from fedveil.algebra import fedsgd
 from fedveil.attacks.base import Sighting, View
-from fedveil.config import SecureConfig
+from fedveil.config import RunConfig, SecureConfig
 from fedveil.contract.layout import Direction, Payload
 from fedveil.contract.method import Method
 from fedveil.contract.spec import Weights
+from fedveil.contract.task import Task
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.secure import masks
 from fedveil.federation.secure.masks import Integers, Mask
 from fedveil.federation.summed.ring import Ring
 from fedveil.federation.summed.summands import Slots
 from fedveil.federation.summed.uploads import Summed
+from fedveil.records.state import load_state
+from fedveil.sealed import Seal
 from fedveil.strategies.fixed_position import FixedPosition
 from fedveil.strategies.random_binary import RandomBinary
 from fedveil.wire.payloads import tensors_of
@@ -172,6 +176,24 @@ def _rate(method: Method) -> float | None:
 def _read_as(exchange: Exchange) -> Exchange:
     method = exchange.method
     return replace(exchange, method=replace(method, wire="implicit")) if isinstance(method, RandomBinary) else exchange
+
+
+def of_run(
+    folder: Path, config: RunConfig, method: Method, task: Task
+) -> tuple[View, View | None, Sequence[str], Weights]:
+    """`views` of the run in that folder, and its final model. Raises StateError where tap or model are missing."""
+    tap = Tap(folder / "tap", Seal.of_environment())
+    list(tap.messages())  # there, or an error that says how to get one
+    server = method.deployed(load_state(folder / "final" / "server.safetensors"))["server"]
+    return *views(tap, Exchange(method, config.method.name, task.spec), config, server), server
+
+
+def views(tap: Tap, exchange: Exchange, config: RunConfig, server: Weights) -> tuple[View, View | None, Sequence[str]]:
+    """What the server saw; of a secure run also its sums, and sentences on what it could not see."""
+    if not config.secure.enabled:
+        return View.server(tap, exchange), None, ()
+    view, sums = UnseenView.of(tap, exchange, config.secure), SumView.of(tap, exchange, server)
+    return view, sums, notes(view, sums)
 
 
 def notes(view: UnseenView, sums: SumView | None) -> list[str]:

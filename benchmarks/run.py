@@ -2,8 +2,9 @@
 
 A runner is a module below this folder with `run(preset, options) -> Outcome`. The result has one schema for all:
 
-    {"preset", "quick", "commit", "environment", "rows": [{"name", "metrics": {name: {mean, low, high, n}}, ...}],
-     "paper": {row: {metric: value}}, "differences": [...], "verdicts": [...]}
+    {"preset", "quick", "seconds", "commit", "environment",
+     "rows": [{"name", "metrics": {name: {mean, low, high, n}}, ...}], "paper": {row: {metric: value}},
+     "differences": [...], "verdicts": [...]}
 """
 
 from __future__ import annotations
@@ -15,17 +16,16 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fedveil import places
 from fedveil.errors import ConfigError
-
-# Student's t, two-sided 95 %, by degrees of freedom; the normal's value beyond.
-_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,29 @@ def names() -> list[str]:
     return sorted(str(p.relative_to(presets).with_suffix("")) for p in presets.glob("*/*.toml"))
 
 
-def run_preset(name: str, options: Options) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The result of one preset, and the files beside it, by suffix. Raises ConfigError for an unknown preset."""
+def read(name: str, quick: bool) -> dict[str, Any]:
+    """A preset as its file has it; "settings" are those of the form asked for. Raises ConfigError for no preset."""
     if name not in names():
         raise ConfigError(f'preset: expected one of {names()}, found "{name}"')
     preset = tomllib.loads((places.folder("benchmarks/presets") / f"{name}.toml").read_text())
-    settings = _merged(preset["settings"], preset.get("quick", {}) if options.quick else {})
-    outcome: Outcome = importlib.import_module(f"fedveil.benchmarks.{preset['runner']}").run(settings, options)
+    return preset | {"settings": _merged(preset["settings"], preset.get("quick", {}) if quick else {})}
+
+
+def runner(preset: Mapping[str, Any]) -> ModuleType:
+    """The module that runs it."""
+    return importlib.import_module(f"fedveil.benchmarks.{preset['runner']}")
+
+
+def run_preset(name: str, options: Options) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The result of one preset, and the files beside it, by suffix. Raises ConfigError for an unknown preset."""
+    preset = read(name, options.quick)
+    began = time.monotonic()
+    outcome: Outcome = runner(preset).run(preset["settings"], options)
     result = {
         "preset": name,
         "title": preset["title"],
         "quick": options.quick,
+        "seconds": round(time.monotonic() - began, 1),
         "commit": commit(),
         "environment": environment(),
         "rows": outcome.rows,
@@ -107,9 +119,11 @@ def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
     return settings | changes | nested
 
 
-def student_t(freedom: int) -> float:
-    """What a standard error is multiplied with for a two-sided interval of 95 %."""
-    return _T95.get(freedom, 1.96)
+def student_t(freedom: int, alpha: float = 0.05) -> float:
+    """What a standard error is multiplied with for a two-sided interval of 1 - alpha, by its degrees of freedom."""
+    from scipy.special import stdtrit  # heavy
+
+    return -float(stdtrit(freedom, alpha / 2))
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:

@@ -9,6 +9,7 @@ worker that ended, whether for want of memory, without a figure.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
-from fedveil.client_app.site import policy, secure
+from fedveil.client_app.site import cause, policy, secure
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore
 from fedveil.client_app.worker import link
@@ -48,6 +49,7 @@ def train(message: Message, context: Context) -> Message:
         upload = _take_part(message, context)
     except Exception as error:
         log(ERROR, "this site's turn failed", exc_info=error)
+        cause.note(error)
         return Message(Error(_RAISED, public_reason(error)), reply_to=message)
     log(INFO, "turn of %.1f s, upload of %s bytes", time.monotonic() - started, sum(map(len, upload)))
     return _reply(message, upload)
@@ -61,6 +63,7 @@ def secure_(message: Message, context: Context) -> Message:
         answer = _answered(record, assignment)
     except Exception as error:
         log(ERROR, "this site's answer failed", exc_info=error)
+        cause.note(error)
         return Message(Error(_RAISED, public_reason(error)), reply_to=message)
     return _reply(message, list(slices.sliced([answer])))
 
@@ -98,8 +101,8 @@ def _take_part(message: Message, context: Context) -> list[bytes]:
     with PrivateStore.of(assignment.site.state_dir, assignment.order.run, assignment.name).in_turn():
         policy.count_round(assignment)
         upload = _trained(record, assignment)
-    num_examples = header.of_slices(upload)["num_examples"]
-    policy.check_upload(assignment, down_bytes, sum(map(len, upload)), num_examples)
+    said = header.of_slices(upload)
+    policy.check_upload(assignment, down_bytes, sum(map(len, upload)), said["num_examples"], said["report"])
     return upload
 
 
@@ -115,7 +118,8 @@ def _in_this_process(message: Iterator[bytes], assignment: Assignment) -> list[b
     # Imported here because a process that hands the message to a worker must not pay for torch.
     from fedveil.client_app.turn import Turns
 
-    turn = Turns().take(lambda: b"".join(message), assignment, _until(assignment.order.seconds))
+    with contextlib.closing(Turns()) as turns:
+        turn = turns.take(lambda: b"".join(message), assignment, _until(assignment.order.seconds))
     return list(slices.sliced(slices.drained(turn.parts)))
 
 

@@ -1,4 +1,4 @@
-"""The terminal, for text that others wrote: no markup and no emoji codes of theirs are rendered."""
+"""The terminal, for text that others wrote, of which no markup and no emoji codes are rendered; and our docstrings."""
 
 from __future__ import annotations
 
@@ -8,3 +8,18 @@ from rich.console import Console
 def terminal() -> Console:
     """A console that prints strings as they are; what may hold escape codes goes through `fedveil.foreign.shown`."""
     return Console(markup=False, highlight=False, emoji=False)
+
+
+def markdown(docstring: str) -> str:
+    """A docstring as Markdown: a table's row on one line; tables, formulas and who learns what stand apart."""
+    lines: list[str] = []
+    for line in docstring.splitlines():
+        if lines and lines[-1].startswith("|") and not lines[-1].rstrip().endswith("|"):
+            lines[-1] = f"{lines[-1].rstrip()} {line.strip()}"
+            continue
+        before = lines[-1] if lines else ""
+        begins = [line.startswith(mark) and not before.startswith(mark[:1]) for mark in ("|", "    ")]
+        if before and (any(begins) or line.startswith("The server learns:")):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)

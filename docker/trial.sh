@@ -22,7 +22,7 @@ server)
   mv /federation/new /federation/trial
   ;;
 site)
-  if [ -e "/kit/node-config.toml" ]; then exit 0; fi
+  if [ -e "/kit/containers.toml" ]; then exit 0; fi
   tar -xzf "/handover/kits/$2.tar.gz" -C /tmp
   cd "/tmp/trial-$2"
   sha256sum -c --quiet SHA256SUMS
@@ -46,11 +46,11 @@ max-bytes-a-round = 50_000_000
 "secure.roster" = ["", "/roster/roster.json"]
 POLICY
   # The three share one folder of rows: each takes a third.
-  sed -i 's:/kit/site-policy.toml:/secret/site-policy.toml:' node-config.toml
-  printf 'partition-id = %d\nnum-partitions = 3\n' "$3" >>node-config.toml
+  sed -i 's:/kit/site-policy.toml:/secret/site-policy.toml:' containers.toml
+  printf 'partition-id = %d\nnum-partitions = 3\n' "$3" >>containers.toml
   fedveil site init --kit . --out /keys --secret /secret/superexec-secret --renew
   mkdir -p /handover/requests
   cp /keys/request.json "/handover/requests/$2.json"
-  cp ca.crt site.toml node-config.toml /kit/
+  cp ca.crt site.toml containers.toml /kit/
   ;;
 esac

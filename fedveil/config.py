@@ -11,65 +11,60 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from fedveil.errors import ConfigError
 from fedveil.foreign import shown
-
-
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, alias_generator=_kebab, populate_by_name=True, allow_inf_nan=False
-    )
+from fedveil.sections import Section as _Section
+from fedveil.sections import SinksConfig, kebab
 
 
 class MethodConfig(_Section):
-    """`fields` is TOML text, the fields of that method's dataclass: "rho = 0.5"."""
+    """Who shares what with whom: the method."""
 
-    name: str = "fedrand"
-    fields: str = ""
+    name: str = Field("fedrand", description="the method: a file of strategies/, see `fedveil methods`")
+    fields: str = Field("", description='its fields, as TOML text: "rho = 0.5"; see `fedveil methods NAME`')
 
 
 class TaskConfig(_Section):
-    """What is learned, and on which data.
+    """What is learned, and on which data."""
 
-    `data` is the folder of the rows, unless a site's node config names its own; `evaluation` is the server's own test
-    data ("" = the server scores nothing). `label_pattern` is a regular expression with one group, which extracts the
-    label for partitioning from `label_column` ("" = the column itself).
-    """
-
-    name: str = "text-generation"
-    model: str = "tiny"
-    data: str = ""
-    evaluation: str = ""
+    name: str = Field("text-generation", description="what is learned: a file of fedveil/tasks/")
+    model: str = Field("tiny", description="the base: tiny (bundled), a local folder, or a Hugging Face id")
+    data: str = Field("", description="folder of the rows, at sites whose node config names none of their own")
+    evaluation: str = Field("", description="the server's own test data; empty = the server scores nothing")
     server_data: str = Field(
         "", description="rows that the server trains on before round 0, for methods that do (fedsp)"
     )
-    source_column: str = "mr"
-    target_column: str = "ref"
-    image_column: str = "image"
+    source_column: str = Field("mr", description="column of what is given: a text, a question")
+    target_column: str = Field("ref", description="column of what is to be said: a text, a class, a caption")
+    image_column: str = Field("image", description="column of the pictures: bytes, or paths beside the file")
     choices_column: str = Field("", description="vision-language: choices of a question; empty = captions")
-    label_column: str = "mr"
-    label_pattern: str = ""
-    partition: Literal["iid", "dirichlet", "pathological", "natural"] = "iid"
-    alpha: float = Field(0.5, gt=0)
+    label_column: str = Field("mr", description="column by whose values rows are dealt out to sites")
+    label_pattern: str = Field(
+        "", description="regular expression with one group, which is the label; empty = the whole column"
+    )
+    partition: Literal["iid", "dirichlet", "pathological", "natural"] = Field(
+        "iid", description="how sites that share a folder share its rows; no part in sites with folders of their own"
+    )
+    alpha: float = Field(0.5, gt=0, description="dirichlet: smaller = sites differ more")
     classes: int = Field(10, ge=2, description="image-classification: classes of a model that starts without weights")
     from_scratch: bool = Field(False, description="image-classification: a model folder may be without weights")
     class_names: str = Field("", description="clip-prompt: all names, split by commas; empty = those of the data")
     classes_per_site: int = Field(2, ge=0, description="pathological: labels a site; 0 = each label has one site")
     max_examples: int = Field(0, ge=0, description="training rows a site; 0 = all")
     max_tokens: int = Field(96, ge=8, description="longest sequence, source and target together")
+    chat_template: bool = Field(
+        False,
+        description="text-generation: a row is a message and its answer, in the words of the base's chat template",
+    )
 
 
 class TrainConfig(_Section):
     """Local training. The optimiser starts anew at every participation."""
 
-    epochs: int = Field(1, ge=0)
-    batch_size: int = Field(16, ge=1)
+    epochs: int = Field(1, ge=0, description="passes over a site's rows in a participation")
+    batch_size: int = Field(16, ge=1, description="rows")
     accumulate: int = Field(1, ge=1, description="batches in an optimiser step, which count as one large batch")
     max_steps: int = Field(0, ge=0, description="most optimiser steps in a participation; 0 = the epochs decide")
     learning_rate: float = Field(3e-4, gt=0, description="the highest one, where there is a schedule or a warm-up")
@@ -77,10 +72,12 @@ class TrainConfig(_Section):
         "constant", description="of the learning rate over the whole run; see training/schedule.py"
     )
     warmup: float = Field(0.0, ge=0, lt=1, description="part of the run in which the learning rate rises from 0")
-    weight_decay: float = Field(1e-6, ge=0)
+    weight_decay: float = Field(1e-6, ge=0, description="AdamW's")
     max_gradient_norm: float = Field(0.0, ge=0, description="a step's gradient is scaled down to it; 0 = off")
-    precision: Literal["fp32", "bf16"] = "fp32"
-    quantized_base: Literal["none", "4bit", "8bit"] = "none"
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast, and a frozen base kept in it")
+    quantized_base: Literal["none", "4bit", "8bit"] = Field(
+        "none", description="a frozen base in bitsandbytes' formats, under LoRA"
+    )
     optimiser: Literal["adamw", "adamw-8bit", "paged-adamw-8bit"] = Field(
         "adamw", description="adamw-8bit: a quarter of AdamW's memory (bitsandbytes), slow on a CPU; paged: GPUs only"
     )
@@ -110,28 +107,44 @@ class DpConfig(_Section):
     noise: float = Field(0.0, ge=0, description="z: noise of z C on a step's sum; see `fedveil privacy plan`")
     learning_rate: float = Field(0.1, gt=0, description="of the noisy steps, which are plain SGD")
     epsilon: float = Field(0.0, ge=0, description="most that a record may be charged; 0 = charges are only counted")
-    delta: float = Field(1e-5, gt=0, lt=1)
-    neighbours: Literal["replace-one", "add-or-remove-one"] = "replace-one"
+    delta: float = Field(1e-5, gt=0, lt=1, description="chance that epsilon bounds nothing; below 1 / rows")
+    neighbours: Literal["replace-one", "add-or-remove-one"] = Field(
+        "replace-one", description="the data sets that epsilon cannot tell apart: one row is another one, or is missing"
+    )
 
 
 class EvaluateConfig(_Section):
     """Scoring on the server's own test data."""
 
     every: int = Field(1, ge=0, description="rounds from one evaluation to the next; 0 = the last round only")
-    generate: Literal["never", "last", "always"] = "last"
-    max_examples: int = Field(200, ge=1)
-    max_new_tokens: int = Field(48, ge=1)
-    beams: int = Field(1, ge=1)
+    generate: Literal["never", "last", "always"] = Field(
+        "last", description="when texts are generated and scored as well; it is slow"
+    )
+    max_examples: int = Field(200, ge=1, description="test rows; of texts, distinct sources")
+    max_new_tokens: int = Field(48, ge=1, description="of a generated text")
+    beams: int = Field(1, ge=1, description="of beam search; 1 = greedy")
+    keep: Literal["last", "best"] = Field("last", description="which round's model the run ends with, and final/ holds")
+    metric: str = Field("loss", description="score on task.evaluation that says which is best; each task names its own")
+    patience: int = Field(
+        0, ge=0, description="evaluations in a row without improvement after which the run stops; 0 = never"
+    )
+    min_delta: float = Field(0.0, ge=0, description="the least change of the metric that patience takes for one")
+    held_out: float = Field(
+        0.0,
+        ge=0,
+        le=0.5,
+        description="part of a site's rows on which it scores received weights, if its policy permits",
+    )
 
 
 class CohortConfig(_Section):
     """Who takes part in a round. ceil(fraction x sites) sites are drawn without replacement."""
 
-    fraction: float = Field(1.0, gt=0, le=1)
+    fraction: float = Field(1.0, gt=0, le=1, description="of the connected sites, drawn in each round")
     min_sites: int = Field(2, ge=1, description="quorum: accepted uploads that a round needs")
     sites: int = Field(0, ge=0, description="sites to wait for before round 0; 0 = min-sites")
-    wait_seconds: float = Field(120.0, gt=0)
-    deadline_seconds: float = Field(900.0, gt=0)
+    wait_seconds: float = Field(120.0, gt=0, description="how long the server waits for enough sites to connect")
+    deadline_seconds: float = Field(900.0, gt=0, description="a round ends then, with the sites that have answered")
     repeats: int = Field(2, ge=0, description="how often a round below the quorum is repeated")
     max_share: float = Field(0.5, ge=0.5, le=1, description="most of a round's examples that one site counts for")
     norm_factor: float = Field(
@@ -146,7 +159,9 @@ class AggregateConfig(_Section):
     `median` and `trimmed` work entry by entry, `multi-krum` leaves whole uploads out.
     """
 
-    rule: Literal["mean", "median", "trimmed", "multi-krum"] = "mean"
+    rule: Literal["mean", "median", "trimmed", "multi-krum"] = Field(
+        "mean", description="of a round's uploads; all but mean are against hostile sites"
+    )
     trim: float = Field(0.2, ge=0, lt=0.5, description="trimmed: share of the values left out at each end")
     hostile: int = Field(1, ge=1, le=10_000, description="multi-krum: f, sites of a round that may send anything")
     best: int = Field(0, ge=0, le=10_000, description="multi-krum: m, uploads averaged; 0 = all but f + 2")
@@ -155,7 +170,7 @@ class AggregateConfig(_Section):
 class SecureConfig(_Section):
     """Secure aggregation: the server gets the sum of a round's uploads, and nothing of a single one."""
 
-    enabled: bool = False
+    enabled: bool = Field(False, description="the server gets sums of uploads, and no single one")
     threshold: int = Field(0, ge=0, le=10_000, description="holders that open a secret; 0 = more than two thirds")
     min_sites: int = Field(3, ge=2, le=10_000, description="sites that a sum must have")
     ring_bits: Literal[32, 64] = Field(32, description="of each integer that is sent in place of a weight")
@@ -193,26 +208,27 @@ class SecureConfig(_Section):
 
 
 class ClientConfig(_Section):
-    """How a site trains. `worker`: in a process that outlives the round; otherwise in each round's client process."""
+    """In which process a site trains."""
 
-    worker: bool = True
+    worker: bool = Field(True, description="training in a process that outlives the round; false = in each round's own")
 
 
 class RunSection(_Section):
-    """The run itself.
+    """The run itself."""
 
-    `dir` is absolute, or relative to the folder in which the SuperLink runs. `fedveil app sign` makes the `signature`.
-    """
-
-    rounds: int = Field(5, ge=1)
-    seed: int = Field(0, ge=0)
-    deterministic: bool = False
-    dir: str = "runs"
+    rounds: int = Field(5, ge=1, description="of the whole run, those before a resume among them")
+    seed: int = Field(0, ge=0, description="of every draw that need not be secret")
+    deterministic: bool = Field(False, description="every draw follows from the seed: for tests, never for real data")
+    dir: str = Field("runs", description="folder of run folders: absolute, or below where the SuperLink runs")
     # With the nine characters that the server adds it is the name of a folder at every site.
-    name: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,54})?$")
-    tap: bool = False
-    resume: bool = False
-    signature: str = ""
+    name: str = Field(
+        "", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,54})?$", description="of the run folder; empty = one is made up"
+    )
+    tap: bool = Field(
+        False, description="keep all messages as they crossed the wire, for `fedveil audit`; as secret as they"
+    )
+    resume: bool = Field(False, description="go on from the checkpoint of the run of that name")
+    signature: str = Field("", description="of `fedveil app sign`, for sites whose policy asks for a signer")
 
 
 class RunConfig(_Section):
@@ -227,6 +243,7 @@ class RunConfig(_Section):
     aggregate: AggregateConfig = AggregateConfig()
     secure: SecureConfig = SecureConfig()
     client: ClientConfig = ClientConfig()
+    sinks: SinksConfig = SinksConfig()
     run: RunSection = RunSection()
 
     def flat(self) -> dict[str, bool | int | float | str]:
@@ -260,7 +277,7 @@ def _line(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         section = str(error["loc"][0])
         model = RunConfig.model_fields.get(section)
-        known = [_kebab(n) for n in model.annotation.model_fields] if model and model.annotation else []
+        known = [kebab(n) for n in model.annotation.model_fields] if model and model.annotation else []
         where = (
             f"expected one of {known} in [{section}]"
             if known

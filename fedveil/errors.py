@@ -7,7 +7,8 @@
     ├── UploadRefused    a well-formed upload that the intake gate keeps out of the sums
     ├── QuorumError      too few uploads, more often than the run allows
     ├── WorkerError      the site's worker process cannot be started, or it ended in a turn
-    │   └── OutOfMemoryError   it needs more memory than it may have
+    │   ├── OutOfMemoryError   it needs more memory than it may have
+    │   └── RankError          one of the processes that train together has ended, or failed
     ├── StateError       a checkpoint, private state or run folder that cannot be read or written
     └── PolicyError      this site does not permit what was asked
         └── BudgetError  a record would be charged more privacy than its budget allows
@@ -58,3 +59,7 @@ class WorkerError(FedVeilError):
 
 class OutOfMemoryError(WorkerError):
     """The site's worker needs more memory than it may have."""
+
+
+class RankError(WorkerError):
+    """One of the processes that train together has ended, or failed."""

@@ -11,6 +11,8 @@ are made here too.
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -59,9 +61,15 @@ def file(name: str) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """`path`, which exists then: it and the parents that were missing are readable by their owner alone."""
+    """`path`, which exists then: it and the parents that were missing are readable by their owner alone.
+
+    Raises:
+        OSError: it cannot be made, or is a file; it names the path.
+    """
     for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
         folder.mkdir(mode=0o700, exist_ok=True)  # not with parents=True, which gives them the usual mode
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     return path
 
 

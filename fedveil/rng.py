@@ -2,8 +2,9 @@
 
 A stream is a keyed generator: BLAKE2b of (secret, round, client, purpose) gives the key, and AES-256 in counter mode
 gives the bytes. Nobody can predict them without the secret; with it, the same call gives the same draws on every
-machine. Masks, cohorts and seeds are drawn from the stream itself. `torch_generator` is for initial weights and batch
-order, which need not be secret.
+machine. Cohorts, columns, keys and seeds are drawn from the stream itself; such a key is expanded to masks over entries
+of tensors by another cipher (`fedveil.algebra.chacha`). `torch_generator` is for initial weights and batch order, which
+need not be secret.
 
 Noise that protects people comes from the operating system (`fedveil.privacy`), never from a stream, except in a
 deterministic run, which makes no promise.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -52,6 +54,39 @@ def _keystream(key: bytes) -> CipherContext:
     return Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
 
 
+def threshold(probability: float) -> tuple[int, int]:
+    """What a byte is compared with, and the 24 bits that decide where the two are equal.
+
+    Raises:
+        ValueError: it is no probability.
+    """
+    if not 0.0 <= probability <= 1.0:
+        raise ValueError(f"probability: expected 0 to 1, found {probability}")
+    return divmod(round(probability * 2**32), 2**24)
+
+
+def decided(
+    keystream: CipherContext, ties: Callable[[], CipherContext], probability: float, shape: tuple[int, ...]
+) -> Tensor:
+    """Independent booleans, each True with `probability` (to within 2**-32; exactly so at 0 and 1).
+
+    One byte of `keystream` decides an entry, unless it equals the threshold's first byte. Such an entry, one in 256, is
+    decided by 24 bits of the next word of `ties` and the rest of the threshold. Raises ValueError as `threshold`.
+    """
+    first, rest = threshold(probability)
+    n = int(np.prod(shape, dtype=np.int64))
+    out = np.empty(n, dtype=bool)
+    for start in range(0, n, _BLOCK):
+        drawn = np.frombuffer(keystream.update(bytes(min(_BLOCK, n - start))), dtype=np.uint8)
+        block = out[start : start + _BLOCK]
+        np.less(drawn, first, out=block)
+        if rest:
+            tied = np.flatnonzero(drawn == first)
+            words = np.frombuffer(ties().update(bytes(4 * len(tied))), dtype="<u4") >> 8
+            block[tied] = words < rest
+    return torch.from_numpy(out).reshape(shape)
+
+
 @dataclass
 class Stream:
     """A stream of random bytes under a key of 32 bytes. Draws advance it."""
@@ -77,25 +112,8 @@ class Stream:
         return Stream(_digest(self.key, b"split", purpose.encode()))
 
     def bernoulli(self, probability: float, shape: tuple[int, ...]) -> Tensor:
-        """Independent booleans, each True with `probability` (to within 2**-32; exactly so at 0 and 1).
-
-        One byte decides an entry, unless it equals the threshold's first byte. Such an entry, one in 256, is decided by
-        24 bits of a second stream (its key is the digest of this key and "ties") and the rest of the threshold.
-        """
-        if not 0.0 <= probability <= 1.0:
-            raise ValueError(f"probability: expected 0 to 1, found {probability}")
-        n = int(np.prod(shape, dtype=np.int64))
-        out = np.empty(n, dtype=bool)
-        first, rest = divmod(round(probability * 2**32), 2**24)
-        for start in range(0, n, _BLOCK):
-            drawn = np.frombuffer(self.bytes(min(_BLOCK, n - start)), dtype=np.uint8)
-            block = out[start : start + _BLOCK]
-            np.less(drawn, first, out=block)
-            if rest:
-                tied = np.flatnonzero(drawn == first)
-                words = np.frombuffer(self._ties.update(bytes(4 * len(tied))), dtype="<u4") >> 8
-                block[tied] = words < rest
-        return torch.from_numpy(out).reshape(shape)
+        """Independent booleans, as of `decided`; the ties' key is the digest of this key and "ties"."""
+        return decided(self._keystream, lambda: self._ties, probability, shape)
 
     @cached_property
     def _ties(self) -> CipherContext:

@@ -79,11 +79,14 @@ class Guard:
         self._about: dict[str, Any] = {}
         self._refusal = ""
         # Loaded now, from the site's own installation, and kept: the bundle brings modules of the same names.
-        self._assignments, self._sites, self._policy, self._audit_log, self._header, self._bundle, self._signature = (
+        (
+            self._assignments, self._sites, self._policy, self._audit_log, self._header, self._bundle, self._signature,
+            self._cause,
+        ) = (
             importlib.import_module(f"fedveil.{name}")
             for name in (
                 "client_app.site.assignment", "client_app.site.node_config", "client_app.site.policy",
-                "records.audit_log", "wire.header", "guard.bundle", "guard.signature",
+                "records.audit_log", "wire.header", "guard.bundle", "guard.signature", "client_app.site.cause",
             )
         )  # fmt: skip
 
@@ -116,7 +119,7 @@ class Guard:
         """Flower's push_message: of the upload if it is within bounds, else of the reason."""
         if not self._refusal and message.has_error():
             message = reply.of_error(message.error, self._task[0])
-            self._try_to_note("failed", Refused(message.error.reason))
+            self._try_to_note("failed", Refused(message.error.reason), cause=self._cause.taken())
         elif not self._refusal:
             found: list[list[str | int]] = []
             try:
@@ -178,9 +181,11 @@ class Guard:
         header, size = self._header.of_slices(parts), sum(map(len, parts))
         if self._assignment is None:
             raise Refused("upload: expected one of an admitted message, found none")
-        self._policy.check_upload(self._assignment, self._down_bytes, size, header["num_examples"])
+        self._policy.check_upload(self._assignment, self._down_bytes, size, header["num_examples"], header["report"])
         fields = [[entry[0], entry[3]] for entry in header["fields"]]
-        head = self._note("sent", up_bytes=size, variant=header["variant"], fields=fields)
+        head = self._note(
+            "sent", up_bytes=size, variant=header["variant"], fields=fields, figures=sorted(header["report"])
+        )
         return reply.of_upload(parts, str(head), self._task[0])
 
     def _refuse(self, error: Exception) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from flwr.supercore import log
 
-from fedveil.guard import pace, superlink
+from fedveil.guard import superlink, supernode
 from fedveil.guard.operators import App, Scope
 
 _TABLE = Path("/proc/net/tcp")
@@ -73,7 +73,7 @@ def main(program: str) -> None:
     """The process. Its arguments are those of Flower's own `program`; a SuperLink has two more (guard/superlink.py)."""
     operators = superlink.prepare() if program == "flower-superlink" else None
     if program == "flower-supernode":
-        pace.of_supernode()
+        supernode.prepare()
     superlink.serve_through(lambda app: closed_to_others(operators(app) if operators else app))
     module, function = _PROGRAMS[program]
     getattr(importlib.import_module(module), function)()

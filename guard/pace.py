@@ -9,8 +9,9 @@ sleep.
 | SuperNode | the reply of its ClientApp | 0.5 s | 0.05 s, later a tenth, at most 0.5 s |
 | SuperExec | a task of its SuperNode | 1 s | 0.1 s, later a tenth, at most 1 s |
 
-FEDVEIL_POLL_SECONDS sets the first sleep; 3 and more leave Flower's own. N sites ask a server at most N / first times a
-second: `fedveil site start --poll-seconds` is to grow with them (docs/deploy.md).
+FEDVEIL_POLL_SECONDS sets the first sleep; 3 leaves Flower's own, and more is slept as it is. N sites ask a server at
+most N / first times a second, so it grows with them (`for_sites`): kits have it, and `fedveil site start
+--poll-seconds` takes it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Callable, Mapping
 VARIABLE = "FEDVEIL_POLL_SECONDS"
 DEFAULT = 0.2
 LEAST = 0.02
+_A_SECOND = 200  # questions that a server shall have from all sites together
 _GROWTH = 0.1
 
 
@@ -41,18 +43,23 @@ class Pace:
         self._what, self._waited = 0.0, 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Flower's sleep of so many seconds: shorter, if the same is not slept for long yet."""
+        """Flower's sleep of so many seconds: shorter, if the same is not slept for long yet; as long as the first."""
         if seconds != self._what:
             self.again()
             self._what = seconds
-        short = max(self.first.get(seconds, seconds), _GROWTH * self._waited)
-        short = min(short, seconds)
+        first = self.first.get(seconds, seconds)
+        short = min(max(first, _GROWTH * self._waited), max(first, seconds))
         self._waited += short
         self._sleep(short)
 
     def again(self) -> None:
         """What was waited for has come."""
         self._waited = 0.0
+
+
+def for_sites(count: int) -> float:
+    """The first sleep with which so many sites ask a server 200 times a second together, or less often."""
+    return max(DEFAULT, count / _A_SECOND)
 
 
 def first_seconds() -> float:
@@ -72,13 +79,13 @@ def of_supernode() -> None:
     """From now on a SuperNode in this process waits so."""
     first = first_seconds()
     module = importlib.import_module("flwr.supernode.start_client_internal")
-    module.time = Pace({3: first, 0.5: first / 4})  # type: ignore[attr-defined]
+    module.time = Pace({3: first, 0.5: min(first / 4, 0.5)})  # type: ignore[attr-defined]
 
 
 def of_superexec() -> Pace:
     """From now on a SuperExec in this process waits so; who launches a task calls `again`."""
     first = first_seconds()
     module = importlib.import_module("flwr.supercore.superexec.run_superexec")
-    pace = Pace({1.0: first / 2})
+    pace = Pace({1.0: min(first / 2, 1.0)})
     module.time = pace  # type: ignore[attr-defined]
     return pace

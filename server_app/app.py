@@ -8,7 +8,7 @@ Imports inside functions are heavy: Flower imports this module also where no run
 
 from __future__ import annotations
 
-from logging import ERROR
+from logging import ERROR, INFO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,20 +38,29 @@ def main(grid: Grid, context: Context) -> None:
     config = parse(context.run_config)
     name = config.run.name or f"run-{context.run_id}"
     with RunFolder(Path(config.run.dir).expanduser() / name, config.run.resume) as folder:
+        # For who cannot look into it: console/runs/following.py.
+        log(INFO, "fedveil: the run folder is %s", folder.folder.absolute())
         try:
             folder.status("running", -1, config.run.rounds)
             folder.flower_run(context.run_id)
             run = {"flower_run": str(context.run_id), "app": grid.run.fab_hash, "method": config.method.name}
             folder.audit("started", run | {"task": config.task.name, "rounds": config.run.rounds})
-            prepare(config, folder, name).run(grid, config.run.rounds)
+            strategy = prepare(config, folder, name)
+            strategy.run(grid, config.run.rounds)
+            ending.leave_card(folder, config, strategy.rounds.method, strategy.rounds.course)
         except BaseException as error:
             try:
                 folder.failed(config.run.rounds, ending.reason(error, folder.folder))
             except (FedVeilError, OSError) as second:  # the disk is full: the lock that falls tells readers
                 log(ERROR, "the run's end could not be recorded: %s", second)
             raise
-        folder.audit("ended", {"state": "completed"})
-        folder.status("completed", config.run.rounds - 1, config.run.rounds)
+        course, why = strategy.rounds.course, strategy.rounds.course.stopped(config.run.rounds)
+        folder.audit("ended", {"state": "completed"} | ({"reason": why} if why else {}))
+        folder.status("completed", course.done, config.run.rounds, why, **course.about)
+        log(INFO, "fedveil: %s rounds done; last scores: %s", course.done + 1, folder.last_scores() or "none")
+        if best := course.about.get("best"):
+            kept = "final/ holds" if best["kept"] else "best was"
+            log(INFO, "fedveil: %s round %s, %s %.6g", kept, best["round"] + 1, best["metric"], best["value"])
 
 
 def prepare(config: RunConfig, folder: RunFolder, name: str) -> MethodStrategy:
@@ -63,7 +72,10 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> MethodStrategy:
     from fedveil import strategies, tasks
     from fedveil.contract.method import ServerTrained
     from fedveil.privacy.claims import checked_claim
-    from fedveil.server_app.evaluate import Evaluator
+    from fedveil.server_app import sinks
+    from fedveil.server_app.evaluate import Choice, Evaluator
+    from fedveil.server_app.following.epsilon import accountant
+    from fedveil.server_app.following.outlets import Outlets
     from fedveil.server_app.settings import RunSettings
     from fedveil.server_app.strategy import MethodStrategy
     from fedveil.training import optimisers
@@ -71,17 +83,28 @@ def prepare(config: RunConfig, folder: RunFolder, name: str) -> MethodStrategy:
 
     method = strategies.create(config.method.name, config.method.fields)
     task = tasks.load(config, method.adapter)
-    checked_claim(method, config, isinstance(task, SampleLoss))
+    claim = checked_claim(method, config, isinstance(task, SampleLoss))
     optimisers.check(method, config)
     own = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
+    choice = Choice.of(config, tasks.info(config.task.name).metrics(config.task))
     evaluator = Evaluator.of(task if own == method.adapter else tasks.load(config, own), config)
     folder.config(config, method)
+    opened = sinks.opened(sinks.About(folder.folder, folder.id, config, folder.resumed))
+    folder.outlets = Outlets(opened, accountant(claim, config, folder.folder / "metrics.jsonl"))
+
+    def save(weights: Weights, into: Path) -> None:
+        """The base is read again, where the server scores nothing: meanwhile the rounds need its memory."""
+        last = evaluator.task if evaluator else tasks.load(config, own)
+        last.save({name: weights[name] for name in last.spec}, into)
+
     strategy = MethodStrategy(
         method,
-        RunSettings.of(config, name),
+        RunSettings.of(config, name, choice),
         folder=folder,
         scores=None if evaluator is None else lambda server, round_: evaluator.scores(method, server, round_),
         spec=task.spec,
+        device=task.accelerator,
+        save=save,
     )
     strategy.rounds.initialise(initial(method, task, config))  # and no other reference to them
     return strategy

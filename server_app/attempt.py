@@ -177,7 +177,7 @@ class Attempt:
         except (WireError, UploadRefused) as error:
             refused = str(error)
         except Exception as error:  # whatever one reply does to this code, the round belongs to the other sites too
-            log(ERROR, "round %s: judging the reply of %s failed", ctx.round, ctx.client, exc_info=error)
+            log(ERROR, "round %s: judging the reply of %s failed", ctx.round + 1, ctx.client, exc_info=error)
             refused = type(error).__name__
         self.record.upload_bytes += sent
         if refused:
@@ -216,7 +216,7 @@ class Attempt:
     def _refused(self, data: Buffer, sent: int, ctx: RoundContext, reason: str) -> None:
         self._failed(ctx, f"refused: {reason}", up_bytes=sent)
         self._tapped(data, ctx, "up", accepted=False)
-        log(WARNING, "round %s: %s: %s", ctx.round, ctx.client, self.record.failed[ctx.client])
+        log(WARNING, "round %s: %s: %s", ctx.round + 1, ctx.client, self.record.failed[ctx.client])
 
     def _noted(
         self, disclosed: Mapping[str, Any], ctx: RoundContext, direction: Direction, event: str, **more: str
@@ -227,6 +227,7 @@ class Attempt:
         self.folder.disclosed(disclosed, self.record, ctx.client, direction)
         fields = [[name, size] for name, _, _, size in disclosed["fields"]]
         about = {"bytes": disclosed["bytes"], "variant": disclosed["variant"], "fields": fields, **more}
+        about |= {"figures": disclosed["figures"]} if disclosed["figures"] else {}
         return self.folder.audit(event, self._where(ctx) | about)
 
     def _tapped(self, data: Buffer, ctx: RoundContext, direction: Direction, accepted: bool | None = None) -> None:

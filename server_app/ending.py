@@ -1,17 +1,108 @@
-"""Why a run has failed, in one line: what happened, what to lower, and how to go on."""
+"""How a run ends: with which round's model and card, why before its last round, and why it has failed."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
 
+from fedveil.contract.method import State
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.records import process
 from fedveil.server_app import going_back
+from fedveil.server_app.evaluate import Best, Choice, Scores
+
+if TYPE_CHECKING:
+    from fedveil.config import RunConfig
+    from fedveil.contract.method import Method
+    from fedveil.server_app.record import RunFolder
+
+
+@final
+class Course:
+    """The rounds of a run that counted, and which of them is best.
+
+    Attributes:
+        done: the last round that counted; -1 before it.
+        best: of the rounds so far, as `choice` has it.
+        final: scores of the model that the run ends with, where no round's line has them whole.
+    """
+
+    def __init__(self, choice: Choice | None, folder: Path | None) -> None:
+        """`folder`: the run's; without one nothing can be kept, and a choice that keeps the best is refused.
+
+        Raises:
+            ConfigError: as said.
+        """
+        if choice and choice.keep and folder is None:
+            raise ConfigError(
+                'evaluate.keep: expected "last" without a run folder, found "best"; give the run a folder'
+            )
+        self._choice, self._folder = choice, folder
+        self.done, self.best = -1, Best()
+        self.final: Scores = {}
+        self._kept: int | None = None
+
+    def resume(self, loop: Mapping[str, Any]) -> None:
+        """Goes on from what `saved` gave a checkpoint. Raises StateError where the best round's model is gone."""
+        self.done = int(loop["round"])
+        if self._choice:
+            self.best = Best.read(loop.get("best") or {})
+            self.keep()
+
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"best": self.best.saved()} if self._choice else {}
+
+    def scored(self, round_: int, scores: Scores) -> None:
+        """A round counts; it has these scores, {} where it was not scored."""
+        self.done = round_
+        if self._choice:
+            self.best = self.best.after(self._choice, round_, scores)
+
+    def keep(self) -> None:
+        """Keeps the best round's checkpoint, which is the last one or was kept before. Raises as `keep_best`."""
+        if self._folder and self._choice and self._choice.keep:
+            going_back.keep_best(self._folder, self.best.round, self.done)
+
+    def replaced(self) -> State | None:
+        """The state that the run ends with, where it is not that of the last round. Raises StateError."""
+        self._kept, best = self.done, self.best.round
+        if self._folder is None or self._choice is None or not self._choice.keep or best in (None, self.done):
+            return None
+        self._kept = best
+        return going_back.best_state(self._folder, best)
+
+    def is_unscored(self, rounds: int) -> bool:
+        """Whether the model that is kept was not scored as that of a last round is, with texts if any are asked for."""
+        return self._choice is not None and self._kept != rounds - 1
+
+    def stopped(self, rounds: int) -> str:
+        """Why no further round comes, in words; "" if one does, or all are done."""
+        return self.best.stopped(self._choice, self.done) if self._choice and self.done < rounds - 1 else ""
+
+    def scores(self, attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Of the server's model that the run ends with: each metric's last value up to its round."""
+        found: dict[str, float] = {}
+        for row in attempts:
+            if self._kept is None or row["round"] <= self._kept:
+                found |= (row.get("scores") or {}).get("server", {})
+        return found | dict(self.final.get("server", {}))
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """For status.json: the best round so far; at the end, the round whose model was kept, and its scores."""
+        if self._choice is None:
+            return {}
+        final = {} if self._kept is None else {"final": {"round": self._kept, "scores": self.final}}
+        return self.best.about(self._choice) | final
 
 
 def reason(error: BaseException, folder: Path) -> str:
-    """The reason for status.json; with the command that resumes the run, if it can be resumed as it is."""
+    """The reason for status.json: what happened, what to lower, and the command that resumes the run, if one does."""
     said = str(error) if isinstance(error, FedVeilError) else f"{type(error).__name__}: {error}"
     chain: list[BaseException] = []
     link: BaseException | None = error
@@ -27,3 +118,32 @@ def reason(error: BaseException, folder: Path) -> str:
     if isinstance(error, ConfigError) or not going_back.has_checkpoint(folder):
         return said
     return f"{said}; {process.resume_command(folder)}"
+
+
+def leave_card(run: RunFolder, config: RunConfig, method: Method, course: Course) -> None:
+    """Writes the card of a run that has just ended, and its digest to the audit log. No attack was run yet.
+
+    Raises:
+        OSError: it cannot be written.
+        StateError: the run's own record is damaged.
+    """
+    from fedveil.cards import gathered, written
+    from fedveil.cards.card import Audited, Stated
+    from fedveil.records import disclosure
+
+    folder = run.folder
+    rows = going_back.lines(folder / "metrics.jsonl")
+    attempts = [row for row in rows if row["round"] >= 0 and not row.get("resumed")]
+    recorded = gathered.Recorded(
+        folder=folder,
+        id=run.id,
+        about=json.loads((folder / "config.json").read_text()),
+        attempts=attempts,
+        messages=disclosure.messages(folder / disclosure.NAME),
+        rounds=course.done + 1,
+        scores=course.scores(attempts),
+        resumed=sum(1 for row in rows if row.get("resumed")),
+    )
+    card = gathered.card(recorded, config, method, Stated(), Audited())
+    written.write(folder / "final", card)
+    run.audit("card", {"card": hashlib.sha256(card.to_bytes()).hexdigest()})

@@ -8,7 +8,9 @@ its messages, and the files of the base model. A resume is refused where one of 
 | `run.rounds` | may be raised, but under `train.schedule` and `train.warmup`, whose rates are over all rounds |
 | `cohort.wait-seconds`, `cohort.deadline-seconds`, `cohort.repeats`, `cohort.sites`, `cohort.min-sites` | may change |
 | `evaluate.*`, `task.evaluation` | may change: they score the model and change nothing in it |
-| `run.dir`, `run.tap`, `run.signature`, `client.worker` | may change |
+| the same, where scores decide (`evaluate.keep = "best"` or `evaluate.patience`) | must be as they were, for scores are
+  compared over rounds; but `evaluate.patience` and `evaluate.every` |
+| `run.dir`, `run.tap`, `run.signature`, `client.worker`, `sinks.*` | may change |
 | every other one | must be as it was |
 
 A change that is permitted stands in the run folder's resumes.jsonl.
@@ -23,6 +25,7 @@ from typing import Any
 
 import xxhash
 
+from fedveil.config import RunConfig
 from fedveil.contract.method import fields_of
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
@@ -67,6 +70,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list
         if before.get(key) != now.get(key)
     }
     refused = {key: values for key, values in found.items() if not _permitted(key, *values)}
+    if now.get("evaluate.keep") == "best" or now.get("evaluate.patience"):
+        refused |= {key: values for key, values in found.items() if _is_compared(key, *values)}
     if "run.rounds" in found and (now.get("train.schedule", "constant"), now.get("train.warmup", 0)) != ("constant", 0):
         refused["run.rounds"] = found["run.rounds"]
     if refused:
@@ -81,7 +86,15 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list
 def _permitted(key: str, old: Any, new: Any) -> bool:
     if key == "run.rounds":
         return isinstance(old, int) and isinstance(new, int) and new > old
-    return key in _MAY_CHANGE or key.startswith("evaluate.")
+    return key in _MAY_CHANGE or key.startswith(("evaluate.", "sinks."))
+
+
+def _is_compared(key: str, old: Any, new: Any) -> bool:
+    """Whether scores before and after the change would be of two kinds. A run of an older version lacks keys."""
+    section, _, name = key.partition(".")
+    if section != "evaluate" or name in ("patience", "every"):
+        return key == "task.evaluation"
+    return old is not None or new != RunConfig().flat()[key]
 
 
 def base_digest(settings: RunSettings) -> str:

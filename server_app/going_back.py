@@ -1,12 +1,18 @@
-"""What a resumed run finds in its folder: the checkpoint to go on from, and what the one before left unfinished."""
+"""What a resumed run finds in its folder: the checkpoint to go on from, what the one before left unfinished, and the
+best round's checkpoint, if it ends with that one's model.
+
+A best round's checkpoint is kept under another name, as a link: it takes no room of its own before that checkpoint has
+been replaced twice. The one that was best before stays until the next round, for a resume may go back by a round.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
@@ -18,7 +24,9 @@ from fedveil.records.state import load_state
 CHECKPOINT, BEFORE, _DAMAGED = (
     "checkpoint.safetensors", "checkpoint-before.safetensors", "checkpoint-damaged.safetensors",
 )  # fmt: skip
+_BEST = re.compile(r"best-(\d{1,9})\.safetensors")
 _LINES = ("metrics.jsonl", disclosure.NAME, "resumes.jsonl", "tap/index.jsonl")
+_WITHOUT = 'resume with evaluate.keep = "last" to end with the last round\'s model'
 _LONGEST = 300  # characters of a torn line that are kept
 
 
@@ -63,6 +71,44 @@ def newest(folder: Path) -> tuple[State, str]:
         if (folder / CHECKPOINT).exists():
             (folder / CHECKPOINT).replace(folder / _DAMAGED)
         return state, f"went back to the checkpoint before the last one: {error}"
+
+
+def keep_best(folder: Path, best: int | None, now: int) -> None:
+    """Keeps the checkpoint of round `best` for the end, where the last one that can be read is of round `now`.
+
+    Raises:
+        StateError: the best round is an earlier one, and its checkpoint is gone.
+        OSError: the folder cannot be written.
+    """
+    if best is None:
+        return
+    kept = {int(found[1]): file for file in folder.iterdir() if (found := _BEST.fullmatch(file.name))}
+    if best == now:
+        last = folder / CHECKPOINT if (folder / CHECKPOINT).exists() else folder / BEFORE
+        files.link_atomic(last, best_file(folder, now))
+    elif best not in kept:
+        raise StateError(f"{best_file(folder, best)}: expected the best round's checkpoint, found none; {_WITHOUT}")
+    earlier = max((round_ for round_ in kept if round_ < best), default=None) if best == now else None
+    for round_, file in kept.items():
+        if round_ not in (best, earlier):
+            file.unlink()
+
+
+def best_file(folder: Path, round_: int) -> Path:
+    """Where the checkpoint of a best round lies."""
+    return folder / f"best-{round_}.safetensors"
+
+
+def best_state(folder: Path, round_: int) -> State:
+    """The server's state after the best round. Raises StateError where it cannot be read."""
+    try:
+        saved = load_state(best_file(folder, round_))
+    except StateError as error:
+        raise StateError(f"{error}; {_WITHOUT}") from None
+    scalars, loop = (cast("dict[str, Any]", saved.scalars[key]) for key in ("server", "loop"))
+    if loop["round"] != round_:
+        raise StateError(f"{best_file(folder, round_)}: expected round {round_}, found {loop['round']}; {_WITHOUT}")
+    return State(saved.tensors, scalars)
 
 
 def sealed_id(name: str) -> bytes:

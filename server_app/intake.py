@@ -11,6 +11,7 @@ every term is decoded and judged by itself.
 | num_examples of 0, -1, NaN, 1e12, 3.5, "7" | "num_examples: expected a whole number from 1 to ..." |
 | a NaN or Inf anywhere in a dense field | "<field>: expected finite values, found ..." |
 | codes whose decoded values are too large | "<name>: expected a norm of at most ..., found ..." |
+| scores of held-out rows without a count, or of fewer than 64 rows | "rows_held_out: expected ..." |
 | a finite field whose squares overflow | accepted below `max_norm`; refused above it |
 """
 
@@ -25,6 +26,7 @@ import torch
 from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
+from fedveil.contract import held_out
 from fedveil.contract.codec import Buffer, Coded
 from fedveil.contract.method import RoundContext, Upload
 from fedveil.errors import UploadRefused, WireError
@@ -50,6 +52,8 @@ def check(message: envelope.Message, limits: Limits) -> int:
     n = message.num_examples
     if type(n) is not int or not 1 <= n <= limits.max_examples:
         raise UploadRefused(f"num_examples: expected a whole number from 1 to {limits.max_examples}, found {n!r}")
+    if reason := held_out.fault(message.report, limits.max_examples):
+        raise UploadRefused(reason)
     for name, norm in message.norms.items():
         if not math.isfinite(norm):
             _check_finite(name, cast(Tensor, message.payload.fields[name]))

@@ -91,7 +91,7 @@ class Questions:
         except WireError as error:
             return str(error)
         except Exception as error:  # whatever one answer does to this code, the round belongs to the other sites too
-            log(ERROR, "round %s: reading the answer of %s failed", self.round, site, exc_info=error)
+            log(ERROR, "round %s: reading the answer of %s failed", self.round + 1, site, exc_info=error)
             return type(error).__name__
         return ""
 

@@ -3,7 +3,8 @@
 config.json               run config, method with its fields, versions; of the start, whatever a resume changes
 resume.toml               the same run config with run.resume = true, for `fedveil submit --config`
 resumes.jsonl             one line a resume: what changed, from where it went on, what had become of the one before
-status.json               state, round, reason, and memory of the process; replaced whole
+status.json               state, round, reason, sinks that were ended, and memory of the process; replaced whole
+progress.json             the round under way (server_app/following/progress.py); replaced whole
 lock                      held as long as the ServerApp lives (fedveil/records/process.py)
 ../audit-log.jsonl        hash-chained log of all runs beside this one: every message, its site and the decision
                           (fedveil/records/audit_log.py)
@@ -14,7 +15,11 @@ metrics.jsonl             one line for each attempt at a round: cohort, accepted
 disclosure.jsonl          what left each side: a line for each message (fedveil/records/disclosure.py)
 checkpoint.safetensors    the server's state after the last whole round; replaced whole
 checkpoint-before.safetensors   the one before
+best-<round>.safetensors  that of the best round so far, under evaluate.keep = "best" (going_back.py)
 final/<view>.safetensors  the deployed weights at the end
+final/*                   the server's model as PEFT or transformers load it (fedveil/adapters/written.py), and its
+                          privacy card (fedveil/cards)
+tensorboard/              where sinks.use names it (server_app/sinks/); mlflow.db and prometheus.token lie in run.dir
 
 Lines are appended and never removed: what left a site has left it, whatever became of the round.
 """
@@ -29,7 +34,7 @@ import os
 import platform
 import secrets
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -45,9 +50,15 @@ from fedveil.records.disclosure import Disclosures
 from fedveil.records.state import save_state
 from fedveil.sealed import Seal
 from fedveil.server_app import going_back
+from fedveil.server_app.following.figures import told
+from fedveil.server_app.following.outlets import Outlets
+from fedveil.server_app.following.progress import Underway
 from fedveil.wire.tap import Tap
 
+Save = Callable[[Weights, Path], None]  # writes weights to a folder as other programs load them
 _RESERVE, _RESERVED_BYTES = ".reserve", 1 << 18  # so that a full disk leaves room to say so
+
+_NAMED = 5  # sites of an attempt in a reason; metrics.jsonl has all
 
 
 @dataclasses.dataclass
@@ -80,6 +91,15 @@ class RoundRecord:
     weights: str = ""
     scores: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
+    @property
+    def reasons(self) -> str:
+        """Why uploads are missing, in words."""
+        reasons = [f"{site}: {reason}" for site, reason in self.failed.items()]
+        if len(reasons) > _NAMED:
+            reasons[_NAMED:] = [f"and {len(reasons) - _NAMED} more"]
+        reasons += [f"no sum: {self.unseen['reason']}"] if "reason" in self.unseen else []
+        return "; ".join(reasons) or f"accepted: {', '.join(self.accepted) or 'none'}"
+
 
 class RunFolder:
     """Writes one run's folder, of which it holds the lock until `close` or the end of the process.
@@ -89,12 +109,18 @@ class RunFolder:
 
     def __init__(self, folder: Path, resume: bool = False) -> None:
         self.folder, self.last_round = folder, -1
+        self.outlets, self._underway = Outlets({}), Underway(folder)
         if not resume:
             _require_new(folder)
         elif not (folder / "id").exists():
             raise StateError(f"run.resume: expected a run in {folder}, found none; start the run without it")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.close = weakref.finalize(self, os.close, process.lock(folder))
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.close = weakref.finalize(self, os.close, process.lock(folder))
+        except OSError as error:
+            raise StateError(
+                f"run.dir: expected a folder that the server may write, found {folder}: {error.strerror}; name another"
+            ) from error
         if not resume:
             _require_new(folder)  # another process may have been quicker
         # Before the first checkpoint no site was asked for anything.
@@ -126,6 +152,8 @@ class RunFolder:
 
     def config(self, config: RunConfig, method: Method) -> None:
         """Writes what is about to run, and in which environment. A resumed run keeps what it wrote at its start."""
+        self._underway.deadline_seconds = config.cohort.deadline_seconds
+        self._underway.quorum = max(config.cohort.min_sites, config.secure.enabled * config.secure.min_sites)
         if self.resumed:
             return
         content = {
@@ -139,10 +167,15 @@ class RunFolder:
         lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in flat.items()]
         files.write_atomic(self.folder / "resume.toml", "".join(lines).encode())
 
-    def status(self, state: str, round_: int, rounds: int, reason: str = "", **counts: int) -> None:
-        """Writes the run's state: "running", "completed" or "failed"."""
+    def status(self, state: str, round_: int, rounds: int, reason: str = "", **about: Any) -> None:
+        """Writes the run's state: "running", "completed" or "failed", which ends the sinks; `about` adds keys."""
         self.last_round = round_
-        about = {"state": state, "round": round_, "rounds": rounds, "reason": reason, **counts}
+        if state == "running":
+            self._underway.waits(round_)
+        else:
+            self.outlets.close(state)
+        ended = {"sinks": sinks} if (sinks := self.outlets.ended()) else {}
+        about = {"state": state, "round": round_, "rounds": rounds, "reason": reason, **about, **ended}
         self._write_json("status.json", about | {"process": process.noted()})
 
     def failed(self, rounds: int, reason: str) -> None:
@@ -155,11 +188,17 @@ class RunFolder:
 
     def round(self, record: RoundRecord) -> None:
         """Appends one finished attempt at a round."""
-        self._append("metrics.jsonl", dataclasses.asdict(record))
+        self._row(dataclasses.asdict(record))
+        self._underway.done()
 
     def scores(self, round_: int, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Appends scores from before round 0, as round -1."""
-        self._append("metrics.jsonl", {"round": round_, "scores": scores})
+        self._row({"round": round_, "scores": scores})
+
+    def last_scores(self) -> dict[str, dict[str, float]]:
+        """Those of the last round that was scored, by view; {} where none was."""
+        found = (row.get("scores") for row in reversed(list(going_back.lines(self.folder / "metrics.jsonl"))))
+        return next((scores for scores in found if scores), {})
 
     def is_scored(self, round_: int) -> bool:
         """Whether there are scores from before round 0, round -1."""
@@ -169,6 +208,10 @@ class RunFolder:
         """Appends what one message disclosed, in the form of `fedveil.wire.envelope.describe`."""
         where = {"round": record.round, "attempt": record.attempt, "site": site}
         self._disclosures.append(where, direction, disclosed)
+        if direction == "down":
+            self._underway.asked(record.round, record.attempt, record.cohort, site, disclosed["bytes"])
+        else:
+            self._underway.accepted(site, disclosed["bytes"])
 
     def flower_run(self, run_id: int) -> None:
         """Writes Flower's number of the run, for `fedveil watch`."""
@@ -176,6 +219,8 @@ class RunFolder:
 
     def audit(self, event: str, about: Mapping[str, Any]) -> str:
         """Appends one line to the server's audit log. Returns the log's anchor after it."""
+        if event == "failed":
+            self._underway.failed(about["site"], about["reason"], about.get("up_bytes", 0))
         run = {"run": f"{self.folder.name}-{self.id}"}
         return str(audit_log.append(self.folder.parent / audit_log.NAME, event, run | dict(about)))
 
@@ -211,10 +256,19 @@ class RunFolder:
         self.audit("resumed", about)
         self._append("resumes.jsonl", {"time": _now(), **about, **_versions()})
 
-    def final(self, deployed: Mapping[str, Weights]) -> None:
-        """Writes the deployed weights."""
+    def final(self, deployed: Mapping[str, Weights], save: Save | None = None) -> None:
+        """Writes the deployed weights; `save` writes those of the server's model once more, in others' form."""
         for view, weights in deployed.items():
             save_state(State(weights), self.folder / "final" / f"{view}.safetensors")
+        if save is not None:
+            with files.filled(self.folder / "final") as folder:
+                save(deployed["server"], folder)
+
+    def _row(self, row: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl, and its figures for the sinks."""
+        self._append("metrics.jsonl", row)
+        if self.outlets:
+            self.outlets.put(told(row, self._underway.sizes))
 
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
         files.append_line(self.folder / name, content)

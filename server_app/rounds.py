@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from logging import INFO, WARNING
 
+import torch
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.supercore import log
@@ -33,17 +34,18 @@ from fedveil.privacy.claims import claim_of
 from fedveil.records.state import digest
 from fedveil.server_app import fingerprint, sites
 from fedveil.server_app.attempt import Attempt
+from fedveil.server_app.ending import Course
+from fedveil.server_app.evaluate import Scores
 from fedveil.server_app.record import RoundRecord, RunFolder
 from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.unseen import Unseen, UnseenAttempt
 from fedveil.wire import parked
 
-Scores = dict[str, dict[str, float]]
-
 _POLL_SECONDS = 0.25
 _BACK_OFF_SECONDS = 2.0
-_NAMED = 5  # sites of an attempt in a reason; metrics.jsonl has all
 _REFUSES = re.compile("(PolicyError|BudgetError): ")
+_SILENT = re.compile("no (reply|answer) within ")
+_GONE_SECONDS = 62.0  # for a minute after its last sign of life Flower has a SuperNode as connected
 
 
 class Rounds:
@@ -51,6 +53,7 @@ class Rounds:
 
     Attributes:
         history: every attempt at a round, in order.
+        course: the rounds that counted, and which of them is best.
     """
 
     def __init__(
@@ -60,12 +63,15 @@ class Rounds:
         folder: RunFolder | None,
         scores: Callable[[State, int], Scores] | None,
         spec: Spec | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device if method.on_device else None
         self.method, self.settings, self.folder, self.scores = method, settings, folder, scores
         # Sites keep private state under this name, so no other run may have it.
         self.run_name = f"{settings.name}-{folder.id if folder else secrets.token_hex(4)}"
         self.tap = folder.tap() if folder and settings.tap else None
         self.history: list[RoundRecord] = []
+        self.course = Course(settings.choice, folder.folder if folder else None)
         self._spec = spec
         self._server: State | None = None
         self._exchange: Exchange | None = None
@@ -87,19 +93,10 @@ class Rounds:
         self._exchange = Exchange(
             self.method, self.settings.method or type(self.method).__module__.rpartition(".")[2], spec
         )
-        self._check_rule(self._exchange)
+        self.settings.check(self._exchange)
         if self.settings.secure.enabled:
             claim = claim_of(self.method, parse(self.settings.config))
             self._unseen = Unseen.of(self._exchange, self.settings.secure, self.run_name, claim)
-
-    def _check_rule(self, exchange: Exchange) -> None:
-        """Raises ConfigError for a rule that method or cohort do not allow."""
-        rule, cohort = self.settings.aggregate, self.settings.cohort
-        rules.check(exchange, rule)
-        rules.check_secure(self.settings.secure, rule, cohort)
-        rules.check_count(rule, "cohort.min-sites", cohort.min_sites)
-        drawn = cohorts.size(cohort.fraction, max(cohort.sites, cohort.min_sites))
-        rules.check_count(rule, "cohort.fraction of cohort.sites", drawn)
 
     def resume(self) -> int:
         """Loads the folder's checkpoint, or writes that before round 0. Returns the next round.
@@ -114,6 +111,7 @@ class Rounds:
         server, loop = self.folder.load_checkpoint()
         changes = fingerprint.changes(loop["terms"], self._terms)
         self._server, round_ = server, int(loop["round"]) + 1
+        self.course.resume(loop)
         self._park()
         self.folder.resume(round_, changes)
         self._participated, self._last = set(loop["participated"]), dict(loop["turns"])
@@ -150,7 +148,7 @@ class Rounds:
     def run_round(self, grid: Grid, round_: int, rounds: int, deadline: float, config: ConfigRecord) -> RoundRecord:
         """One round of our own loop. Raises QuorumError if every attempt stays below the quorum."""
         if self.folder:
-            self.folder.status("running", round_, rounds)
+            self.folder.status("running", round_, rounds, **self.course.about)
         cohort = self.settings.cohort
         before: RoundRecord | None = None
         for number in range(cohort.repeats + 1):
@@ -165,31 +163,35 @@ class Rounds:
                 return attempt.record
             before = attempt.record
         raise QuorumError(
-            f"round {round_}: expected at least {self.quorum} accepted uploads, found "
+            f"round {round_ + 1}: expected at least {self.quorum} accepted uploads, found "
             f"{len(before.accepted) if before else 0} in the last of {cohort.repeats + 1} attempts "
-            f"({_reasons(before) if before else 'none'}); see the sites' logs or lower cohort.min-sites"
+            f"({before.reasons if before else 'none'}); see the sites' logs or lower cohort.min-sites"
         )
 
     def _await_quorum(self, grid: Grid, round_: int, before: RoundRecord | None) -> None:
         """Waits until a round can succeed: no site shall train for one that cannot.
 
-        Sites that refused the last attempt, as their policy or their ledger has it, will refuse the next one too.
+        Sites that refused the last attempt, as their policy or their ledger has it, will refuse the next one too. One
+        that was silent may be dead: it counts once it was gone and is back, or Flower would have noticed.
 
         Raises:
             QuorumError: it could not within cohort.wait-seconds.
         """
         cohort, end = self.settings.cohort, time.monotonic() + self.settings.cohort.wait_seconds
         refusing = {} if before is None else {s: why for s, why in before.failed.items() if _REFUSES.match(why)}
+        silent = set() if before is None else {site for site, why in before.failed.items() if _SILENT.match(why)}
+        noticed = min(end, time.monotonic() + _GONE_SECONDS)
         while True:
-            there = sites.connected(grid)
+            there, now = sites.connected(grid), time.monotonic()
+            silent = silent & set(there) if now <= noticed else set()
             drawn = cohorts.size(cohort.fraction, len(there))
-            willing = min(drawn, len([site for site in there if site not in refusing]))
+            willing = min(drawn, len([site for site in there if site not in refusing and site not in silent]))
             if willing >= self.quorum:
                 return
-            if time.monotonic() > end:
-                why = f"in the last attempt: {_reasons(before)}" if before else f"{drawn} of them would be drawn"
+            if now > end:
+                why = f"in the last attempt: {before.reasons}" if before else f"{drawn} of them would be drawn"
                 raise QuorumError(
-                    f"round {round_}: expected at least {self.quorum} sites that take part within "
+                    f"round {round_ + 1}: expected at least {self.quorum} sites that take part within "
                     f"{cohort.wait_seconds:g} s, found {willing} (connected: {', '.join(there) or 'none'}; {why}); "
                     "start the missing sites, see the sites' logs, or lower cohort.min-sites"
                 )
@@ -215,7 +217,7 @@ class Rounds:
         contexts = [
             RoundContext(
                 round_, site, site not in self._participated, self._secret, self.settings.deterministic,
-                replace(address, site=site),
+                replace(address, site=site), device=self._device,
             )
             for site in chosen
         ]  # fmt: skip
@@ -247,9 +249,10 @@ class Rounds:
             self._last = self._last | {site: attempt.turns[site] for site in record.accepted}
             record.weights = digest(self.deployed())
             record.scores = self.scores(new_state, record.round) if self.scores else {}
+            self.course.scored(record.round, record.scores)
         self.history.append(record)
         level, verdict = (INFO, "done") if enough else (WARNING, f"below the quorum of {self.quorum}")
-        log(level, "round %s %s: accepted %s, failed %s", record.round, verdict, record.accepted, record.failed)
+        log(level, "round %s %s: accepted %s, failed %s", record.round + 1, verdict, record.accepted, record.failed)
         if self.folder:
             self.folder.round(record)
             if enough:
@@ -264,7 +267,7 @@ class Rounds:
         uploads = shares.bounded(uploads, cohort.max_share, record.cut.__setitem__)
         new_state = self._begun.aggregate(self.server, uploads, lambda: sums, cohort.min_sites)
         if record.cut:
-            log(WARNING, "round %s: cohort.max-share cut the examples that count: %s", record.round, record.cut)
+            log(WARNING, "round %s: cohort.max-share cut the examples that count: %s", record.round + 1, record.cut)
         if isinstance(sums, KrumSums) and len(record.accepted) >= cohort.min_sites:
             record.left_out = sorted(set(record.accepted) - set(sums.chosen))
         return new_state
@@ -273,18 +276,24 @@ class Rounds:
         """Keeps on disk what the next round starts from, if there is a folder."""
         if self.folder:
             loop = {"participated": sorted(self._participated), "turns": self._last, "secret": self._secret.hex()}
-            self.folder.checkpoint(self.server, {"round": round_, "terms": self._terms, **loop})
+            about = {"round": round_, "terms": self._terms, **self.course.saved()}
+            self.folder.checkpoint(self.server, about | loop)
+            self.course.keep()
             self._park()
+
+    def end(self, rounds: int) -> None:
+        """Makes the state that which the run ends with, and scores it, if no round's scores are its last ones.
+
+        Raises:
+            StateError: the best round's state cannot be read.
+        """
+        if (best := self.course.replaced()) is not None:
+            self._server = best
+            self._park()
+        if self.scores and self.course.is_unscored(rounds):
+            self.course.final = self.scores(self.server, rounds - 1)
 
     def _park(self) -> None:
         """Until the next round ends, the state is only read, a tensor at a time: it needs no memory for that."""
         if self.folder:
             self._server = State(parked.weights(self.server.tensors, self.folder.folder), self.server.scalars)
-
-
-def _reasons(record: RoundRecord) -> str:
-    reasons = [f"{site}: {reason}" for site, reason in record.failed.items()]
-    if len(reasons) > _NAMED:
-        reasons[_NAMED:] = [f"and {len(reasons) - _NAMED} more"]
-    reasons += [f"no sum: {record.unseen['reason']}"] if "reason" in record.unseen else []
-    return "; ".join(reasons) or f"accepted: {', '.join(record.accepted) or 'none'}"

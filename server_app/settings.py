@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedveil.config import AggregateConfig, CohortConfig, RunConfig, SecureConfig
+from fedveil.federation import cohort as cohorts
+from fedveil.federation import rules
+from fedveil.federation.exchange import Exchange
+from fedveil.server_app.evaluate import Choice
 from fedveil.server_app.intake import Limits
 
 
@@ -23,6 +27,7 @@ class RunSettings:
         tap: store every message in the run folder.
         limits: of the intake gate.
         secure: whether the server sees single uploads, and how they are hidden else.
+        choice: what the scores decide: the model that the run ends with, and when it stops; None: nothing.
         config: the run config by key, which a resumed run must have again; {} for a caller that has none.
     """
 
@@ -36,12 +41,22 @@ class RunSettings:
     limits: Limits = field(default_factory=Limits)
     config: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     secure: SecureConfig = field(default_factory=SecureConfig)
+    choice: Choice | None = None
+
+    def check(self, exchange: Exchange) -> None:
+        """Raises ConfigError for a rule that the method or the cohort do not allow."""
+        rule, cohort = self.aggregate, self.cohort
+        rules.check(exchange, rule)
+        rules.check_secure(self.secure, rule, cohort)
+        rules.check_count(rule, "cohort.min-sites", cohort.min_sites)
+        drawn = cohorts.size(cohort.fraction, max(cohort.sites, cohort.min_sites))
+        rules.check_count(rule, "cohort.fraction of cohort.sites", drawn)
 
     @classmethod
-    def of(cls, config: RunConfig, name: str) -> RunSettings:
+    def of(cls, config: RunConfig, name: str, choice: Choice | None = None) -> RunSettings:
         """The settings that a run config asks for."""
         run = config.run
         return cls(
             config.cohort, config.aggregate, run.seed, run.deterministic, name, config.method.name, run.tap,
-            config=config.flat(), secure=config.secure,
+            config=config.flat(), secure=config.secure, choice=choice,
         )  # fmt: skip

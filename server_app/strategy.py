@@ -8,23 +8,27 @@ reason. The five methods of Flower's interface do the same work for a caller tha
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from logging import INFO
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
 from fedveil.config import CohortConfig
+from fedveil.contract import held_out
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec
 from fedveil.errors import ConfigError
 from fedveil.server_app import sites
 from fedveil.server_app.attempt import Attempt
-from fedveil.server_app.record import RoundRecord, RunFolder
-from fedveil.server_app.rounds import Rounds, Scores
+from fedveil.server_app.evaluate import Scores
+from fedveil.server_app.record import RoundRecord, RunFolder, Save
+from fedveil.server_app.rounds import Rounds
 from fedveil.server_app.settings import RunSettings
 
 
@@ -37,6 +41,8 @@ class MethodStrategy(Strategy):
         folder: where the run is recorded; None records nothing.
         scores: gives the scores of a server state after a round (round -1: before round 0).
         spec: what the task trains, with the tensors' places in the model; by default the spec of the initial weights.
+        device: where a method with `on_device` makes what is sent; None: on the CPU.
+        save: writes the server's last model to the run folder as other programs load it; None writes none.
     """
 
     def __init__(
@@ -47,8 +53,11 @@ class MethodStrategy(Strategy):
         folder: RunFolder | None = None,
         scores: Callable[[State, int], Scores] | None = None,
         spec: Spec | None = None,
+        device: torch.device | None = None,
+        save: Save | None = None,
     ) -> None:
-        self.rounds = Rounds(method, settings or RunSettings(), folder, scores, spec)
+        self.rounds = Rounds(method, settings or RunSettings(), folder, scores, spec, device)
+        self._save = save
         self._initialised = False
         self._open: tuple[Attempt, dict[int, RoundContext]] | None = None  # for a caller that has its own loop
 
@@ -97,7 +106,7 @@ class MethodStrategy(Strategy):
         self,
         grid: Grid,
         num_rounds: int,
-        timeout: float = 3600,
+        timeout: float = math.inf,
         train_config: ConfigRecord | None = None,
         done: Callable[[int, RoundRecord | None], None] = lambda server_round, record: None,
     ) -> None:
@@ -114,10 +123,14 @@ class MethodStrategy(Strategy):
             self.rounds.score_initial()
         deadline = min(timeout, self.cohort.deadline_seconds)
         for round_ in range(first, num_rounds):
+            if why := self.rounds.course.stopped(num_rounds):
+                log(INFO, "fedveil: %s", why)
+                break
             record = self.rounds.run_round(grid, round_, num_rounds, deadline, train_config or ConfigRecord())
             done(round_ + 1, record)
+        self.rounds.end(num_rounds)
         if self.rounds.folder:
-            self.rounds.folder.final(self.rounds.method.deployed(self.rounds.server))
+            self.rounds.folder.final(self.rounds.method.deployed(self.rounds.server), self._save)
 
     # Flower's interface, for a caller that has its own loop
 
@@ -179,9 +192,11 @@ class MethodStrategy(Strategy):
 
 
 def _mean_report(record: RoundRecord) -> MetricRecord:
-    """The mean of each reported figure over the sites that report it, weighted with their examples."""
+    """The mean of each figure over the sites that report it, weighted with their examples, or rows held out."""
     mean = {}
-    for name in sorted({name for report in record.reports.values() for name in report} - {"num_examples"}):
-        rows = [(r[name], r["num_examples"]) for r in record.reports.values() if name in r]
+    unaveraged = {"num_examples", held_out.ROWS, held_out.REFUSED}
+    for name in sorted({name for report in record.reports.values() for name in report} - unaveraged):
+        weight = held_out.ROWS if name == held_out.LOSS else "num_examples"
+        rows = [(r[name], r[weight]) for r in record.reports.values() if name in r]
         mean[name] = sum(value * n for value, n in rows) / sum(n for _, n in rows)
     return MetricRecord({"num-examples": int(sum(r["num_examples"] for r in record.reports.values())), **mean})

@@ -151,7 +151,7 @@ class Unseen:
             return self.exchange.method.settle(server, self._opened(attempt), ctx)
         except (QuorumError, WireError) as error:
             attempt.record.unseen["reason"] = shown(str(error), REASON_CHARACTERS)
-            log(WARNING, "round %s: no sum: %s", ctx.round, attempt.record.unseen["reason"])
+            log(WARNING, "round %s: no sum: %s", ctx.round + 1, attempt.record.unseen["reason"])
             for site in attempt.found.faulty:
                 self.coordinator.expel(site)
             return None
@@ -173,7 +173,7 @@ class Unseen:
                 if attached.next is not None:
                     self.coordinator.keep(site, attached.next)
             except WireError as error:  # it is asked for another one before the next attempt
-                log(WARNING, "round %s: %s: its next prekey: %s", record.round, site, error)
+                log(WARNING, "round %s: %s: its next prekey: %s", record.round + 1, site, error)
         clear = {site: attempt.words.get(site, {}) for site in found.uploads}
         sums = RingSums(attempt.summed.slots, attempt.summed.ring(found.plan), found.total(), clear)
         sums.check(attempt.limits.max_norm)

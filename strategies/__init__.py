@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,8 +16,10 @@ from fedveil.config import parse_toml
 from fedveil.contract.method import Method
 from fedveil.discovery import Room
 from fedveil.errors import ConfigError
+from fedveil.foreign import shown
 
 _ROOM = Room("fedveil.strategies", "fedveil.methods", "method.name")
+_ADAPTER = "adapter"
 
 
 def names() -> list[str]:
@@ -56,8 +59,26 @@ def create_from_json(name: str, fields: str) -> Method:
 
 
 def _validated(name: str, fields: dict[str, Any]) -> Method:
-    method: Method = _parsed(load(name), name, fields)
+    cls = load(name)
+    if isinstance(given := fields.get(_ADAPTER), dict):
+        fields = {**fields, _ADAPTER: _adapter(cls, given)}
+    method: Method = _parsed(cls, name, fields)
     return method
+
+
+def _adapter(cls: type[Method], given: dict[str, Any]) -> Any:
+    """The adapter from its table: the method's one, or of a choice the kind that is named. Raises ConfigError."""
+    hint = typing.get_type_hints(cls).get(_ADAPTER)
+    if hint is None or not (choice := typing.get_args(hint)):
+        return given if hint is None else _parsed(hint, f"the adapter of {cls.__name__}", given, _ADAPTER)
+    kinds = {each.kind: each for each in choice}
+    default = next(own.default_factory for own in dataclasses.fields(cls) if own.name == _ADAPTER)  # type: ignore[arg-type]
+    kind = given.get("kind", choice[0].kind if default is dataclasses.MISSING else default().kind)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ConfigError(
+            f"method.fields: {_ADAPTER}.kind: expected one of {sorted(kinds)}, found {shown(kind, 80)!r}; choose one"
+        )
+    return _parsed(kinds[kind], f"the adapter {kind}", given, _ADAPTER)
 
 
 def _parsed(cls: Any, name: str, fields: Any, *within: str) -> Any:

@@ -104,8 +104,11 @@ class DpFpl(Method, Claim):
         clip_local, clip_global, clip_texts: C of (u, v), of p_G and of the texts.
         noise_local, noise_global: z_L and z_G of mode strict; "texts" uses the one multiplier that both together give.
         epsilon: strict: no record is charged more. paper, code: required; the nominal epsilon that sets the noise.
-        delta, neighbours: of every epsilon. rounds: T of the nominal noise.
+        delta, neighbours: of every epsilon.
+        rounds: T of the nominal noise.
         learning_rate, learning_rate_local: eta on p_G, and on p_L.
+        adapter: the prompt p_G; p_L has its shape.
+        wire_dtype: of what is sent.
     """
 
     rank: int = 8

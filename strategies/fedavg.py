@@ -29,7 +29,6 @@ Differences from the paper: AdamW instead of SGD; the mean is over the cohort of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -79,12 +78,6 @@ class FedAvg(Method):
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """w_(t+1) = sum_k (n_k / m_t) w^k."""
         return State(sums.means(server.tensors))
-
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
-    ) -> Mapping[str, Weights]:
-        """One model: the server's."""
-        return {"server": server.tensors}
 
     def layout(self, spec: Spec) -> Layout:
         """Every tensor, both ways."""

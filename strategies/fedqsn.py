@@ -117,6 +117,11 @@ class FedQSN(Method):
         """Columns, of which each client sees its own."""
         return True
 
+    @property
+    def on_device(self) -> bool:
+        """Proxies and changes are as large as the model."""
+        return True
+
     def __post_init__(self) -> None:
         for name, rate in (("server_rate", self.server_rate), ("client_rate", self.client_rate)):
             if not 0.0 <= rate < 1.0:
@@ -186,14 +191,14 @@ class FedQSN(Method):
         """W~ (Eq. 1 to 3), this client's proxy: masked, scaled, then quantised."""
         veil, stream = self._veil(_spec(server), "down"), ctx.rng("client mask")
         visible = {layer: self._visible(m, stream) for layer, m in self._shown(veil, ctx.secret).items()}
-        return Payload(veil.close(server.tensors, visible, self.scale))
+        return Payload(veil.close(server.tensors, visible, self.scale, ctx.device))
 
     def client(
         self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[State | None, Payload]:
         """Trains the proxy, its missing columns held at zero, and sends the visible columns. Nothing is kept."""
         veil = self._veil(trainer.spec, "down")
-        visible, received = veil.visible(down), lazy_spec(veil.opened(down), trainer.spec)
+        visible, received = veil.visible(down), lazy_spec(veil.opened(down, ctx.device), trainer.spec)
         frozen = {n: ~veil.seen(n, visible) for n in veil.masked}
         trained = dict((trainer.train(received, frozen) if frozen else trainer.train(received)).weights)
         # Each tensor is freed as soon as its change is known: model, proxy and change are never all in memory.

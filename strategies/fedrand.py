@@ -55,9 +55,8 @@ import torch
 from torch import Tensor
 
 from fedveil.adapters.lora import Lora
+from fedveil.algebra.coded import Uploads
 from fedveil.algebra.factors import FACTORS, Factor, factor, modules, of_factor
-from fedveil.algebra.quantise import Quantiser
-from fedveil.contract.codec import Coded
 from fedveil.contract.layout import Layout, Payload, Word
 from fedveil.contract.method import Method, RoundContext, State
 from fedveil.contract.spec import Spec, Weights
@@ -105,12 +104,16 @@ class FedRand(Method):
             raise ConfigError(
                 'downlink: expected "both" with past = false (both factors come from the server), found "selected"'
             )
-        if self.upload_bits:
-            Quantiser("absmax", self.upload_bits)
+        if self.cold == "initial" and not self.past:
+            raise ConfigError(
+                'cold: expected "server" with past = false (a newcomer\'s factors come from the server too), found '
+                '"initial"; leave cold out'
+            )
+        self._uploads  # noqa: B018  # it checks the bits
 
     @property
-    def _coder(self) -> Quantiser | None:
-        return Quantiser("absmax", self.upload_bits) if self.upload_bits else None
+    def _uploads(self) -> Uploads:
+        return Uploads(self.wire_dtype, self.upload_bits)
 
     def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
         """(A_0, B_0), drawn once for all clients."""
@@ -140,10 +143,7 @@ class FedRand(Method):
         start = self._start(shared, private, down, trainer.spec, ctx)  # Eq. 6
         trained = trainer.train(start).weights
         scalars = {"next_factor": self._draw(ctx, "next factor")} if self.downlink == "selected" else {}
-        sent = of_factor(trained, shared)
-        coded = {n: self._coder.quantise(w) for n, w in sent.items()} if self._coder else cast_to(sent, self.wire_dtype)
-        upload = Payload(coded, shared, scalars)
-        return State(dict(trained)), upload
+        return State(dict(trained)), Payload(self._uploads.sent(of_factor(trained, shared)), shared, scalars)
 
     def _draw(self, ctx: RoundContext, purpose: str) -> Factor:
         return "A" if bool(ctx.rng(purpose).bernoulli(self.rho, ())) else "B"
@@ -169,9 +169,7 @@ class FedRand(Method):
 
     def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
         """n_k times the factor that was sent (decoded where it is coded), and n_k; the announced draw in clear."""
-        values = payload.fields.items()
-        sent = {n: self._coder.dequantise(cast(Coded, v)) for n, v in values} if self._coder else tensors_of(payload)
-        return replace(weighted(sent, num_examples), clear=payload.scalars)
+        return replace(weighted(self._uploads.opened(payload), num_examples), clear=payload.scalars)
 
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """The mean of A over those who sent A, and of B over those who sent B (Algorithm 1)."""
@@ -197,8 +195,7 @@ class FedRand(Method):
             initial = dense_fields(of_factor(spec, "A"), "down", self.wire_dtype, ("cold",), "to a newcomer", _INITIAL)
             fields += initial
         for side in FACTORS:
-            up = dense_fields(of_factor(spec, side), "up", self.wire_dtype, (side,), f"the client drew {side}")
-            fields += tuple(replace(f, codec=self._coder.codec) for f in up) if self._coder else up
+            fields += self._uploads.fields(of_factor(spec, side), (side,), f"the client drew {side}")
         return Layout(fields, (Word("next_factor", "up", FACTORS),) if self.downlink == "selected" else ())
 
     def _down_variants(self, side: Factor) -> tuple[str, ...]:

@@ -30,7 +30,8 @@ so none is on the wire; m_0 has seen them only through distillation.
 | distil_steps = 0 | m_0 is the first cells of M, without distillation |
 | alternate = false | m_k and P_k are trained together |
 
-Differences from the paper: P starts at random; the server does not train P; a round is one mean over its clients.
+Differences from the paper: P starts as the keys and values of random tokens (drawn from a normal distribution, it would
+set M back by a nat); the server does not train P; a round is one mean over its clients.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ class FixedPosition(Method):
     def __post_init__(self) -> None:
         check_pattern("hidden", self.hidden)
         fedsgd.check_learning_rate(self.learning_rate)
+        fedsgd.check_wire_dtype(self.wire_dtype)
 
     def _sent(self, names: Iterable[str]) -> list[str]:
         return [name for name, keep in keeps({self.hidden: 1.0}, names).items() if keep]

@@ -29,7 +29,6 @@ Differences from the paper: AdamW instead of SGD with rate 0.001; the mean is ov
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -82,12 +81,6 @@ class PromptFL(Method):
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """sum_k (n_k / n) P^k."""
         return State(sums.means(server.tensors))
-
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
-    ) -> Mapping[str, Weights]:
-        """One model: the server's."""
-        return {"server": server.tensors}
 
     def layout(self, spec: Spec) -> Layout:
         """The prompt, both ways."""

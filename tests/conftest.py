@@ -27,7 +27,7 @@ install_import_hook(
 
 from fedveil.contract.method import Method, State, Upload
 from fedveil.contract.spec import Spec, TensorSpec, Weights, spec_of
-from fedveil.contract.trainer import Batch, FeatureGradients, Looked, PerSample, Trained
+from fedveil.contract.trainer import Batch, FeatureGradients, Frozen, Looked, PerSample, Trained, turns
 from fedveil.federation.exchange import Exchange
 from fedveil.strategies import fedqsn
 from fedveil.training import per_sample
@@ -66,11 +66,12 @@ class ToyTrainer:
     step: float = 0.5
     started_from: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty=None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty=None) -> Trained:
         self.started_from.append({n: w.clone() for n, w in weights.items()})
-        moved = {n: w + self.step for n, w in weights.items()}
-        for n, mask in (frozen or {}).items():
-            moved[n] = torch.where(mask, weights[n], moved[n])
+        moved = dict(weights)
+        for held in turns(frozen):  # a step each
+            before, moved = moved, {n: w + self.step for n, w in moved.items()}
+            moved |= {n: torch.where(mask, before[n], moved[n]) for n, mask in held.items()}
         return Trained(moved, {"steps": 1, "loss_trained": 0.25}, self._looked)
 
     def gradient(self, weights: Weights) -> Trained:
@@ -117,7 +118,7 @@ def aggregated(method: Method, server: State, uploads: Iterable[Upload], spec: S
     """The server's next state; the spec is that of its weights."""
     if spec is None and "places" in server.scalars:
         spec = fedqsn._spec(server)
-    weights = {n: w for n, w in server.tensors.items() if not n.startswith(("adam.", "initial."))}
+    weights = {n: w for n, w in server.tensors.items() if not n.startswith(("adam.", "initial.", "control."))}
     return Exchange(method, "method", spec or spec_of(weights)).aggregate(server, uploads)
 
 

@@ -40,14 +40,26 @@ ROOT = Path(__file__).resolve().parent.parent
 _SECONDS = 465.0  # of all parts together, so that everything stays below 8 minutes
 _SLOWER = 3.0  # a CPU, in a dry run
 
-_MODELS = ("dp-accounting", "jaxtyping", "numpy", "peft", "pycryptodome", "safetensors", "torch", "transformers")
+_MODELS = (
+    "dp-accounting",
+    "httpx",
+    "huggingface-hub",
+    "jaxtyping",
+    "numpy",
+    "peft",
+    "pycryptodome",
+    "safetensors",
+    "scipy",
+    "torch",
+    "transformers",
+)
 _TESTS = ("beartype", "cryptography", "pydantic", "pytest", "typing-extensions", "xxhash", *_MODELS)
 _FEDERATION = (*CONSOLE, *_MODELS, "datasets", "flwr", "grpcio", "pillow")
 # `quick`: the full form takes longer than its share on a machine that was measured, or needs a base nobody bundles.
 PARTS = (
     Part("tests", 60, _TESTS),
     Part("fedqsn/speed", 50, (*CONSOLE, *_MODELS), quick=True),
-    Part("random_binary/speed", 40, (*CONSOLE, "jaxtyping", "numpy", "torch")),
+    Part("random_binary/speed", 40, (*CONSOLE, "jaxtyping", "numpy", "scipy", "torch")),
     Part("dp_fpl/speed", 40, (*CONSOLE, *_MODELS, "datasets", "opacus", "pillow"), quick=True, data="caltech101"),
     Part("core/training", 90, (*CONSOLE, *_MODELS)),
     Part("core/worker", 185, _FEDERATION, quick=True),

@@ -181,7 +181,10 @@ def _preset(part: Part, place: Place, seconds: float) -> list[Row]:
     if not rows or (place.device == "cuda" and not gpu):
         why = f"expected rows of a GPU in {file.name}, found {len(rows)} rows and gpu = {gpu}"
         return [Row(part.name, "failed", why, ended.seconds, log.name)]
-    return [Row(part.name, "passed", form, ended.seconds, file.name, verdicts)]
+    missed = sum(verdict.count("NOT HELD") for verdict in verdicts)
+    bounds = sum(verdict.count("asked: ") for verdict in verdicts)
+    detail = f"{form}; bounds: {bounds - missed} held, {missed} NOT HELD" if bounds else form
+    return [Row(part.name, "passed", detail, ended.seconds, file.name, verdicts)]
 
 
 def missing_module(said: str) -> str:

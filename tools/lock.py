@@ -10,6 +10,7 @@
 | run.txt | every other package that FedVeil runs with |
 | EXTRA.txt | what an extra of pyproject.toml needs besides |
 | sbom.txt | what lists the components, in an environment of its own |
+| docs.txt | what makes the site of the documentation, likewise |
 
 Each is installed with `pip install --require-hashes --no-deps`; nothing is resolved, so nothing else can come. uv asks
 PyPI for the hashes. Where torch's own index does not answer, the hashes in cpu.txt stay, if its version does.
@@ -31,6 +32,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _PYTHON = "3.11"  # the oldest; --universal adds markers for the others
 _ALONE = {
     "tools": ("what builds and installs", "pip\nsetuptools\nbuild\n"),
+    "docs": ("what makes the site of the documentation, in an environment of its own", "furo\nmyst-parser\nsphinx\n"),
     "sbom": ("what lists the components, in an environment of its own", "cyclonedx-bom\n"),
 }
 _CUDA = re.compile(r"nvidia-|cuda-|triton$")

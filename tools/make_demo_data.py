@@ -2,7 +2,7 @@
 
     python tools/make_demo_data.py --data <folder> --out data/e2e
 
-Rows whose meaning representation the tiny base has seen (`tiny_text_generation.is_public`) are left out. The rest is
+Rows whose meaning representation the tiny base has seen (`tiny.text_generation.is_public`) are left out. The rest is
 put in the order of its SHA-256, so the choice is arbitrary but always the same; then the first rows are taken.
 """
 
@@ -13,7 +13,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from tools.tiny_text_generation import is_public, read_rows
+from tools.tiny.text_generation import is_public, read_rows
 
 Row = dict[str, str]
 

@@ -36,7 +36,7 @@ from fedveil.attacks.base import View
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import Method, RoundContext, State
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Penalty, Trained, Trainer
+from fedveil.contract.trainer import Frozen, Penalty, Trained, Trainer, turns
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class _Reader:
     weights: Weights = field(default_factory=dict)
     frozen: Weights = field(default_factory=dict)
 
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
-        self.weights, self.frozen = weights, frozen or {}
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
+        self.weights, self.frozen = weights, turns(frozen)[0]
         raise _Started
 
     def gradient(self, weights: Weights) -> Trained:

@@ -41,7 +41,7 @@ class Alignment(UploadAttack):
 def alignment_scores(view: View, site: str, knowledge: Knowledge, rows: Rows, uploads: int = 1) -> NDArray[np.float64]:
     """(rows,) mean cosine of each row over the site's last `uploads` uploads; 0 where nothing moved.
 
-    The task must train by gradients of its own (`fedveil.training.local_training.Trainable`).
+    The task must train by gradients of its own (`fedveil.training.computing.Trainable`).
     """
     total = np.zeros(len(rows))
     turns = deque(_turns(view, site, knowledge.initial), maxlen=uploads)

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from fedveil.contract.spec import Weights
-from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained
+from fedveil.contract.trainer import Batch, FeatureGradients, Frozen, Penalty, PerSample, RowGradients, Trained
 from fedveil.privacy.wrapped import WrappedRows, WrappedTrainer
 
 
@@ -22,7 +22,7 @@ class Dark(WrappedTrainer):
         return _DarkRows(self._trainer.rows)
 
     @override
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
         """Refused: there is nothing but noise to see."""
         raise NotImplementedError("the control is of a method with noise")
 

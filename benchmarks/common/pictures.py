@@ -55,21 +55,32 @@ def is_choice(name: str) -> bool:
     return name.endswith("-choice")
 
 
-def examples(name: str, split: str) -> list[Example]:
-    """All rows of "train" or "test". Raises ConfigError or TaskError where the data are not there."""
+def source(name: str, split: str) -> tuple[str, str]:
+    """The folder and the split of it that hold the rows of that name."""
     match name:
         case "caltech-caption" | "caltech-choice":
-            found = [
-                row for row in _parquet("caltech101", split) if split != "train" or not is_public(row["source_path"])
-            ]
-            return _of_classes(found, [row["class_name"] for row in found], name)
+            return "caltech101", split
         case "cifar-choice" | "cifar-caption":
-            found = _parquet("cifar10", "test")
-            names = _class_names("cifar10", "test")
-            return _of_classes(found, [names[row["label"]] for row in found], name)
+            return "cifar10", "test"
         case "coco-caption":
-            return [_coco(row) for row in _parquet("coco_captions_mini", "train")]
-    return _parquet(name, split)
+            return "coco_captions_mini", "train"
+    return name, split
+
+
+def examples(name: str, split: str) -> list[Example]:
+    """All rows of "train" or "test". Raises ConfigError or TaskError where the data are not there."""
+    folder, part = source(name, split)
+    found = _parquet(folder, part)
+    if folder == name:
+        return found
+    match folder:
+        case "caltech101":
+            found = [row for row in found if part != "train" or not is_public(row["source_path"])]
+            return _of_classes(found, [row["class_name"] for row in found], name)
+        case "cifar10":
+            names = _class_names(folder, part)
+            return _of_classes(found, [names[row["label"]] for row in found], name)
+    return [_coco(row) for row in found]
 
 
 def _parquet(folder: str, split: str) -> list[Example]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -18,10 +20,11 @@ from fedveil.tasks.vision_language import LETTERS, VisionLanguage
 from fedveil.training import text_metrics
 
 _TEST = 5  # the name of the draws
+_NIST_N = 5
 
 
 def scores(
-    task: VisionLanguage, weights: Weights, examples: Sequence[Mapping[str, Any]], metrics: Sequence[str], seed: int
+    task: VisionLanguage, weights: Weights, examples: Sequence[Mapping[str, Any]], metrics: Sequence[str]
 ) -> dict[str, Figure]:
     """The `metrics` of the model on `examples`, by name.
 
@@ -37,21 +40,21 @@ def scores(
     for metric in metrics:
         match metric:
             case "test loss":
-                found[metric] = resampling.mean(_losses(task, weights, examples), _TEST, seed)
+                found[metric] = resampling.mean(_losses(task, weights, examples), _TEST)
             case "accuracy":
                 each = [100 * text_metrics.exact_match([c], [t]) for c, t in zip(written, targets, strict=True)]
-                found[metric] = resampling.mean(each, _TEST, seed)
+                found[metric] = resampling.mean(each, _TEST)
             case "cider":
                 words = [text_metrics.words(c) for c in written]
                 per_row = text_metrics.cider_d(words, [[text_metrics.words(t) for t in refs] for refs in targets])
-                found[metric] = resampling.mean([100 * c for c in per_row], _TEST, seed)
+                found[metric] = resampling.mean([100 * c for c in per_row], _TEST)
             case "rouge_l":
                 found[metric] = resampling.mean(
                     [100 * text_metrics.captions([c], [t])["rouge_l"] for c, t in zip(written, targets, strict=True)],
-                    *(_TEST, seed),
+                    _TEST,
                 )
             case "bleu_4":
-                found[metric] = resampling.reduced(bleu_statistics(written, targets), bleu, _TEST, seed)
+                found[metric] = resampling.reduced(bleu_statistics(written, targets), bleu, _TEST)
             case _:
                 raise ValueError(f"metrics: expected test loss, accuracy, cider, rouge_l or bleu_4, found {metric}")
     return found
@@ -89,3 +92,41 @@ def bleu(total: Numbers) -> float:
             smooth_method="exp",
         ).score
     )
+
+
+def nist_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) -> Numbers:
+    """(rows, 12): what each row adds to corpus NIST (Doddington 2002), as nltk counts it.
+
+    For n = 1 to 5 the information of the n-grams that it shares with the reference where that is most, and its number
+    of n-grams; then its length and that reference's, summed over n. The information of an n-gram is that among all of
+    `targets`, so it is the same in every resample of the rows.
+    """
+    from nltk.util import ngrams
+
+    texts = [text_metrics.words(text) for text in written]
+    references = [[text_metrics.words(target) for target in refs] for refs in targets]
+    orders = range(1, _NIST_N + 1)
+    counts = Counter(gram for refs in references for ref in refs for n in orders for gram in ngrams(ref, n))
+    tokens = sum(len(ref) for refs in references for ref in refs)
+    information = {gram: math.log2((counts[gram[:-1]] if gram[1:] else tokens) / k) for gram, k in counts.items()}
+    found = []
+    for text, refs in zip(texts, references, strict=True):
+        own = [Counter(ngrams(text, n)) for n in orders]
+        best = [
+            max(
+                (sum(information[g] * k for g, k in (mine & Counter(ngrams(ref, n))).items()), len(ref)) for ref in refs
+            )
+            for n, mine in zip(orders, own, strict=True)
+        ]
+        lengths = _NIST_N * len(text), sum(length for _, length in best)
+        found.append([*(shared for shared, _ in best), *(mine.total() for mine in own), *lengths])
+    return np.array(found, dtype=float)
+
+
+def nist(total: Numbers) -> float:
+    """Corpus NIST, 0 to about 10, of the sum (12,) of `nist_statistics`."""
+    from nltk.translate.nist_score import nist_length_penalty
+
+    shared, number, (length, of_references) = total[:_NIST_N], total[_NIST_N : 2 * _NIST_N], total[2 * _NIST_N :]
+    precision = sum(s / n for s, n in zip(shared, number, strict=True) if n)
+    return float(precision * nist_length_penalty(of_references, length))

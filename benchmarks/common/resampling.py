@@ -1,39 +1,57 @@
 """Figures with their bootstrap replicates: over rows, paired between the rows of a table, averaged over seeds.
 
 Every figure of a seed is recomputed on the same resamples of the test rows, of the members and of the non-members. So a
-difference of two figures of one table is a difference of paired replicates. Figures and replicates are averaged over
-seeds. From three seeds on a replicate also draws the seeds anew, so that the interval covers the training too.
+difference of two figures of one table is a difference of paired replicates. Seeds share the names of their draws, so
+that rows which several seeds score count once.
+
+An interval covers the rows, by the replicates, and the training, by Student's t over the seeds' own values, however few
+they are. The two are put together as limits of a sum of independent parts (Zou and Donner 2008):
+
+    value -+ sqrt(half_rows^2 + (t_{seeds - 1} s / sqrt(seeds))^2)
+
+With rows drawn anew for each seed, s has their noise in it already, and the interval is too wide, by a factor of at
+most 1.3 from three seeds on. One seed says nothing of the training: its interval is of the rows alone.
+
+Two seeds have an interval, and decide nothing: where a figure has few values (accuracy on 60 rows) they often agree by
+chance, and then show no spread at all.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedveil.benchmarks.run import student_t
+
 Numbers = NDArray[np.float64]
 
 REPLICATES = 400
-_SEEDS_TO_DRAW = 3  # fewer seeds say nothing about their spread
+SEEDS_TO_DECIDE = 3
+_STEPS = 30  # halvings of a probability's exponent: 8 digits of it
+_LEAST_P = 1e-12
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of one seed.
+    """A figure of one seed, or of several.
 
     Attributes:
-        value: on the rows themselves.
+        value: on the rows themselves; of several seeds the mean.
         replicates: (REPLICATES,), each on one resample of the rows.
         count: number of rows behind it; of members and non-members the smaller number.
+        seeds: the value of each seed; none where the figure is not of seeds (`over_seeds` makes one that is).
     """
 
     value: float
     replicates: Numbers
     count: int
+    seeds: tuple[float, ...] = ()
 
     def to_json(self) -> list[Any]:
         """For the way between processes: [value, replicates, count]."""
@@ -64,11 +82,11 @@ def mean(values: Sequence[float], *name: int) -> Figure:
     return Figure(float(array.mean()), drawn @ array / len(array), len(array))
 
 
-def reduced(statistics: Numbers, reduce: Callable[[Numbers], float], *name: int) -> Figure:
-    """A figure that `reduce` makes of the sum (k,) of each row's `statistics` (rows, k), as corpus BLEU is."""
-    drawn = counts(len(statistics), *name) @ statistics
-    value = reduce(statistics.sum(0))
-    return Figure(value, np.array([reduce(row) for row in drawn]), len(statistics))
+def reduced(of_rows: Numbers, reduce: Callable[[Numbers], float], *name: int) -> Figure:
+    """A figure that `reduce` makes of the sum (k,) of what each row has, `of_rows` (rows, k), as corpus BLEU is."""
+    drawn = counts(len(of_rows), *name) @ of_rows
+    value = reduce(of_rows.sum(0))
+    return Figure(value, np.array([reduce(row) for row in drawn]), len(of_rows))
 
 
 def auroc(members: Numbers, non_members: Numbers, member_name: tuple[int, ...], other_name: tuple[int, ...]) -> Figure:
@@ -80,35 +98,82 @@ def auroc(members: Numbers, non_members: Numbers, member_name: tuple[int, ...], 
 
 
 def average(figures: Sequence[Figure]) -> Figure:
-    """The mean of several figures of one seed, replicate by replicate, as over clients."""
+    """The mean of several figures of the same seeds, replicate by replicate and seed by seed, as over clients."""
     return Figure(
         math.fsum(f.value for f in figures) / len(figures),
         np.mean([f.replicates for f in figures], axis=0),
         sum(f.count for f in figures),
+        tuple(map(statistics.fmean, zip(*(f.seeds for f in figures), strict=True))),
     )
 
 
 def over_seeds(figures: Sequence[Figure]) -> Figure:
     """One figure of the figures of several seeds."""
-    together = np.stack([f.replicates for f in figures])
-    if len(figures) >= _SEEDS_TO_DRAW:
-        rng = np.random.default_rng(len(figures))
-        drawn = rng.integers(len(figures), size=(REPLICATES, len(figures)))
-        replicates = together[drawn, np.arange(REPLICATES)[:, None]].mean(1)
-    else:
-        replicates = together.mean(0)
-    return Figure(math.fsum(f.value for f in figures) / len(figures), replicates, sum(f.count for f in figures))
+    values = tuple(f.value for f in figures)
+    replicates = np.mean([f.replicates for f in figures], axis=0)
+    return Figure(math.fsum(values) / len(values), replicates, sum(f.count for f in figures), values)
 
 
-def interval(figure: Figure) -> dict[str, float]:
-    """Value and 95 % percentile interval, as a result file has them."""
+def interval(figure: Figure) -> dict[str, Any]:
+    """Value and 95 % interval over rows and seeds, as a result file has them; of several seeds, each one's value."""
+    low, high = (float(q) for q in np.quantile(figure.replicates, (0.025, 0.975)))
+    found = {"mean": figure.value, "low": low, "high": high, "n": figure.count}
+    if len(figure.seeds) < 2:
+        return found
+    apart = student_t(len(figure.seeds) - 1) * _standard_error(figure.seeds)
+    low = figure.value - math.hypot(max(0.0, figure.value - low), apart)
+    high = figure.value + math.hypot(max(0.0, high - figure.value), apart)
+    return found | {"low": low, "high": high, "seeds": list(figure.seeds)}
+
+
+def of_rows(figure: Figure) -> Figure:
+    """The figure as one of these trainings alone: its interval covers the rows, and asks nothing of other seeds."""
+    return replace(figure, seeds=())
+
+
+def p_value(figure: Figure, at: float = 0.0) -> float:
+    """The least alpha of which the two-sided interval of 1 - alpha leaves `at` out; 1 for one seed or two.
+
+    The part of the rows is scaled from that of 95 % as a normal one.
+    """
+    away = abs(figure.value - at)
+    if 0 < len(figure.seeds) < SEEDS_TO_DECIDE or not away:
+        return 1.0
     low, high = np.quantile(figure.replicates, (0.025, 0.975))
-    return {"mean": figure.value, "low": float(low), "high": float(high), "n": figure.count}
+    rows = max(0.0, float(figure.value - low if figure.value > at else high - figure.value)) / _normal(0.05)
+    error = _standard_error(figure.seeds) if figure.seeds else 0.0
+    freedom = max(1, len(figure.seeds) - 1)
+    least, most = math.log(_LEAST_P), 0.0
+    for _ in range(_STEPS):
+        middle = (least + most) / 2
+        alpha = math.exp(middle)
+        covered = math.hypot(rows * _normal(alpha), error * student_t(freedom, alpha)) >= away
+        least, most = (middle, most) if covered else (least, middle)
+    return math.exp(most)
 
 
-def difference(mine: Figure, other: Figure) -> dict[str, float]:
+def less(mine: Figure, other: Figure) -> Figure:
+    """The figure `mine` less `other`, paired by resample and by seed; a figure that is not of seeds is the same in all.
+
+    Raises:
+        ValueError: figures of different numbers of seeds.
+    """
+    seeds = mine.seeds or other.seeds
+    if mine.seeds and other.seeds and len(mine.seeds) != len(other.seeds):
+        raise ValueError(f"expected figures of the same seeds, found {len(mine.seeds)} and {len(other.seeds)}")
+    sides = [f.seeds or (f.value,) * len(seeds) for f in (mine, other)]
+    paired = tuple(m - o for m, o in zip(*sides, strict=True))
+    return Figure(mine.value - other.value, mine.replicates - other.replicates, mine.count, paired)
+
+
+def difference(mine: Figure, other: Figure) -> dict[str, Any]:
     """The interval of `mine` less `other`, paired."""
-    return interval(Figure(mine.value - other.value, mine.replicates - other.replicates, mine.count))
+    return interval(less(mine, other))
+
+
+def negated(figure: Figure) -> Figure:
+    """The figure with the other sign."""
+    return less(fixed(0.0, figure.count), figure)
 
 
 def shown(found: Mapping[str, float], form: str = ".3f") -> str:
@@ -116,33 +181,10 @@ def shown(found: Mapping[str, float], form: str = ".3f") -> str:
     return f"{found['mean']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
 
 
-def told(found: Mapping[str, float], below: str = "lower", above: str = "higher") -> str:
-    """Which side of 0 the interval of a difference lies on, in a word; "not told apart" where 0 is in it."""
-    return below if found["high"] < 0 else above if found["low"] > 0 else "not told apart"
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
-def ordering(figures: Mapping[str, Figure], order: Sequence[str], what: str) -> str:
-    """A sentence on whether `figures` fall in the order that a paper has, from its first (highest) to its last.
-
-    A pair holds, or is reversed, where the interval of its paired difference leaves 0 out. Else it cannot be told
-    apart.
-    """
-    names = [name for name in order if name in figures]
-    held: list[str] = []
-    reversed_: list[str] = []
-    open_: list[str] = []
-    for i, high in enumerate(names):
-        for low in names[i + 1 :]:
-            d = difference(figures[high], figures[low])
-            side = held if d["low"] > 0 else reversed_ if d["high"] < 0 else open_
-            side.append(f"{high} over {low} ({d['mean']:+.3g} [{d['low']:.3g}, {d['high']:.3g}])")
-    total = len(held) + len(reversed_) + len(open_)
-    said = f"{what}: the paper's order {' > '.join(names)} "
-    if len(held) == total:
-        return said + f"holds in all {total} pairs."
-    if not held and not reversed_:
-        return said + f"can neither be confirmed nor refused: no pair of {total} differs beyond its 95 % interval."
-    return said + (
-        f"{'does not hold' if reversed_ else 'holds in part'}: {len(held)} of {total} pairs hold, {len(reversed_)} are "
-        f"reversed{': ' + '; '.join(reversed_) if reversed_ else ''}, {len(open_)} cannot be told apart."
-    )
+def _normal(alpha: float) -> float:
+    """What a standard error is multiplied with for a two-sided interval of 1 - alpha, of a normal figure."""
+    return -statistics.NormalDist().inv_cdf(alpha / 2)

@@ -24,7 +24,7 @@ from fedveil.errors import ConfigError
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import text_metrics
 
-METRICS = ("loss", "bleu", "rouge_l", "meteor", "cider")
+METRICS = ("loss", "bleu", "nist", "rouge_l", "meteor", "cider")
 _TEST = 8  # the name of the draws
 
 Row = dict[str, str]
@@ -32,7 +32,7 @@ Row = dict[str, str]
 
 def rows(name: str, split: str) -> list[Row]:
     """Every row of "train", "validation" or "test" as {"mr", "ref"}, the source in one line. Raises ConfigError."""
-    file = {"train": "test", "validation": "dev", "test": "dev"}[split] if name == "dart" else split
+    file = _file(name, split)
     path = data.folder(name) / f"{file}.jsonl"
     if not path.is_file():
         raise ConfigError(f"data {name}: expected {path.name} in {path.parent}, found none; see benchmarks/README.md")
@@ -41,6 +41,15 @@ def rows(name: str, split: str) -> list[Row]:
     if file == "dev":
         return [row for row in found if (_digest(row["mr"]) % 2 == 0) == (split == "test")]
     return found
+
+
+def need(name: str, *splits: str) -> data.Need:
+    """The files that `rows` reads for those splits."""
+    return data.Need(name, tuple(dict.fromkeys(_file(name, split) for split in splits)), (".jsonl",))
+
+
+def _file(name: str, split: str) -> str:
+    return {"train": "test", "validation": "dev", "test": "dev"}[split] if name == "dart" else split
 
 
 def _pairs(name: str, line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -67,11 +76,11 @@ def chosen(found: Sequence[Row], sources: int, references: int, seed: int) -> li
     return [row for mr, rows in grouped.items() if mr in kept for row in rows[:references]]
 
 
-def scores(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: int) -> dict[str, Figure]:
+def scores(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> dict[str, Figure]:
     """METRICS of the model on `test`, by name.
 
     "loss" is in nats a token. The others are of the text that the model writes for each source, in per cent but for
-    cider.
+    nist and cider.
     """
     targets: dict[str, list[str]] = {}
     for row in test:
@@ -85,16 +94,17 @@ def scores(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: in
     )
     statistics = quality.bleu_statistics(written, references)
     return {
-        "loss": resampling.mean(losses, _TEST, seed),
-        "bleu": resampling.reduced(statistics, quality.bleu, _TEST, seed),
-        **{m: resampling.mean([100 * s[m] for s in each], _TEST, seed) for m in ("rouge_l", "meteor")},
-        "cider": resampling.mean(ciders, _TEST, seed),
+        "loss": resampling.mean(losses, _TEST),
+        "bleu": resampling.reduced(statistics, quality.bleu, _TEST),
+        "nist": resampling.reduced(quality.nist_statistics(written, references), quality.nist, _TEST),
+        **{m: resampling.mean([100 * s[m] for s in each], _TEST) for m in ("rouge_l", "meteor")},
+        "cider": resampling.mean(ciders, _TEST),
     }
 
 
-def loss(task: TextGeneration, weights: Weights, test: Sequence[Row], seed: int) -> Figure:
+def loss(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> Figure:
     """The "loss" of `scores` alone."""
-    return resampling.mean(losses_of(task, weights, test), _TEST, seed)
+    return resampling.mean(losses_of(task, weights, test), _TEST)
 
 
 def losses_of(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> list[float]:

@@ -17,9 +17,8 @@ commit. The table says how many are of which commit. Several of it can run at on
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
+import math
 import tempfile
 import time
 from collections import Counter
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import places
+from fedveil.benchmarks.common import pieces
 from fedveil.benchmarks.common.pictures import coloured
 from fedveil.benchmarks.core.killer import PROGRAMS, ROUNDS, SITES, VICTIMS, Killer, Point, drawn
 from fedveil.benchmarks.run import Options, Outcome, commit
@@ -41,6 +41,8 @@ from fedveil.wire.tap import Tap
 _SECONDS = 300.0
 _MASKED = ("sum", "attached")  # fields of masks and keys, which are new each time
 _RESUMED = 5
+_REASON_CHARACTERS = 400  # of a point that did not end
+_PAUSE_SECONDS = 8.0  # between two starts of a site, as compose pauses: each start costs some CPU seconds
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
@@ -59,7 +61,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         with options.launch.LocalFederation(named, Path(scratch) / "federation", database=True) as federation:
             bench = _Bench(federation, Path(scratch) / "runs", pictures, settings)
             for number in range(settings["points"]):
-                with _alone(options.pieces, number) as mine:
+                with pieces.alone(options.pieces, number) as mine:
                     found |= _kept(options.pieces)
                     if not mine or number in found or not most:
                         continue
@@ -67,31 +69,13 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
                     point = drawn(number, cases)
                     found[number] = {**asdict(point), **bench.tried(point), "commit": commit()}
                     options.say(json.dumps(found[number]))
-                    if options.pieces:
-                        with options.pieces.open("a") as file:
-                            file.write(json.dumps(found[number]) + "\n")
+                    pieces.keep(options.pieces, found[number])
     return _outcome([found[number] for number in sorted(found)])
 
 
-@contextlib.contextmanager
-def _alone(pieces: Path | None, number: int) -> Iterator[bool]:
-    """Whether no other process is at that point; none will be meanwhile."""
-    if pieces is None:
-        yield True
-        return
-    with pieces.with_suffix(".lock").open("w") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
-        except OSError:
-            yield False
-            return
-        yield True
-
-
-def _kept(pieces: Path | None) -> dict[int, dict[str, Any]]:
-    lines = pieces.read_text().splitlines() if pieces and pieces.exists() else []
-    points = [json.loads(line) for line in lines]
-    counts = (point for point in points if point["end"] == "equal" or point["commit"] == commit())
+def _kept(file: Path | None) -> dict[int, dict[str, Any]]:
+    now = commit()
+    counts = (point for point in pieces.kept(file) if point["end"] == "equal" or point["commit"] == now)
     return {point["number"]: point for point in counts}
 
 
@@ -131,6 +115,7 @@ class _Bench:
         self._federation, self._runs, self._settings = federation, runs, settings
         self._data = {"text": places.folder("data/e2e"), "pictures": pictures}
         self._whole: dict[str, dict[str, Any]] = {}
+        self._started: dict[str, float] = {}  # sites that had ended, and when
 
     def tried(self, point: Point) -> dict[str, Any]:
         """How the point ended, whether something was killed, how often the run was resumed, and seconds."""
@@ -145,7 +130,7 @@ class _Bench:
         try:
             resumed, end = self._ended(point.case, name, killer), ""
         except FedVeilError as error:
-            resumed, end = _RESUMED, f"did not end: {error}"
+            resumed, end = _RESUMED, f"did not end: {str(error)[:_REASON_CHARACTERS]}"
         killer.over()
         self._restored(killer)
         again = point.site if point.victim == "worker" and killer.killed else ""
@@ -159,8 +144,7 @@ class _Bench:
         config["task.data"] = config["task.evaluation"] = str(self._data[str(config.pop("data"))])
 
         def restore(status: Mapping[str, Any]) -> None:
-            if killer:
-                self._restored(killer)
+            self._restored(killer)
 
         config |= {"run.dir": str(self._runs), "run.name": name, "run.rounds": ROUNDS, "run.tap": True}
         reasons = []
@@ -181,22 +165,22 @@ class _Bench:
                 break
         raise ConfigError(f"{name}: expected a completed run, found: {'; then '.join(reasons)}")
 
-    def _restored(self, killer: Killer) -> None:
-        """Starts again what the killer has killed for good: a site's or the server's machine.
+    def _restored(self, killer: Killer | None) -> None:
+        """Starts again what has ended: the server's machine where it was killed, and any site.
 
-        A site's as often as its SuperNode ends, as compose does: a SuperLink that has the dead one online still, until
-        its heartbeat is missed, sends the new one away.
+        A site as often as its SuperNode ends, as compose does: a SuperLink that has the dead one online still, until
+        its heartbeat is missed, sends the new one away. That may be so when the next run has begun.
         """
-        victim, site = killer.point.victim, killer.point.site
-        if not killer.killed or (killer.restored and victim != "site"):
-            return
-        if victim == "site" and (not killer.restored or self._federation.processes.ended(site) is not None):
-            self._federation.kill_site(site)  # what it had started meanwhile
-            self._federation.start_site(site)
-        if victim == "superlink":
+        for site in SITES:
+            since = time.monotonic() - self._started.get(site, -math.inf)
+            if since > _PAUSE_SECONDS and self._federation.processes.ended(site) is not None:
+                self._started[site] = time.monotonic()
+                self._federation.kill_site(site)  # what it had started
+                self._federation.start_site(site)
+        if killer and killer.killed and not killer.restored and killer.point.victim == "superlink":
             self._federation.processes.kill("superlink")
             self._federation.start_superlink()
-        killer.restored = True
+            killer.restored = True
 
     def _victims(self, point: Point) -> Callable[[], list[int]]:
         whose = "superlink" if point.victim in ("serverapp", "superlink") else point.site

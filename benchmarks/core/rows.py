@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ from fedveil.rows.batches import TokenRow
 _ASKED = {"rows": 300_000, "first": 12.0, "later": 1.0, "peak_mb": 150.0}
 _WARM_UP = 50
 _EVERY = 0.02  # seconds between two looks at the memory
+
+
+def needs(settings: Mapping[str, Any]) -> list[data.Need]:
+    """The rows that are repeated."""
+    return [data.Need(settings["data"], ("train",), (".jsonl",))]
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:

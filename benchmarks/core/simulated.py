@@ -19,6 +19,8 @@ from fedveil.benchmarks.common.usage import Usage
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
 
+PACKAGES = ("ray",)
+
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """One row for each number of nodes, and the exponents.

@@ -30,7 +30,9 @@ from typing import Any
 import numpy as np
 
 from fedveil.benchmarks.common import resampling, seeds
+from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.resampling import Figure, Numbers
+from fedveil.benchmarks.common.verdicts import Said
 from fedveil.benchmarks.dp_fpl import federated_prompts
 from fedveil.benchmarks.dp_fpl.federated_prompts import Sites
 from fedveil.benchmarks.run import Options, Outcome
@@ -70,33 +72,28 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
 
 def verdicts(figures: Mapping[str, Mapping[str, Figure]], settings: Mapping[str, Any]) -> list[str]:
     """Sentences on what every row learned beyond its controls, and on whether the preset's claims hold."""
-    said = []
+    found: list[tuple[str, Said]] = []
     for name in settings["rows"]:
         for control in (ZERO, federated_prompts.blind(name)):
             if control in figures and settings["rows"][name].get("learns", True):
-                said.append(_compared(figures, name, control, "local", "higher"))
+                text, d = _compared(figures, name, control, "local")
+                found.append((text, common.told(d)))
     for claim in settings.get("claims", []):
-        said.append(_compared(figures, claim["row"], claim["than"], claim["side"], claim["is"], "; the paper has it"))
-    return said
+        text, d = _compared(figures, claim["row"], claim["than"], claim["side"])
+        found.append((f"{text}; the paper has {common.claim_in_words(claim)}", common.claimed(d, claim)))
+    return common.table(found, max(len(f.seeds) for of_row in figures.values() for f in of_row.values()))
 
 
-def _compared(
-    figures: Mapping[str, Mapping[str, Figure]], mine: str, other: str, side: str, asked: str, whose: str = ""
-) -> str:
-    d = resampling.difference(figures[mine][side], figures[other][side])
-    told = resampling.told(d)
-    held = told == asked or (asked == "not lower" and told != "lower")
-    expected = f"{whose} {asked}: {'holds' if held else 'does not hold'} here" if whose else ""
-    return (
-        f"{side.capitalize()} accuracy of {mine} less that of {other}: {resampling.shown(d, '+.1f')} points: "
-        f"{told}{expected}."
-    )
+def _compared(figures: Mapping[str, Mapping[str, Figure]], mine: str, other: str, side: str) -> tuple[str, Figure]:
+    d = resampling.less(figures[mine][side], figures[other][side])
+    shown = resampling.shown(resampling.interval(d), "+.1f")
+    return f"{side.capitalize()} accuracy of {mine} less that of {other}: {shown} points", d
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     """What `run` asks of each seed."""
     sites = federated_prompts.load(settings, seed, options)
-    rows: dict[str, Any] = {ZERO: _scored([sites.zero_shot()] * len(sites.names), sites, seed)}
+    rows: dict[str, Any] = {ZERO: _scored([sites.zero_shot()] * len(sites.names), sites)}
     for name, chosen in settings["rows"].items():
         for label, dark in ((name, False), (federated_prompts.blind(name), True)):
             if dark and not chosen.get("control", False):
@@ -106,7 +103,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
             right = [
                 federated_prompts.right(federated.task, federated.models[site], sites.test) for site in sites.names
             ]
-            rows[label] = _scored(right, sites, seed) | {
+            rows[label] = _scored(right, sites) | {
                 "costs": federated.costs,
                 "privacy": federated.privacy,
                 "upload_bytes": federated.upload_bytes,
@@ -117,17 +114,16 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     return rows
 
 
-def _scored(right: Sequence[Numbers], sites: Sites, seed: int) -> dict[str, Any]:
+def _scored(right: Sequence[Numbers], sites: Sites) -> dict[str, Any]:
     labels = [row.label for row in sites.test]
     found = {
-        side: accuracy(right, labels, [sites.classes[site] for site in sites.names], side == "local", seed)
-        for side in SIDES
+        side: accuracy(right, labels, [sites.classes[site] for site in sites.names], side == "local") for side in SIDES
     }
     return {side: f.to_json() for side, f in found.items()}
 
 
 def accuracy(
-    right: Sequence[Numbers], labels: Sequence[int], classes: Sequence[Collection[int]], local: bool, seed: int
+    right: Sequence[Numbers], labels: Sequence[int], classes: Sequence[Collection[int]], local: bool
 ) -> Figure:
     """Per cent of test rows that are right, of each site's own classes or of the others; the mean over sites.
 
@@ -136,9 +132,8 @@ def accuracy(
         labels: (rows,) classes of the rows.
         classes: each site's own.
         local: whether rows of the own classes count, or of the others.
-        seed: names the resamples of the rows, which all sites share.
     """
-    drawn = resampling.counts(len(labels), _TEST, seed)
+    drawn = resampling.counts(len(labels), _TEST)
     values, replicates, seen = [], [], 0
     for said, own in zip(right, classes, strict=True):
         counted = np.array([(label in own) == local for label in labels], dtype=float)

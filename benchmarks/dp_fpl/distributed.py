@@ -38,10 +38,13 @@ from typing import Any
 import numpy as np
 
 from fedveil import rng, strategies
-from fedveil.benchmarks.common import resampling, seeds
+from fedveil.benchmarks.common import noise_tables, resampling, seeds
+from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.federations import federation
 from fedveil.benchmarks.common.forwarding import Dark
+from fedveil.benchmarks.common.noise_tables import CLEAR, SITE, SUM, label
 from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.common.verdicts import Said
 from fedveil.benchmarks.dp_fpl import accuracy, federated_prompts
 from fedveil.benchmarks.dp_fpl.federated_prompts import Sites
 from fedveil.benchmarks.run import Options, Outcome
@@ -51,28 +54,18 @@ from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.trainer import Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.models.clip_towers import EncodedImage
-from fedveil.privacy import accounting
 from fedveil.privacy.claims import claim_of
 from fedveil.strategies.dp_fpl import DpFpl
 
-ZERO, ONE, START, CLEAR, SITE, SUM = "zero-shot", "one class", "start", "no noise", "at the site", "in the sum"
+ZERO, ONE, START = "zero-shot", "one class", "start"
+ABOVE = "above all of them"
 _DRAW = "rows"
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every number of sites, one run for each seed."""
     answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
-    figures = {
-        name: resampling.over_seeds([Figure.from_json(answer[name]["right"]) for answer in answers])
-        for name in answers[0]
-    }
-    rows = []
-    for name, figure in figures.items():
-        metrics = {"right": resampling.interval(figure)}
-        for key, value in answers[0][name].items():
-            if key != "right" and value is not None:
-                metrics[key] = resampling.interval(resampling.fixed(value))
-        rows.append({"name": name, "metrics": metrics})
+    figures, rows = noise_tables.rows_of(answers, "right")
     config = settings["config"]
     said = (
         f"this run: {settings['rows_a_site']} rows a site, {config['run.rounds']} rounds of one step on all of them, "
@@ -82,35 +75,22 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
 
 
 def verdicts(figures: Mapping[str, Figure], sites: Sequence[int]) -> list[str]:
-    """Whether each row stands above its controls, and what it would take where none does."""
-    found, won, learned = [], False, False
+    """Whether each row stands above its controls, and the noise in the sum above that at the site."""
+    found: list[tuple[str, Said]] = []
     for count in sites:
         pairs = [(CLEAR, None), *((where, federated_prompts.blind(where)) for where in (SITE, SUM))]
         for mine, control in pairs:
-            others = [ZERO, ONE, _label(count, START), *([_label(count, control)] if control else [])]
-            told = [resampling.difference(figures[_label(count, mine)], figures[other]) for other in others]
-            shown = "; ".join(f"less {o}: {resampling.shown(d, '+.1f')}" for o, d in zip(others, told, strict=True))
-            above = all(resampling.told(d) == "higher" for d in told)
-            learned = above if mine == CLEAR else learned
-            won = won or (above and learned and mine != CLEAR)
-            found.append(
-                f"{_label(count, mine)}: {shown}: {'above all of them' if above else 'not told apart from all'}."
+            others = [ZERO, ONE, label(count, START), *([label(count, control)] if control else [])]
+            less = [resampling.less(figures[label(count, mine)], figures[other]) for other in others]
+            shown = "; ".join(
+                f"less {other}: {resampling.shown(resampling.interval(d), '+.1f')}"
+                for other, d in zip(others, less, strict=True)
             )
-        if not learned:
-            found.append(
-                f"{count} sites: noise is not compared, for the row without it does not stand above its controls."
-            )
-            continue
-        d = resampling.difference(figures[_label(count, SUM)], figures[_label(count, SITE)])
-        found.append(f"{_label(count, SUM)} less {SITE}: {resampling.shown(d, '+.1f')}: {resampling.told(d)}.")
-    last = (
-        "A private row stands above its controls." if won else "Not decided: no private row stands above its controls."
-    )
-    return [*found, last]
-
-
-def _label(count: int, name: str) -> str:
-    return f"{count} sites, {name}"
+            found.append((f"{label(count, mine)}: {shown}", common.all_of(less, "higher", ABOVE, "not told from all")))
+        d = resampling.less(figures[label(count, SUM)], figures[label(count, SITE)])
+        shown = resampling.shown(resampling.interval(d), "+.1f")
+        found.append((f"{label(count, SUM)} less {SITE}: {shown}", common.told(d)))
+    return noise_tables.said_of(found, sites, ABOVE, "above", len(figures[ZERO].seeds))
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
@@ -125,15 +105,15 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     labels = np.array([row.label for row in loaded.test])
     one = np.bincount([row.label for row in pool]).argmax()
     always = {ZERO: loaded.zero_shot(), ONE: (labels == one).astype(float)}
-    rows: dict[str, Any] = {name: {"right": _figure(right, loaded, seed)} for name, right in always.items()}
+    rows: dict[str, Any] = {name: {"right": _figure(right, loaded)} for name, right in always.items()}
     for count in settings["sites"]:
         sites = replace(loaded, rows=dict(list(parts.items())[:count]))
         for name in (START, CLEAR, SITE, federated_prompts.blind(SITE), SUM, federated_prompts.blind(SUM)):
             started = time.perf_counter()
             found = _federated(sites, settings, name)
-            label = _label(count, name)
-            rows[label] = {"right": _figure(found.pop("right"), sites, seed), **found}
-            options.say(f"seed {seed}: {label}: {rows[label]['right'][0]:.1f}; {time.perf_counter() - started:.0f} s")
+            row = label(count, name)
+            rows[row] = {"right": _figure(found.pop("right"), sites), **found}
+            options.say(f"seed {seed}: {row}: {rows[row]['right'][0]:.1f}; {time.perf_counter() - started:.0f} s")
     return rows
 
 
@@ -145,14 +125,7 @@ def _federated(sites: Sites, settings: Mapping[str, Any], name: str) -> dict[str
         **sites.flat, **settings["config"], "train.batch-size": each, "train.max-steps": 1, "method.name": "dp_fpl",
         "method.fields": settings["fields"],
     }  # fmt: skip
-    if where == SUM:
-        colluding = count - math.ceil(2 * count / 3)
-        flat |= {
-            "secure.enabled": True,
-            "secure.noise": "sum",
-            "secure.min-sites": count,
-            "secure.colluding": colluding,
-        }
+    flat |= noise_tables.keys(count, where)
     if where == START:
         flat["run.rounds"] = 1
     task = federated_prompts.prompt_task(sites, {"name": "dp_fpl", "fields": settings["fields"], "config": flat})
@@ -169,9 +142,8 @@ def _federated(sites: Sites, settings: Mapping[str, Any], name: str) -> dict[str
         done.run()
     test: Sequence[EncodedImage] = sites.test
     if "z" in costs:
-        honest = math.ceil(2 * count / 3) if where == SUM else 1
         entries = sum(math.prod(t.shape) for t in task.spec.values())
-        costs["noise on the mean"] = costs["z"] * math.sqrt(entries / count / honest)
+        costs["noise on the mean"] = noise_tables.on_the_mean(costs["z"], entries, count, where)
     return {"right": federated_prompts.right(task, done.deployed()["server"], test), **costs}
 
 
@@ -195,13 +167,10 @@ def _noised(settings: Mapping[str, Any], config: RunConfig, plan: Plan, where: s
         assert claim is not None
         return claim.privacy_spent(plan)
 
-    z = accounting.multiplier_for(charges, settings["epsilon"], plain.delta, plain.neighbours)
-    spent = charges(z)
-    costs = {"z": z, "epsilon": accounting.epsilon(spent, plain.delta, plain.neighbours)}
-    alone = accounting.epsilon(accounting.against_all(spent), plain.delta, plain.neighbours)
-    return noisy(z), costs | ({"epsilon against all": alone} if alone < math.inf else {})
+    costs = noise_tables.costs(charges, settings["epsilon"], plain.delta, plain.neighbours)
+    return noisy(costs["z"]), costs
 
 
-def _figure(right: Any, sites: Sites, seed: int) -> Any:
+def _figure(right: Any, sites: Sites) -> Any:
     labels = [row.label for row in sites.test]
-    return accuracy.accuracy([right], labels, [set(labels)], True, seed).to_json()
+    return accuracy.accuracy([right], labels, [set(labels)], True).to_json()

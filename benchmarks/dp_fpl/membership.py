@@ -1,8 +1,9 @@
 """Membership in DP-FPL: shadow federations against each site's own model, the loss beside them, and controls.
 
 A seed parts every site's rows, class by class, into members (trained on), others (held out, same source) and the
-adversary's pool. A shadow is a whole federation of the same sites and settings on half of the pool. An attack sees,
-for a row, the softmax vector of the model of the site that has the row's class.
+adversary's pool: a quarter, a quarter and a half. A shadow is a whole federation of the same sites and settings on half
+of the pool, so on as many rows as the target. An attack sees, for a row, the softmax vector of the model of the site
+that has the row's class.
 
 | row | what |
 |---|---|
@@ -26,6 +27,7 @@ than the truth. The loss has the paired intervals of `resampling`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -39,7 +41,9 @@ import torch
 from fedveil.attacks.membership import shadow
 from fedveil.attacks.statistics import Estimate
 from fedveil.benchmarks.common import resampling, seeds
+from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.common.verdicts import Said
 from fedveil.benchmarks.dp_fpl import federated_prompts
 from fedveil.benchmarks.dp_fpl.accuracy import ZERO
 from fedveil.benchmarks.dp_fpl.federated_prompts import Federated, Sites
@@ -57,42 +61,54 @@ _PARTS = ("members", "others", "pool")
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every target, one run for each seed."""
     answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
-    rows = []
+    rows, figures = [], dict[str, dict[str, Figure]]()
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
-        loss = resampling.over_seeds([Figure.from_json(found) for found in (each["loss"] for each in of_seeds)])
-        metrics: dict[str, Any] = {
-            metric: {
-                **dict(zip(("mean", "low", "high"), map(statistics.fmean, zip(*values, strict=True)), strict=True)),
-                "n": of_seeds[0]["rows"] * len(of_seeds),
-            }
+        figures[name] = {
+            metric: resampling.over_seeds([estimated(each["nets"][metric], each["rows"]) for each in of_seeds])
             for metric in of_seeds[0]["nets"]
-            if (values := [each["nets"][metric] for each in of_seeds])
         }
-        metrics[LOSS] = resampling.interval(loss)
+        figures[name][LOSS] = resampling.over_seeds([Figure.from_json(each["loss"]) for each in of_seeds])
+        metrics = {metric: resampling.interval(figure) for metric, figure in figures[name].items()}
         costs = {k: max(each["costs"][k] for each in of_seeds) for k in of_seeds[0]["costs"]}
         metrics |= {k: resampling.interval(resampling.fixed(v)) for k, v in costs.items() if v < math.inf}
         rows.append({"name": name, "metrics": metrics, "privacy": of_seeds[0]["privacy"]})
     done = f"this run: {settings['clients']} sites, {settings['shadows']} shadows a target, {len(answers)} seeds"
-    return Outcome(rows, verdicts(rows, settings), [done])
+    return Outcome(rows, verdicts(figures, settings), [done])
 
 
-def verdicts(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[str]:
-    """Sentences on where each target stands, and on whether the controls hold."""
+def estimated(estimate: Sequence[float], rows: int) -> Figure:
+    """A figure with that value and 95 % interval, given as [value, low, high]: normal on either side, like all others.
+
+    The replicates of several such figures rise together, so their mean is as wide as they are.
+    """
+    value, low, high = estimate
+    normal, steps = statistics.NormalDist(), resampling.REPLICATES
+    z = np.array([normal.inv_cdf((i + 0.5) / steps) for i in range(steps)]) / normal.inv_cdf(0.975)
+    return Figure(value, value + z * np.where(z < 0, value - low, high - value), rows)
+
+
+def verdicts(figures: Mapping[str, Mapping[str, Figure]], settings: Mapping[str, Any]) -> list[str]:
+    """Sentences on where each target stands, and on whether the controls hold.
+
+    A control to win must win over the seeds; one to lose fails as soon as its rows tell.
+    """
     blind = {federated_prompts.blind(name) for name in settings["rows"]} | {ZERO}
-    won = {name for name, row in settings["rows"].items() if row.get("control") == "win"}
-    said = []
-    for row in rows:
+    winners = {name for name, row in settings["rows"].items() if row.get("control") == "win"}
+    controls, found = [], list[tuple[str, Said]]()
+    for name, of_row in figures.items():
         for metric in ("AUROC, per class", "AUROC, global", LOSS):
-            i = row["metrics"][metric]
-            side = "above" if i["low"] > 0.5 else "below" if i["high"] < 0.5 else "not told from"
-            text = f"{row['name']}, {metric}: {resampling.shown(i)}, {side} 0.5"
-            if row["name"] in won:
-                text += f"; the control to win: {'held' if side == 'above' else 'NOT HELD'}"
-            elif row["name"] in blind:
-                text += f"; a control to lose: {'held' if side != 'above' else 'NOT HELD'}"
-            said.append(text + ".")
-    return said
+            figure = of_row[metric]
+            i = resampling.interval(resampling.of_rows(figure) if name in blind else figure)
+            text = f"{name}, {metric}: {resampling.shown(i)}"
+            if name in winners:
+                controls.append(f"{text}; the control to win: {'held' if i['low'] > 0.5 else 'NOT HELD'}.")
+            elif name in blind:
+                controls.append(f"{text}; a control to lose: {'held' if i['low'] <= 0.5 <= i['high'] else 'NOT HELD'}.")
+            else:
+                sides = ("below 0.5", "above 0.5", "not told from 0.5")
+                found.append((text, common.told(resampling.less(figure, resampling.fixed(0.5)), *sides)))
+    return [*controls, *common.table(found, max(len(of_row[LOSS].seeds) for of_row in figures.values()))]
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
@@ -122,16 +138,20 @@ def _together(sites: Sites) -> Sites:
 def parted(
     rows: Mapping[str, Sequence[EncodedImage]], generator: np.random.Generator
 ) -> dict[str, dict[str, list[EncodedImage]]]:
-    """Members, others and pool of each site: of every class a third each, what is left over to the pool."""
+    """Members, others and pool of each site: of every class a quarter, a quarter and a half.
+
+    Up to three rows of a class are left out, so that half of the pool is as many rows as the members.
+    """
     found: dict[str, dict[str, list[EncodedImage]]] = {part: {} for part in _PARTS}
     for site, of_site in rows.items():
         sides: tuple[list[EncodedImage], ...] = ([], [], [])
         for label in sorted({row.label for row in of_site}):
             alike = [row for row in of_site if row.label == label]
             order = [alike[i] for i in generator.permutation(len(alike))]
-            third = len(order) // 3
-            for side, chosen in zip(sides, (order[:third], order[third : 2 * third], order[2 * third :]), strict=True):
-                side += chosen
+            quarter = len(order) // 4
+            ends = (0, quarter, 2 * quarter, 4 * quarter)
+            for side, (start, end) in zip(sides, itertools.pairwise(ends), strict=True):
+                side += order[start:end]
         for part, side in zip(_PARTS, sides, strict=True):
             found[part][site] = side
     return found
@@ -178,7 +198,7 @@ def _attacked(
     found = shadow.records(like_target, says, pool, _labelled(pool)[1], how, generator)
     outcome = shadow.attack(found, at, how, generator)
     mine, theirs = (_confidence(v, ls) for v, ls in ((at.members, at.member_labels), (at.others, at.other_labels)))
-    loss = resampling.auroc(mine, theirs, (_MEMBERS, sites.seed), (_OTHERS, sites.seed))
+    loss = resampling.auroc(mine, theirs, (_MEMBERS,), (_OTHERS,))
     per_class, whole = outcome["per class"], outcome["global"]
     nets = {
         "balanced accuracy, per class": per_class.accuracy,

@@ -44,6 +44,7 @@ from fedveil.strategies.dp_fpl import PROMPT
 from fedveil.tasks.clip_prompt import ClipPrompt
 from fedveil.training.local_training import LocalTraining
 
+PACKAGES = ("opacus",)
 WAYS = ("plain", "texts", "loop", "prompt", "opacus")
 
 

@@ -28,6 +28,12 @@ class Cut:
     server: list[texts.Row]
 
 
+def needs(settings: Mapping[str, Any]) -> list[data.Need]:
+    """The three splits of every data set, and the base."""
+    names = [settings["data"]] if isinstance(settings["data"], str) else settings["data"]
+    return [*(texts.need(name, "train", "validation", "test") for name in names), *data.base(settings)]
+
+
 def cut(name: str, settings: Mapping[str, Any], seed: int) -> Cut:
     """Cuts the rows by the seed: the server's, then equal parts for the clients. Raises ConfigError without data."""
     train = texts.rows(name, "train")

@@ -10,7 +10,8 @@ over all rounds and scored clients, and scored on test rows. Rows of a result:
 | <method> global | the server's model |
 | <method> proxy | the best received by a client, before it trains |
 | <method> tuned | the best that a client holds after its local training: the proxy's score that counts |
-| <method> gap, <method> tuned gap | global less proxy, paired; for the loss proxy less global: above 0 means hidden |
+| <method> gap, <method> tuned gap | global less proxy, paired; for the loss proxy less global |
+| <one of these> less control | that gap less the one of the method's control: above 0 means hidden, see `gaps` |
 | <method> with `dark` | a control: gradients of zero, so that noise alone is left |
 | <method> similarity | cosine of the last proxies to the server's attention and MLP layers, LoRA merged in the base |
 
@@ -34,15 +35,16 @@ from fedveil.benchmarks.common import resampling, seeds, texts
 from fedveil.benchmarks.common.federations import federation, task_of
 from fedveil.benchmarks.common.forwarding import Dark
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.fedqsn import similarity
+from fedveil.benchmarks.fedqsn import gaps, similarity
 from fedveil.benchmarks.fedqsn.cut import Cut, configured, cut
+from fedveil.benchmarks.fedqsn.cut import needs as needs
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.config import DpConfig, RunConfig, parse
 from fedveil.contract.budget import Plan
 from fedveil.contract.method import RoundContext, ServerTrained
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Example, Rows
-from fedveil.contract.trainer import Penalty, Trained, Trainer
+from fedveil.contract.trainer import Frozen, Penalty, Trained, Trainer, turns
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy import accounting
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
@@ -53,9 +55,13 @@ from fedveil.training import per_sample
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """Every method of `settings["methods"]` on each of `settings["data"]`, one run for each seed."""
+    """Every method of `settings["methods"]` on each of `settings["data"]`, one run for each seed.
+
+    Raises:
+        ConfigError: a control that is no method of the preset, before anything is trained.
+    """
+    controls = gaps.controls_of(settings["methods"])
     answers = seeds.run(__name__, settings, options)
-    listed = []
     rows: dict[str, dict[str, Figure]] = {}
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
@@ -64,7 +70,11 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
             for m in of_seeds[0]["figures"]
         }
         rows[name] = figures | _over_data(figures, settings["data"])
-        shown: dict[str, Any] = {"name": name, "metrics": {m: resampling.interval(f) for m, f in rows[name].items()}}
+    rows |= gaps.less_controls(rows, controls)
+    listed = []
+    for name, figures in rows.items():
+        shown: dict[str, Any] = {"name": name, "metrics": {m: resampling.interval(f) for m, f in figures.items()}}
+        of_seeds = [answer.get(name, {}) for answer in answers]
         for key in ("upload_bytes", "download_bytes", "seconds"):
             if of_seeds[0].get(key):
                 shown[key] = round(statistics.fmean(a[key] for a in of_seeds))
@@ -73,32 +83,15 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     done = (
         f"this run: {settings['clients']} clients, fraction {config.get('cohort.fraction', 1.0):g} a round, "
         f"{config['run.rounds']} rounds, at most {config.get('train.max-steps') or 'all'} steps of "
-        f"{config['train.batch-size']} rows; {len(answers)} seeds; NIST is left out, it has no bootstrap over sources "
-        "here"
+        f"{config['train.batch-size']} rows; {len(answers)} seeds"
     )
-    return Outcome(listed, _verdicts(rows), [done])
+    return Outcome(listed, gaps.judged(rows, controls, len(answers)), [done])
 
 
 def _over_data(figures: Mapping[str, Figure], names: Sequence[str]) -> dict[str, Figure]:
     """The mean over data sets of every metric that all of them have."""
     shared = [m.removeprefix(f"{names[0]} ") for m in figures if m.startswith(f"{names[0]} ")]
     return {m: resampling.average([figures[f"{n} {m}"] for n in names]) for m in shared}
-
-
-def _verdicts(rows: Mapping[str, Mapping[str, Figure]]) -> list[str]:
-    said = []
-    for name, figures in rows.items():
-        if name.endswith(" gap") and "loss" in figures:
-            i = resampling.interval(figures["loss"])
-            told = "a gap" if i["low"] > 0 else "the proxy is better" if i["high"] < 0 else "no gap can be told"
-            said.append(f"{name}, loss: {resampling.shown(i, '+.3f')}: {told}.")
-        if name.endswith(" tuned") and "loss" in figures:
-            d = resampling.difference(rows["public base, fine-tuned"]["loss"], figures["loss"])
-            said.append(
-                f"{name} against the public base fine-tuned alone, loss: {resampling.shown(d, '+.3f')} lower: "
-                f"{resampling.told(d, 'worse', 'better')}."
-            )
-    return said
 
 
 @dataclass
@@ -139,8 +132,8 @@ class _Watched(WrappedTrainer):
         return self._received[0]
 
     @override
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
-        self._received.append(Proxy(weights, frozen or {}))
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
+        self._received.append(Proxy(weights, turns(frozen)[0]))
         trained = super().train(weights, frozen, penalty)
         self.trained = trained.weights
         return trained
@@ -163,19 +156,15 @@ def _part(name: str, found: Cut, settings: Mapping[str, Any], seed: int, options
     config = configured(settings, {"name": "fedqsn"}, seed)
     bare = task_of(TextGeneration, config, options, AllWeights())
     base = bare.initial(rng.initial(seed, "weights"))
-    rows = {"public base": {"figures": texts.scores(bare, base, found.test, seed)}}
+    rows = {"public base": {"figures": texts.scores(bare, base, found.test)}}
     longer = {"train.max-steps": config.train.max_steps * config.run.rounds, "train.epochs": config.run.rounds}
     alone = task_of(TextGeneration, parse({**config.flat(), **longer}), options, AllWeights())
     first = alone.encode(Example.of(next(iter(found.clients.values()))))
     tuned = alone.trainer(first, rng.initial(seed, "alone")).train(base).weights
-    rows["public base, fine-tuned"] = {"figures": texts.scores(alone, tuned, found.test, seed)}
+    rows["public base, fine-tuned"] = {"figures": texts.scores(alone, tuned, found.test)}
     for label, chosen in settings["methods"].items():
         rows |= _method(label, configured(settings, chosen, seed), chosen, found, base, settings, seed, options)
-        heads = {
-            kind: rows[f"{label} {kind}"]["figures"]["loss"].value
-            for kind in ("global", "proxy", "tuned")
-            if f"{label} {kind}" in rows
-        }
+        heads = {kind: rows[f"{label} {kind}"]["figures"]["loss"].value for kind in ("global", "proxy", "tuned")}
         options.say(f"seed {seed}: {name}: {label}: loss {', '.join(f'{k} {v:.3f}' for k, v in heads.items())}")
     return rows
 
@@ -218,35 +207,33 @@ def _method(
         server = running.deployed()["server"]
         running.round(round_)
         best.offer("global", running.deployed()["server"], model)
-        for at in list(watched.values())[:scored] if chosen.get("proxy", True) else []:
+        for at in list(watched.values())[:scored]:
             best.offer("proxy", at.received.weights)
             best.offer("tuned", at.trained)
     seconds = time.perf_counter() - started
-    rows = _scored(label, best, model, found, seed)
+    rows = _scored(label, best, model, found)
     rows[f"{label} global"] |= {
         "upload_bytes": running.upload_bytes, "download_bytes": running.download_bytes, "seconds": seconds
     }  # fmt: skip
     if dp and dp.noise:
-        title = f"epsilon at delta {dp.delta:g} ({dp.neighbours})"
+        title = f"epsilon at delta {dp.delta:g} ({dp.neighbours}), were its noise not seeded"
         rows[f"{label} global"]["figures"][title] = resampling.fixed(_epsilon(dp, config, clients))
     if settings.get("similarity"):
         last = [at.received for at in watched.values()]
-        rows[f"{label} similarity"] = {"figures": similarity.figures(task, method, last, server, base, seed)}
+        rows[f"{label} similarity"] = {"figures": similarity.figures(task, method, last, server, base)}
     return rows
 
 
-def _scored(label: str, best: Best, model: TextGeneration, found: Cut, seed: int) -> dict[str, dict[str, Any]]:
+def _scored(label: str, best: Best, model: TextGeneration, found: Cut) -> dict[str, dict[str, Any]]:
     """The best models on the test rows, and the gaps between them. `model` is the server's task."""
     figures = {
-        kind: texts.scores(model if kind == "global" else best.task, weights, found.test, seed)
+        kind: texts.scores(model if kind == "global" else best.task, weights, found.test)
         for kind, (_, weights) in best.found.items()
     }
-    gaps = {
-        title: _gap(figures["global"], figures[kind])
-        for kind, title in (("proxy", "gap"), ("tuned", "tuned gap"))
-        if kind in figures
+    apart = {
+        title: _gap(figures["global"], figures[kind]) for kind, title in (("proxy", "gap"), ("tuned", "tuned gap"))
     }
-    return {f"{label} {kind}": {"figures": each} for kind, each in (figures | gaps).items()}
+    return {f"{label} {kind}": {"figures": each} for kind, each in (figures | apart).items()}
 
 
 def _epsilon(dp: DpSgd, config: RunConfig, clients: Mapping[str, Rows]) -> float:
@@ -258,8 +245,4 @@ def _epsilon(dp: DpSgd, config: RunConfig, clients: Mapping[str, Rows]) -> float
 
 
 def _gap(mine: Mapping[str, Figure], other: Mapping[str, Figure]) -> dict[str, Figure]:
-    signs = {m: -1.0 if m == "loss" else 1.0 for m in other}
-    return {
-        m: Figure(s * (mine[m].value - other[m].value), s * (mine[m].replicates - other[m].replicates), mine[m].count)
-        for m, s in signs.items()
-    }
+    return {m: resampling.less(other[m], mine[m]) if m == "loss" else resampling.less(mine[m], other[m]) for m in other}

@@ -5,6 +5,7 @@
 | <n> threads | `FedQSN.broadcast` of every tensor: masks drawn, columns packed, scaled and coded |
 | <n> threads, clone | `torch.clone` of the same tensors |
 | message | the proxy's download beside FedAvg's, in bytes: measured on the packed message, and counted by hand |
+| large | with `--device cuda`: `FedQSN.broadcast` of a large model in bf16, its proxy as a message, and a clone |
 
 A process a number of threads, one after the other. `GB/s` counts fp32 weights; `cpu seconds` the process's own time,
 which a busy machine stretches less than the clock.
@@ -16,6 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ from fedveil.strategies.fedqsn import FedQSN
 from fedveil.wire.codes import word_of
 
 _ASKED = 0.25  # GB/s of fp32 weights on two cores
+_MOST_COPIES = 5.0  # of a large model on a GPU
+_ROOM = 3  # times the weights: themselves, the clone, and codes with what is not coded
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
@@ -50,6 +54,10 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         )
         held = f"; asked: {_ASKED} on two cores: {'held' if speed >= _ASKED else 'NOT HELD'}"
         said.append(text + (held if threads == 2 else "") + ".")
+    if options.device == "cuda":
+        large = seeds.run(__name__, settings | {"seeds": 1, "now": "large"}, options)[0]
+        rows += [{"name": n, "metrics": {m: interval(v) for m, v in of.items()}} for n, of in large["rows"].items()]
+        said.append(_in_copies(large, settings["repeats"]))
     sizes = found["bytes"]
     rows.append({"name": "message", "metrics": {}, **sizes})
     off = sizes["download_bytes"] / sizes["counted_bytes"] - 1
@@ -61,8 +69,20 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     return Outcome(rows, said)
 
 
+def _in_copies(found: dict[str, Any], repeats: int) -> str:
+    copies = {name: statistics.median(of["copies"]) for name, of in found["rows"].items()}
+    held = "held" if copies["large"] <= _MOST_COPIES else "NOT HELD"
+    return (
+        f"{found['billions']:.1f} billion weights in bf16 on the GPU ({found['layers']} layers): masked and quantised "
+        f"in {copies['large']:.2f} copies (median of {repeats}; asked: at most {_MOST_COPIES:g}: {held}), with the "
+        f"message on the CPU in {copies['large, message']:.2f}."
+    )
+
+
 def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     """What `run` asks of each seed."""
+    if settings["now"] == "large":
+        return of_large(settings, seed, options)
     torch.set_num_threads(settings["now"])
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
     method = method_of(FedQSN, parse({"method.name": "fedqsn", "method.fields": settings["fields"]}))
@@ -96,6 +116,43 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     return {"rows": rows, "bytes": sizes}
 
 
+def of_large(settings: dict[str, Any], seed: int, options: Options) -> Any:
+    """A proxy of as many layers as the GPU has room for, beside a clone; on the CPU in a test."""
+    device = torch.device("cuda" if options.device == "cuda" else "cpu")
+    fields = f'{settings["fields"]}\nwire_dtype = "bfloat16"'
+    method = method_of(FedQSN, parse({"method.name": "fedqsn", "method.fields": fields}))
+    layers = settings["large"]["num_hidden_layers"]
+    spec = spec_of_llama(settings["large"])
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+        while layers > 1 and _ROOM * _bytes_of(spec) > free:
+            layers -= 1
+            spec = spec_of_llama(settings["large"] | {"num_hidden_layers": layers})
+    generator = torch.Generator(device).manual_seed(seed)
+    bf16 = torch.bfloat16
+    weights = {n: torch.randn(t.shape, generator=generator, device=device, dtype=bf16) for n, t in spec.items()}
+    server = method.init(spec, weights, rng.initial(seed, "method init"))
+    exchange, rows = Exchange(method, "fedqsn", spec), dict[str, dict[str, list[float]]]()
+    method.broadcast(server, RoundContext(0, "a", True, bytes(32)))  # the first use compiles
+    for repeat in range(settings["repeats"]):
+        ctx = RoundContext(repeat, "a", True, bytes(32))
+        work: dict[str, Callable[[], object]] = {
+            "large, clone": lambda: [w.clone() for w in weights.values()],
+            "large": partial(method.broadcast, server, ctx),
+            "large, message": partial(exchange.packed, server, ctx),
+        }
+        seconds = {row: _timed(of, device)[0] for row, of in work.items()}
+        for row, found in seconds.items():
+            rows.setdefault(row, {}).setdefault("seconds", []).append(found)
+            rows[row].setdefault("copies", []).append(found / seconds["large, clone"])
+        options.say(f"repeat {repeat}: " + "; ".join(f"{n} {s:.3f} s" for n, s in seconds.items()))
+    return {"rows": rows, "layers": layers, "billions": _bytes_of(spec) / 2e9}
+
+
+def _bytes_of(spec: Spec) -> int:
+    return 2 * sum(math.prod(t.shape) for t in spec.values())
+
+
 def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -108,10 +165,23 @@ def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, flo
 
 def spec_of_gpt2(model: Mapping[str, Any]) -> Spec:
     """Names, shapes and places of the weights of a GPT-2 of that configuration. No weight is made."""
-    from transformers import AutoModelForCausalLM, GPT2Config
+    from transformers import GPT2Config
+
+    return _spec_of(GPT2Config(**model))
+
+
+def spec_of_llama(model: Mapping[str, Any]) -> Spec:
+    """Those of a Llama of that configuration."""
+    from transformers import LlamaConfig
+
+    return _spec_of(LlamaConfig(**model))
+
+
+def _spec_of(config: Any) -> Spec:
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(GPT2Config(**model))
+        built = AutoModelForCausalLM.from_config(config)
     trained = dict(built.named_parameters())
     found = places(built, trained)
     return {n: TensorSpec(tuple(p.shape), place=found.get(n)) for n, p in trained.items()}

@@ -22,7 +22,7 @@ _SITES = 9  # the name of the draws over proxies
 
 
 def figures(
-    task: TextGeneration, method: Method, received: Sequence[Proxy], server: Weights, base: Weights, seed: int
+    task: TextGeneration, method: Method, received: Sequence[Proxy], server: Weights, base: Weights
 ) -> dict[str, Figure]:
     """Each form of similarity of the proxies to the server's weights, and of their differences to the base.
 
@@ -30,7 +30,7 @@ def figures(
     """
     alike = _similarities(task, method, received, server, base)
     return {
-        f"{form}{suffix}": resampling.mean([getattr(s, form) for s in side], _SITES, seed)
+        f"{form}{suffix}": resampling.mean([getattr(s, form) for s in side], _SITES)
         for suffix, side in (("", alike[0::2]), (" of the difference to the base", alike[1::2]))
         for form in _FORMS
     }

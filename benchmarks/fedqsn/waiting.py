@@ -35,10 +35,12 @@ from fedveil import rng
 from fedveil.attacks.base import View
 from fedveil.attacks.hidden_model import proxy as attack
 from fedveil.attacks.hidden_model.proxy import Proxy
-from fedveil.benchmarks.common import resampling, seeds, texts
+from fedveil.benchmarks.common import resampling, seeds, texts, verdicts
 from fedveil.benchmarks.common.federations import federation, method_of, task_of
 from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.common.verdicts import Said
 from fedveil.benchmarks.fedqsn.cut import Cut, configured, cut
+from fedveil.benchmarks.fedqsn.cut import needs as needs
 from fedveil.benchmarks.fedqsn.similarity import merged
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.contract.spec import Weights
@@ -69,18 +71,19 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
                 "curve": [resampling.interval(f) for f in curve],
             }
         )
-    said = []
+    said: list[tuple[str, Said]] = []
     for label in settings["methods"]:
         for name, figure in last.items():
             if name.startswith(f"{label}, ") and name.endswith("fine-tuned"):
                 said.append(_told(name, figure, last["public base, fine-tuned"], "the public base fine-tuned"))
                 said.append(_told(name, figure, last[f"{label}, server"], "the server's model"))
-    return Outcome(rows, said, [f"this run: {len(answers)} seeds"])
+    return Outcome(rows, verdicts.table(said, len(answers)), [f"this run: {len(answers)} seeds"])
 
 
-def _told(name: str, mine: Figure, other: Figure, what: str) -> str:
-    d = resampling.difference(mine, other)
-    return f"{name}: loss {resampling.shown(d, '+.3f')} beside {what}: {resampling.told(d, 'better', 'worse')}."
+def _told(name: str, mine: Figure, other: Figure, what: str) -> tuple[str, Said]:
+    d = resampling.less(mine, other)
+    shown = resampling.shown(resampling.interval(d), "+.3f")
+    return f"{name}: loss {shown} beside {what}", verdicts.told(d, "better", "worse")
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
@@ -117,7 +120,7 @@ def _method(
 
     def note(name: str, weights: Weights, **more: float) -> None:
         row = rows.setdefault(name, {"loss": []})
-        row["loss"].append(texts.loss(task, weights, found.test, seed).to_json())
+        row["loss"].append(texts.loss(task, weights, found.test).to_json())
         row |= more
 
     def tuned(weights: Weights) -> Weights:

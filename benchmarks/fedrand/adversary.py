@@ -14,7 +14,7 @@ import numpy as np
 from fedveil import rng
 from fedveil.attacks import controls
 from fedveil.attacks.base import Knowledge, View
-from fedveil.attacks.controls import Overfitted
+from fedveil.attacks.controls import Control
 from fedveil.attacks.membership import alignment, lira
 from fedveil.attacks.membership import scores as membership
 from fedveil.attacks.membership.calibrated import Calibrated
@@ -28,6 +28,7 @@ from fedveil.contract.task import Rows, Task
 from fedveil.wire.tap import Tap
 
 _MEMBERS, _HELD_OUT, _SHIFTED = 1, 2, 3  # names of draws; those of a client's members have its number too
+_TAUGHT = 0.5  # of their loss is left to the rows that teach the control of other rows
 _ATTACKS = (MaxRenyi(), Loss(), Calibrated())
 Figures = dict[str, Figure]
 
@@ -136,7 +137,7 @@ class Adversary:
         return [target.members[i] for i in at], [target.labels[i] for i in at] if target.labels else ()
 
     def _auroc(self, members: Numbers, non_members: Numbers, name: tuple[int, ...], draw: int = _HELD_OUT) -> Figure:
-        return resampling.auroc(members, non_members, (_MEMBERS, *name, self.seed), (draw, self.seed))
+        return resampling.auroc(members, non_members, (_MEMBERS, *name), (draw,))
 
     def aligned(
         self, view: View, task: Task, initial: Weights, clients: Mapping[str, tuple[Rows, Sequence[str]]]
@@ -163,7 +164,7 @@ class Adversary:
                     figures.setdefault(name, []).append(self._auroc(*pair, (10 + i,)))
         return {name: resampling.average(each) for name, each in figures.items()}
 
-    def overfitted(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, Overfitted]:
+    def overfitted(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, Control]:
         """Every attack on the control, a FedAvg that knows `members` by heart, and the control.
 
         `config` is that of `controls.settings`, and `task` was loaded with it.
@@ -175,3 +176,12 @@ class Adversary:
             scores = [alignment.alignment_scores(done.view, "a", knowledge, rows) for rows in sides]
         figures = self.attacked(task, [Target((), done.weights, members)])
         return figures | {"alignment": self._auroc(scores[0], scores[1], (9,))}, done
+
+    def other_rows(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, Control]:
+        """Every attack on the control that half of `members` taught, asked about the other half, and the control.
+
+        `config` is that of `controls.gently`, and `task` was loaded with it.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            done = controls.taught(task, members[::2], config, Tap(Path(folder)), _TAUGHT)
+        return self.attacked(task, [Target((), done.weights, members[1::2])]), done

@@ -6,6 +6,7 @@ the same federation in process, with a tap. Rows of a result:
 | row | which model |
 |---|---|
 | round 0 | the model before any round: the control that an attack must lose |
+| other rows | half of the members taught it, and the others are asked about: a control that an attack must lose |
 | overfitted FedAvg | a few members, many epochs, no defence: the control that an attack must win |
 | <method> server | the model that the server holds at the end |
 | <method> client | quality: of the models that some clients hold, the mean; under attack: what the server rebuilds |
@@ -17,6 +18,7 @@ membership. All intervals are of 95 %, see `resampling`.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -28,7 +30,7 @@ from typing import Any
 
 from fedveil import rng, strategies
 from fedveil.attacks import controls
-from fedveil.attacks.base import View
+from fedveil.attacks.base import OTHER_ROWS, View
 from fedveil.attacks.hidden_model import factor_pairing
 from fedveil.attacks.hidden_model.factor_pairing import RebuiltClient
 from fedveil.attacks.membership import scores as membership
@@ -43,7 +45,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Task
-from fedveil.contract.trainer import Penalty, Trained, Trainer
+from fedveil.contract.trainer import Frozen, Penalty, Trained, Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy.wrapped import WrappedTrainer
 from fedveil.tasks.vision_language import VisionLanguage
@@ -60,6 +62,16 @@ class _Row:
     upload_bytes: int = 0
     download_bytes: int = 0
     seconds: float = 0.0
+
+
+def needs(settings: Mapping[str, Any]) -> list[data.Need]:
+    """The folders behind the pictures of every part, and the base."""
+    asked = [(part["data"], "train") for part in settings["parts"]]
+    asked += [(part[key], "test") for part in settings["parts"] for key in ("test", "shifted") if part.get(key)]
+    splits: dict[str, dict[str, None]] = {}
+    for folder, split in itertools.starmap(pictures.source, asked):
+        splits.setdefault(folder, {})[split] = None
+    return [*(data.Need(folder, tuple(found)) for folder, found in splits.items()), *data.base(settings)]
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
@@ -96,7 +108,7 @@ class _Remembering(WrappedTrainer):
         super().__init__(local)
         self._site, self._truth = site, truth
 
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
         trained = super().train(weights, frozen, penalty)
         self._truth[self._site] = trained.weights
         return trained
@@ -125,7 +137,7 @@ def _part(settings: dict[str, Any], part: dict[str, Any], seed: int, options: Op
     found = drawn(settings, part, task, seed)
     rows: dict[str, _Row] = {"round 0": _Row()}
     initial = task.initial(rng.initial(seed, "weights"))
-    rows["round 0"].figures |= _quality(task, [initial], found, part, seed)
+    rows["round 0"].figures |= _quality(task, [initial], found, part)
     adversary = None
     if settings["attack"]:
         adversary = _adversary(settings["attack"], flat, task, initial, found, options)
@@ -136,6 +148,10 @@ def _part(settings: dict[str, Any], part: dict[str, Any], seed: int, options: Op
         )
         rows["overfitted FedAvg"] = _Row(figures, seconds=time.perf_counter() - started)
         options.say(f"seed {seed}: overfitted FedAvg: {done.loss_share:.3f} of the loss is left")
+        gentle, started = controls.gently(own), time.perf_counter()
+        figures, done = adversary.other_rows(task_of(VisionLanguage, gentle, options), found.members, gentle)
+        rows[OTHER_ROWS] = _Row(figures, seconds=time.perf_counter() - started)
+        options.say(f"seed {seed}: {OTHER_ROWS}: {done.loss_share:.3f} of the loss is left")
     for label, chosen in settings["methods"].items():
         fields = {"method.name": chosen["name"], "method.fields": chosen.get("fields", "")}
         rows |= _method(label, parse(flat | fields), settings, part, found, adversary, seed, options)
@@ -187,10 +203,10 @@ def _method(
             clients = {site: (found.clients[site], found.labels[site]) for site in scored}
             rows[f"{label} client"].figures |= adversary.aligned(view, task, initial, clients)
     rows[f"{label} server"] = _Row({}, running.upload_bytes, running.download_bytes, seconds)
-    rows[f"{label} server"].figures |= _quality(task, [server], found, part, seed)
-    rows[f"{label} client"].figures |= _quality(task, [truth[site] for site in scored], found, part, seed)
+    rows[f"{label} server"].figures |= _quality(task, [server], found, part)
+    rows[f"{label} client"].figures |= _quality(task, [truth[site] for site in scored], found, part)
     if adversary:
-        rows[f"{label} client"].figures |= _rebuilt(latest, merged, truth, seed)
+        rows[f"{label} client"].figures |= _rebuilt(latest, merged, truth)
         of_all = [row for site in last_first for row in found.clients[site]]
         rows[f"{label} server"].figures |= adversary.attacked(task, [Target((), server, of_all)])
         for name, rebuilt in (("client", latest), ("client, merged", merged)):
@@ -205,7 +221,7 @@ def _method(
 
 
 def _rebuilt(
-    latest: Mapping[str, RebuiltClient], merged: Mapping[str, RebuiltClient], truth: Mapping[str, Weights], seed: int
+    latest: Mapping[str, RebuiltClient], merged: Mapping[str, RebuiltClient], truth: Mapping[str, Weights]
 ) -> Figures:
     """How far clients rebuilt by either pairing are from the true ones; means over sites."""
     errors = [factor_pairing.reconstruction_error(latest[site].weights, truth[site]) for site in latest]
@@ -218,16 +234,14 @@ def _rebuilt(
         "tensor error": [e.tensors for e in errors],
         "coverage": [rebuilt.coverage for rebuilt in latest.values()],
     }
-    return {name: resampling.mean(each, _SITES, seed) for name, each in values.items()}
+    return {name: resampling.mean(each, _SITES) for name, each in values.items()}
 
 
-def _quality(
-    task: VisionLanguage, models: Sequence[Weights], found: Drawn, part: Mapping[str, Any], seed: int
-) -> Figures:
+def _quality(task: VisionLanguage, models: Sequence[Weights], found: Drawn, part: Mapping[str, Any]) -> Figures:
     """Scores of the mean model, each on the same test rows."""
     if not found.test or not models:
         return {}
-    each = [quality.scores(task, weights, found.test, part["metrics"], seed) for weights in models]
+    each = [quality.scores(task, weights, found.test, part["metrics"]) for weights in models]
     return {name: resampling.average([scores[name] for scores in each]) for name in each[0]}
 
 

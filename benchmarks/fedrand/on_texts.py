@@ -1,7 +1,8 @@
 """Methods beside each other on texts: the same federation in process, once a method and seed.
 
 Beside the methods stand "round 0" (the model before any round) and "one client alone" (the client of median size, which
-trains in every round on its own rows and shares nothing).
+trains in every round on its own rows and shares nothing). With `settings["client"]`, a method that leaves its clients a
+model of their own has that client's scores too, as "client_<score>"; without a turn in the run it has none.
 """
 
 from __future__ import annotations
@@ -74,15 +75,16 @@ def _seed(settings: dict[str, Any], seed: int, options: Options) -> list[tuple[s
         test = task.examples(folder, "test")
         exchange = Exchange(method, config.method.name, task.spec)
         initial = task.initial(rng.initial(seed, "weights"))
+        median = sorted(rows, key=lambda site: len(rows[site]))[len(rows) // 2]
         if not out:
             out.append(("round 0", _Run(task.evaluate(initial, test, generate=True), 0, 0, 0.0)))
-            median = sorted(rows, key=lambda site: len(rows[site]))[len(rows) // 2]
             alone = parse(flat | {"cohort.fraction": 1.0, "method.name": "fedavg"})
             single = Exchange(strategies.create("fedavg"), "fedavg", task.spec)
             out.append(
                 ("one client alone", _federate(single, alone, task, {median: rows[median]}, initial, test, options))
             )
-        out.append((label, _federate(exchange, config, task, rows, initial, test, options)))
+        own = median if settings.get("client") else ""
+        out.append((label, _federate(exchange, config, task, rows, initial, test, options, own)))
         options.say(f"seed {seed}: {label}: {_brief(out[-1][1].scores)} in {out[-1][1].seconds:.0f} s")
     return out
 
@@ -95,6 +97,7 @@ def _federate(
     initial: Weights,
     test: Examples,
     options: Options,
+    own: str = "",
 ) -> _Run:
     started = time.perf_counter()
 
@@ -106,9 +109,13 @@ def _federate(
     done.run(tell)
     seconds = time.perf_counter() - started
     scores = task.evaluate(done.deployed()["server"], test, generate=True)
-    pairs = [p.tensors for p in done.private.values() if p is not None]
+    # Those of the last round: what other sites keep belongs to older weights.
+    kept = {site: p.tensors for site in done.last_cohort if (p := done.private.get(site)) is not None}
+    pairs = {site: tensors for site, tensors in kept.items() if set(tensors) == set(exchange.spec)}
     if pairs:
-        scores["aggregation_gap"] = aggregation_gap(pairs, [1] * len(pairs))
+        scores["aggregation_gap"] = aggregation_gap(list(pairs.values()), [len(rows[site]) for site in pairs])
+    if own and (model := done.deployed(own).get("client")):
+        scores |= {f"client_{name}": score for name, score in task.evaluate(model, test, generate=True).items()}
     return _Run(scores, done.upload_bytes, done.download_bytes, seconds)
 
 
@@ -124,10 +131,9 @@ def _verdicts(runs: Mapping[str, list[_Run]], settings: dict[str, Any]) -> list[
                 {"r": mine.scores[metric] / theirs.scores[metric]} for mine, theirs in zip(done, against, strict=True)
             ]
             ratio = intervals(ratios)["r"]
-            said.append(
-                f"{name}: {metric} is {ratio['mean']:.3f} of {settings['reference']}'s "
-                f"(95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}, {ratio['n']} seeds)."
-            )
+            width = f"95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}, {ratio['n']} seeds"
+            width = width if ratio["n"] > 1 else "one seed: no interval"
+            said.append(f"{name}: {metric} is {ratio['mean']:.3f} of {settings['reference']}'s ({width}).")
         if done[0].upload_bytes:
             share = sum(r.upload_bytes for r in done) / sum(r.upload_bytes for r in against)
             said.append(f"{name}: uploads are {share:.4f} of {settings['reference']}'s bytes.")

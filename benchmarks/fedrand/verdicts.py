@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from fedveil.attacks.base import OTHER_ROWS, OVERFITTED, ROUND_0
 from fedveil.benchmarks.common import resampling
+from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.fedrand.adversary import Figures
 
@@ -15,36 +19,43 @@ def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[s
 
     `rows` are the figures of each row of the result, over all seeds.
     """
-    said = []
+    said: list[str] = []
+    seeds = 0
     for order in settings.get("orders", []):
-        sign = 1.0 if order["better"] == "higher" else -1.0
         metric, view = order["metric"], order["view"]
         figures = {
-            name: Figure(sign * f.value, sign * f.replicates, f.count)
+            name: f if order["better"] == "higher" else resampling.negated(f)
             for name in settings["methods"]
             if (f := rows[f"{name} {view}".strip()].get(metric)) is not None
         }
         what = f"{metric} of {view or 'the method'} ({order['better']} first)"
         if len(figures) > 1:
-            said.append(resampling.ordering(figures, order["rows"], what))
-    for control, side in (("overfitted FedAvg", "above"), ("round 0", "contains")):
+            said.append(common.ordering(figures, order["rows"], what))
+            seeds = max(len(f.seeds) for f in figures.values())
+    if said:
+        said.append(common.how("all pairs of an order", seeds))
+    for control, side in ((OVERFITTED, "above"), (ROUND_0, "contains"), (OTHER_ROWS, "contains")):
         for metric, figure in rows.get(control, {}).items():
             if metric in settings.get("controls", []):
                 said.append(_control(control, side, metric, figure))
     for name, figures in rows.items():
         if wrong := figures.get("alignment, wrong site"):
             said.append(_control(name, "not above", "alignment, wrong site", wrong))
-    for smaller, larger in settings.get("errors", []):
-        d = resampling.difference(
-            rows[f"{larger} client"]["reconstruction error"], rows[f"{smaller} client"]["reconstruction error"]
-        )
-        verdict = "is smaller than" if d["low"] > 0 else "is not smaller than"
-        said.append(f"Reconstruction error: {smaller} {verdict} {larger} (difference {d['mean']:.3g}).")
+    pairs = settings.get("errors", [])
+    errors = [[rows[f"{name} client"]["reconstruction error"] for name in pair] for pair in pairs]
+    less = [resampling.less(smaller, larger) for smaller, larger in errors]
+    sides = ("is smaller than", "is larger than", "is not told from")
+    for pair, d, word in zip(pairs, less, common.words([common.told(d, *sides) for d in less]), strict=True):
+        shown = resampling.shown(resampling.interval(d), "+.3g")
+        said.append(f"Reconstruction error: {pair[0]} {word} {pair[1]} (difference {shown}).")
     return said
 
 
 def _control(name: str, side: str, metric: str, figure: Figure) -> str:
-    i = resampling.interval(figure)
+    """A control to win must do so over the seeds; one to lose fails as soon as these models' rows tell."""
+    if side != "above" and np.ptp(figure.replicates) == 0 and figure.value == 0.5:
+        return f"Control {name}, {metric}: all rows score the same, so it cannot fail: no control."
+    i = resampling.interval(figure if side == "above" else resampling.of_rows(figure))
     inside = i["low"] <= 0.5 <= i["high"]
     held = {"above": i["low"] > 0.5, "contains": inside, "not above": i["low"] <= 0.5}[side]
     asked = {"above": "wholly above 0.5", "contains": "0.5 inside", "not above": "not wholly above 0.5"}[side]

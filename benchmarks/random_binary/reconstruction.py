@@ -57,6 +57,11 @@ _SMALLEST = 11  # pixels a side that SSIM's window needs
 Images = Tensor  # (images, channels, height, width)
 
 
+def needs(settings: Mapping[str, Any]) -> list[data.Need]:
+    """Test pictures alone."""
+    return [data.Need(settings["data"], ("test",))]
+
+
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """Every case of `settings["cases"]` that `settings["skip"]` does not name, on every seed's images, and a sheet."""
     settings["cases"] = [case for case in settings["cases"] if case["name"] not in settings.get("skip", [])]

@@ -12,6 +12,9 @@ A figure is judged by how far it lies above its lost control (0.5, or the mean p
 | does not, and no gain above the preset's margin is in it | lost |
 | else | not decided |
 
+Over the views of an attack these words are corrected together (`common.verdicts`). A control to win must win over the
+seeds; one to lose fails as soon as the rows tell.
+
 An attack counts where it wins in the clear and with every mask off, and not on a wrong site, as in `fedveil audit`.
 """
 
@@ -20,18 +23,24 @@ from __future__ import annotations
 import base64
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from fedveil.attacks.reconstruction.images import contact_sheet
-from fedveil.benchmarks.common import resampling, seeds
+from fedveil.benchmarks.common import data, resampling, seeds
+from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.common.verdicts import Said
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.benchmarks.secure import on_pictures, on_texts
 from fedveil.benchmarks.secure.twins import HIDDEN, SEEN
 
 _PICTURES = 6  # the name of the draws
 Figures = dict[str, dict[str, Figure]]  # by attack, then row
-Verdict = Literal["won", "lost", "not decided"]
+
+
+def needs(settings: Mapping[str, Any]) -> list[data.Need]:
+    """Texts that sites train on, and pictures that they do not."""
+    return [data.Need(settings["texts"]["data"], ("train",)), data.Need(settings["pictures"]["data"], ("test",))]
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
@@ -82,10 +91,13 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> dict[str, 
     }
 
 
-def judged(mine: Figure, control: Figure, margin: float) -> Verdict:
+def judged(mine: Figure, control: Figure, margin: float) -> Said:
     """Where a figure lies beside its lost control."""
-    gain = resampling.difference(mine, control)
-    return "won" if gain["low"] > 0 else "lost" if gain["high"] <= margin else "not decided"
+    gain = resampling.less(mine, control)
+    won = resampling.p_value(gain) if gain.value > 0 else 1.0
+    if won <= common.ALPHA:
+        return Said("won", won, common.OPEN)
+    return Said("lost", resampling.p_value(gain, margin) if gain.value < margin else 1.0, common.OPEN)
 
 
 def verdicts(figures: Figures, settings: Mapping[str, Any]) -> list[str]:
@@ -97,15 +109,17 @@ def _verdicts(attack: str, figures: Mapping[str, Figure], margins: Mapping[str, 
     psnr = on_pictures.MEAN in figures
     control = figures[on_pictures.MEAN] if psnr else resampling.fixed(0.5)
     margin, form = (margins["psnr"], ".1f") if psnr else (margins["auroc"], ".3f")
-    found = {name: judged(figure, control, margin) for name, figure in figures.items()}
+    views = (*HIDDEN, "sum")
+    found = dict(zip(views, common.words([judged(figures[v], control, margin) for v in views]), strict=True))
+    won = all(resampling.difference(figures[v], control)["low"] > 0 for v in ("clear", "every mask off"))
+    told = not psnr and resampling.interval(resampling.of_rows(figures[on_texts.WRONG]))["low"] > 0.5
     shown = {name: resampling.shown(resampling.interval(figure), form) for name, figure in figures.items()}
-    stands = found["clear"] == found["every mask off"] == "won" and (psnr or found[on_texts.WRONG] != "won")
     against = f"mean picture {shown[on_pictures.MEAN]} dB" if psnr else f"wrong site {shown[on_texts.WRONG]}"
     said = [
         f"{attack}, controls: clear {shown['clear']}, the secure run with every mask off {shown['every mask off']}, "
-        f"{against}: {'they stand' if stands else 'NOT HELD, the other figures of this attack say nothing'}."
+        f"{against}: {'they stand' if won and not told else 'NOT HELD, the other figures of this attack say nothing'}."
     ]
-    means = {"lost": "at its lost control", "won": "WON: something shows", "not decided": "not decided"}
+    means = {"lost": "at its lost control", "won": "WON: something shows", common.OPEN: common.OPEN}
     said += [f"{attack}, secure run, {name}: {shown[name]}: {means[found[name]]}." for name in HIDDEN]
-    stays = {"lost": "nothing is found in it", "won": "won: this stays", "not decided": "not decided"}
+    stays = {"lost": "nothing is found in it", "won": "won: this stays", common.OPEN: common.OPEN}
     return [*said, f"{attack}, the sum: {shown['sum']}: {stays[found['sum']]}."]

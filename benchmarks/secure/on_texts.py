@@ -54,7 +54,7 @@ class _Adversary:
 
     def __init__(self, task: TextGeneration, seed: int, members: Mapping[str, Rows], held_out: Rows) -> None:
         self.knowledge = Knowledge(task, task.initial(rng.initial(seed, "weights")))
-        self._base, self._seed = PublicBase(task, self.knowledge.initial), seed
+        self._base = PublicBase(task, self.knowledge.initial)
         self._members, self._held_out = members, held_out
 
     def attacked(self, view: View, other: int = 0) -> dict[str, Figure]:
@@ -64,7 +64,7 @@ class _Adversary:
             target = sites[(i + other) % len(sites)]
             mine, theirs = (self._scores(view, target, rows) for rows in (self._members[site], self._held_out))
             for name in mine:
-                names = (_MEMBERS, i, self._seed), (_HELD_OUT, self._seed)
+                names = (_MEMBERS, i), (_HELD_OUT,)
                 each.setdefault(name, []).append(resampling.auroc(mine[name], theirs[name], *names))
         return {name: resampling.average(found) for name, found in each.items()}
 

@@ -1,4 +1,5 @@
-"""The epsilon that a run may cost, asked of epsilon.py in a separate process: this one must not import torch."""
+"""What a run may cost in privacy. Its epsilon is asked of epsilon.py in a separate process: this one must not import
+torch."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from fedveil import places
 from fedveil.client_app.site.assignment import Assignment
+from fedveil.config import RunConfig
 from fedveil.errors import PolicyError
 
 _SECONDS = 120.0
@@ -31,3 +33,20 @@ def epsilon(assignment: Assignment, delta: float, root: Path | None = None) -> f
         raise PolicyError(
             f"epsilon: expected one from the method, found none ({reason}); see the site's log"
         ) from error
+
+
+def require_epsilon(assignment: Assignment, limit: float, delta: float) -> None:
+    """Raises PolicyError for a run that may cost more than `limit` at `delta`."""
+    found = epsilon(assignment, delta)
+    if not found <= limit:
+        raise PolicyError(
+            f"epsilon: this site permits at most {limit:g} at delta = {delta:g}, found {found:g}; "
+            "choose a private method, and an epsilon in its fields"
+        )
+
+
+def require_noise(config: RunConfig, least: float | None) -> None:
+    """Raises PolicyError for a run without noisy steps of `least`; None asks for none."""
+    found = config.dp.noise if config.dp.clip > 0 else 0.0
+    if least is not None and found < least:
+        raise PolicyError(f"dp.noise: this site permits noisy steps of at least {least:g}, found {found:g}; raise it")

@@ -24,9 +24,11 @@ class Site(BaseModel):
             "" = one that this site makes for itself, which no roster names.
         policy: the file that says what this site permits; "" = everything is permitted.
         device: "auto", "cpu", "cuda", "cuda:1".
+        processes: that train together, each on a CUDA device of its own.
+        shard_base: each of them holds a part of the frozen base, for one that does not fit a device; else all of it.
         worker_idle_seconds: a worker ends after so long without a turn.
-        worker_memory_mb: bound on the resident memory of the site's worker; 0 = none. With a bound, the site keeps only
-            the current run's worker.
+        worker_memory_mb: bound on the resident memory of the worker with its processes; 0 = none. With a bound, the
+            site keeps only the current run's worker.
         partition_id, num_partitions: for demonstrations and the simulation engine, where sites share one data folder.
     """
 
@@ -42,6 +44,8 @@ class Site(BaseModel):
     signing_key: str = ""
     policy: str = ""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    processes: int = Field(1, ge=1, le=64)
+    shard_base: bool = False
     worker_idle_seconds: float = Field(900.0, ge=0)
     worker_memory_mb: int = Field(0, ge=0)
     partition_id: int = Field(0, ge=0)
@@ -51,7 +55,7 @@ class Site(BaseModel):
 def parse_site(node_config: Mapping[str, Any]) -> Site:
     """The site from its node config. Raises ConfigError, which names the bad key."""
     try:
-        return Site.model_validate(dict(node_config))
+        site = Site.model_validate(dict(node_config))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -59,3 +63,9 @@ def parse_site(node_config: Mapping[str, Any]) -> Site:
         raise ConfigError(
             f"node config: {key}: {first['msg']}, found {first['input']!r}; known keys: {known}"
         ) from None
+    if site.shard_base and site.processes < 2:
+        raise ConfigError(
+            "node config: shard-base: expected processes of 2 or more, among which the base is divided, found "
+            f"{site.processes}; set processes, or leave shard-base out"
+        )
+    return site

@@ -13,6 +13,7 @@ refuses.
     min-noise = 1.0                          # the run must train by noisy steps (dp.*) with at least this noise
     min-examples = 100                       # different rows that an upload was made from, in this turn
     min-batch = 8                            # rows of each step that it was made from
+    max-scores = 20                          # of received weights on held-out rows, in one run; 0 unless said
     max-broadcast-norm = 50.0                # of what a turn is about to train from (received.py)
     max-broadcast-change = 10.0              # of it against what this site trained from last; 10 unless said
     require-secure = true                    # uploads leave this site masked, in sums alone (secure.enabled)
@@ -39,6 +40,7 @@ refuses.
 | min-noise, and the run has no `dp.clip` | PolicyError: its noise is 0 |
 | max-epsilon, and the run has no budget that the site's ledger enforces, or its draws are seeded | PolicyError |
 | too many bytes or too few rows, which only the turn shows | the site withholds the upload and sends the reason |
+| scores of held-out rows that are not permitted, or no more of them | the turn goes on without, and says why |
 | more norm or change than the two bounds of a broadcast | the turn ends before a row is looked at |
 | hours "22:00-06:00" | the window runs over midnight, from 22:00 to before 06:00; "00:00-24:00" is always |
 
@@ -52,6 +54,7 @@ import math
 import os
 import sys
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -65,8 +68,8 @@ from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.hours import WINDOW, within
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.site.served import Served
-from fedveil.config import RunConfig
 from fedveil.contract.budget import Budget, Neighbours
+from fedveil.contract.held_out import LOSS
 from fedveil.errors import PolicyError
 
 
@@ -87,6 +90,7 @@ class Policy(BaseModel):
     min_noise: float | None = Field(None, gt=0, allow_inf_nan=False)
     min_examples: int | None = Field(None, ge=1)
     min_batch: int | None = Field(None, ge=1)
+    max_scores: int = Field(0, ge=0)
     max_broadcast_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
     max_broadcast_change: float = Field(10.0, gt=0, allow_inf_nan=False)
     require_secure: bool = False
@@ -112,7 +116,7 @@ class Policy(BaseModel):
             "run.rounds": self.max_rounds, "run.signature": self.signers, "run.name": self.signers,
             "dp.noise": self.min_noise, "dp.epsilon": self.max_epsilon,
             "secure.enabled": self.require_secure or None, "secure.min-sites": self.min_cohort,
-            "secure.threshold": self.min_threshold, "secure.roster": self.roster,
+            "evaluate.held-out": self.max_scores, "secure.threshold": self.min_threshold, "secure.roster": self.roster,
         }  # fmt: skip
         return {key for key, bound in bounds.items() if bound is not None}
 
@@ -168,11 +172,11 @@ def check(
         raise PolicyError(f"run.rounds: this site permits at most {policy.max_rounds}, found {rounds}; ask for fewer")
     _require_bytes(policy, down_bytes, "in the server's message alone")
     _require_hour(policy, now or datetime.now())
-    _require_noise(config, policy.min_noise)
+    cost.require_noise(config, policy.min_noise)
     demands.check(config.secure, policy.require_secure, policy.min_cohort, policy.min_threshold, policy.roster)
     run_keys.check(policy.permits, policy.named, config)
     if policy.max_epsilon is not None:
-        _require_epsilon(assignment, policy.max_epsilon, policy.delta)
+        cost.require_epsilon(assignment, policy.max_epsilon, policy.delta)
 
 
 def count_round(assignment: Assignment) -> None:
@@ -196,9 +200,14 @@ def of(site: Site) -> Policy:
     return of_site(site) if site.policy else Policy()
 
 
-def check_upload(assignment: Assignment, down_bytes: int, up_bytes: int, num_examples: object) -> None:
-    """Checks what only the upload shows. Raises PolicyError; the upload must then not leave the site."""
+def check_upload(
+    assignment: Assignment, down_bytes: int, up_bytes: int, num_examples: object, report: Collection[str] = ()
+) -> None:
+    """Checks what only the upload shows; `report`: names of its figures. Raises PolicyError; the upload must then not
+    leave the site."""
     site, secure = assignment.site, assignment.config.secure.enabled
+    if LOSS in report and not 0 < served_of(assignment).scores <= of(site).max_scores:
+        raise PolicyError(f"{LOSS}: this site permits {of(site).max_scores} a run (max-scores), found more; withheld")
     if secure and num_examples is not None:
         raise PolicyError("num_examples: expected none beside a masked upload, found one; it is withheld")
     if not site.policy:
@@ -272,12 +281,6 @@ def _require_bundle(bundle: Bundle, policy: Policy) -> None:
             raise PolicyError(f"{key}: this site permits {permitted}, found {shown}; have this very bundle permitted")
 
 
-def _require_noise(config: RunConfig, least: float | None) -> None:
-    found = config.dp.noise if config.dp.clip > 0 else 0.0
-    if least is not None and found < least:
-        raise PolicyError(f"dp.noise: this site permits noisy steps of at least {least:g}, found {found:g}; raise it")
-
-
 def _require_bytes(policy: Policy, found: int, where: str) -> None:
     limit = policy.max_bytes_a_round
     if limit is not None and found > limit:
@@ -287,12 +290,3 @@ def _require_bytes(policy: Policy, found: int, where: str) -> None:
 def _require_hour(policy: Policy, now: datetime) -> None:
     if policy.hours is not None and not within(policy.hours, now):
         raise PolicyError(f"hours: this site permits {policy.hours}, found {now:%H:%M} at the site; come back then")
-
-
-def _require_epsilon(assignment: Assignment, limit: float, delta: float) -> None:
-    found = cost.epsilon(assignment, delta)
-    if not found <= limit:
-        raise PolicyError(
-            f"epsilon: this site permits at most {limit:g} at delta = {delta:g}, found {found:g}; "
-            "choose a private method, and an epsilon in its fields"
-        )

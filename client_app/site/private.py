@@ -150,6 +150,11 @@ class PrivateStore:
             )
         return self._read(last)[0]
 
+    def newest(self) -> State | None:
+        """The state after the site's last turn; None where there is none. Raises StateError for a damaged one."""
+        turns = sorted(self.folder.glob("turn-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+        return self._read(turns[-1].stem.removeprefix("turn-"))[0] if turns else None
+
     def save(self, turn: str, last: str, state: State | None) -> None:
         """Writes the state after a turn that went on from `last`, whole or not at all; None keeps nothing.
 

@@ -47,7 +47,7 @@ from fedveil.client_app.site import policy
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.site.private import RECEIVED, folder_of, role_of
 from fedveil.contract.spec import Weights
-from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
+from fedveil.contract.trainer import Batch, FeatureGradients, Frozen, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.errors import StateError
 from fedveil.privacy.wrapped import WrappedRows, WrappedTrainer
 from fedveil.records.files import write_atomic
@@ -209,7 +209,7 @@ class Judged(WrappedTrainer):
         return _JudgedRows(self._trainer.rows, self)
 
     @override
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
         self.judge(weights)
         return super().train(weights, frozen, penalty)
 

@@ -1,7 +1,8 @@
 """Which rounds of a run this site has served last, how often, and with what, whatever a server says.
 
     <state-dir>/<run>/<site>/served.json    {"checksum": ..., "rounds": [[round, times, what it was served with], ...],
-                                             "of": 5, "purged": false}: the last two rounds
+                                             "of": 5, "purged": false, "scores": 3}: the last two
+                                            rounds, and how many scores of held-out rows were given
 
 | asked for | what happens |
 |---|---|
@@ -48,6 +49,7 @@ class _Kept:
     rounds: tuple[_Round, ...] = ()
     of: int = 0
     purged: bool = False
+    scores: int = 0
 
     def round(self, number: int) -> _Round:
         return next((found for found in self.rounds if found.number == number), _Round(number))
@@ -126,6 +128,20 @@ class Served:
             served = sorted([*others, replace(now, message=message)], key=lambda other: other.number)
             self._require_written(replace(found, rounds=tuple(served[-_ROUNDS:])))
 
+    def count_score(self, most: int) -> bool:
+        """Counts one score of held-out rows, before it is made; False if `most` were given. Raises StateError."""
+        with self._locked():
+            found = self._read()
+            if found.scores >= most:
+                return False
+            self._require_written(replace(found, scores=found.scores + 1))
+            return True
+
+    @property
+    def scores(self) -> int:
+        """Scores that were counted. Raises StateError."""
+        return self._read().scores
+
     def _require_written(self, kept: _Kept) -> None:
         try:
             self._write(kept)
@@ -150,7 +166,8 @@ class Served:
 
     def _write(self, kept: _Kept) -> None:
         rounds = [[found.number, found.times, found.message] for found in kept.rounds]
-        write_atomic(self._file, stamped({"rounds": rounds, "of": kept.of, "purged": kept.purged}))
+        content = {"rounds": rounds, "of": kept.of, "purged": kept.purged, "scores": kept.scores}
+        write_atomic(self._file, stamped(content))
 
     @property
     def _file(self) -> Path:
@@ -169,7 +186,7 @@ class Served:
         try:
             content = unstamped(self._file.read_bytes())
             rounds = (_Round(int(number), int(times), str(message)) for number, times, message in content["rounds"])
-            return _Kept(tuple(rounds), int(content["of"]), bool(content["purged"]))
+            return _Kept(tuple(rounds), int(content["of"]), bool(content["purged"]), int(content.get("scores", 0)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
                 f"{self._file}: expected the last rounds that were served, found none that can be read "

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from fedveil.contract.budget import Sampling
 from fedveil.contract.spec import Weights
-from fedveil.contract.trainer import Batch, Looked, Penalty, RowGradients, Trained, Trainer
+from fedveil.contract.trainer import Batch, Frozen, Looked, Penalty, RowGradients, Trained, Trainer
 from fedveil.privacy.wrapped import WrappedRows, WrappedTrainer
 from fedveil.rng import Stream
 
@@ -59,7 +59,7 @@ class Witness(WrappedTrainer):
         return _WitnessedRows(self._trainer.rows, self)
 
     @override
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
         trained = super().train(weights, frozen, penalty)
         self.saw(trained.looked)
         return trained

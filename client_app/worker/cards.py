@@ -28,7 +28,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -218,9 +217,7 @@ class Folder:
         while not listens(self.socket(worker)):
             if (code := started.poll()) is not None:
                 self.forget(worker)
-                # It is in this process's cgroup, whose count of memory kills has gone up if that was the reason.
-                cause = process.cause({**before, "peak_mb": 0}) if code == -signal.SIGKILL else process.Cause.OTHER
-                lower = f", {cause}; {process.LOWER_AT_SITE}" if cause is process.Cause.MEMORY else ""
+                cause, lower = process.of_child(code, before)
                 found = f"found that it ended with exit code {code}{lower}"
                 raise DiedError(cause, f"worker: expected it to start, {found}; see {self.log}")
             if time.monotonic() > deadline:

@@ -89,7 +89,7 @@ def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, ro
 
 
 def run_key(assignment: Assignment, root: Path | None = None) -> str:
-    """16 hex digits of all that a worker is made for: app, run, method, task, training, base model, data and device."""
+    """16 hex digits of all that a worker is made for: app, run, method, task, training, base model, data, devices."""
     config, site = assignment.config, assignment.site
     bundled = tiny.folder(config.task.name) if config.task.model == "tiny" else None
     model = bundled or Path(config.task.model).expanduser()
@@ -98,7 +98,8 @@ def run_key(assignment: Assignment, root: Path | None = None) -> str:
     made_for = [
         app_digest(root), assignment.order.run, assignment.order.method, assignment.order.fields,
         config.task.model_dump(), config.train.model_dump(), config.run.seed, config.run.deterministic, base,
-        assignment.data, site.device, site.partition_id, site.num_partitions,
+        assignment.data, site.device, site.processes, site.shard_base,
+        site.partition_id, site.num_partitions,
     ]  # fmt: skip
     return hashlib.blake2b(json.dumps(made_for).encode(), digest_size=8).hexdigest()
 

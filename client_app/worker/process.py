@@ -80,11 +80,14 @@ def _reason_to_end(service: Service, idle_seconds: float, terminated: threading.
     return ""
 
 
-def _preload() -> None:
-    """Imports what the first turn needs."""
-    for module in _HEAVY:
-        with contextlib.suppress(ImportError):  # the turn that needs the module reports the error
-            importlib.import_module(module)
+def preload(loaded: threading.Event) -> None:
+    """Imports what the first turn needs, and sets `loaded`."""
+    try:
+        for module in _HEAVY:
+            with contextlib.suppress(ImportError):  # the turn that needs the module reports the error
+                importlib.import_module(module)
+    finally:
+        loaded.set()
 
 
 def main() -> None:
@@ -99,10 +102,12 @@ def main() -> None:
     arguments = parser.parse_args()
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s")
-    if arguments.preload:
-        threading.Thread(target=_preload, daemon=True).start()
     folder = Folder(arguments.folder.parents[1], arguments.folder.name)
-    serve(Service(folder, arguments.owner, arguments.memory_mb), arguments.id, arguments.idle_seconds)
+    service = Service(folder, arguments.owner, arguments.memory_mb)
+    if arguments.preload:
+        service.loaded.clear()
+        threading.Thread(target=preload, args=(service.loaded,), daemon=True).start()
+    serve(service, arguments.id, arguments.idle_seconds)
     os._exit(0)  # no client waits for a turn that is still running, so it must not keep the process alive
 
 

@@ -9,6 +9,7 @@ A caller of Take or Stop names its SuperNode; the worker refuses it if that is n
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -26,7 +27,7 @@ import psutil
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.worker.cards import Folder
 from fedveil.client_app.worker.owner import Owner
-from fedveil.errors import FedVeilError, OutOfMemoryError, WorkerError
+from fedveil.errors import FedVeilError, OutOfMemoryError, RankError, WorkerError
 from fedveil.records import process
 from fedveil.wire.slices import drained, filled, sliced
 
@@ -53,6 +54,8 @@ class Service:
         memory_mb: bound on its resident memory; 0 = none.
         ending: set when the process must end, after the turn under way.
         busy: held during a turn.
+        loaded: cleared while this process imports what a turn needs. Of two threads that import transformers at once,
+            one may get a module without its classes, so a turn waits.
         last_used: when the last turn ended, or the process began, by time.monotonic.
     """
 
@@ -61,11 +64,15 @@ class Service:
     memory_mb: int
     ending: threading.Event = field(default_factory=threading.Event)
     busy: threading.Lock = field(default_factory=threading.Lock)
+    loaded: threading.Event = field(default_factory=threading.Event)
     last_used: float = field(default_factory=time.monotonic)
     _status: dict[str, Any] = field(default_factory=lambda: {"state": "spare"})
     _key: str = ""
     _imported: bool = False
     _turns: Turns | None = None
+
+    def __post_init__(self) -> None:
+        self.loaded.set()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The handlers for a gRPC server."""
@@ -87,7 +94,7 @@ class Service:
                 yield from sliced(drained(parts), CHUNK_BYTES)
             except Exception as error:
                 log.exception("the turn failed")
-                if not isinstance(error, FedVeilError):
+                if isinstance(error, RankError) or not isinstance(error, FedVeilError):
                     self.ending.set()  # the state of the libraries and the device is unknown
                 kind, text = self._failed(error)
                 context.abort(grpc.StatusCode.ABORTED, json.dumps({"kind": kind, "text": text}))
@@ -111,11 +118,12 @@ class Service:
         return kind, text
 
     def _turn(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> tuple[dict[str, Any], list[Buffer]]:
+        started, head = time.monotonic(), json.loads(next(requests))
+        self.loaded.wait()
         from fedveil.client_app.turn import Turns
         from fedveil.wire import parked
 
         self._imported = True
-        started, head = time.monotonic(), json.loads(next(requests))
         self._belong(head["key"])
         assignment = Assignment.from_json(head["assignment"])
         what = assignment.described()
@@ -132,7 +140,7 @@ class Service:
         line = {"time": time.time(), "pid": os.getpid(), **what, **answer, "memory_mb": memory_mb()}
         with self.folder.turns.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        log.info("round %s of %s: %s", what["round"], what["run"], answer)
+        log.info("round %s of %s: %s", what["round"] + 1, what["run"], answer)
         self._status = {**self._status, "state": "replying", "last": answer}
         return answer, turn.parts
 
@@ -142,7 +150,9 @@ class Service:
                 raise WorkerError(_CLIENT_GONE)
             self._require_memory()
             rate = round(step.tokens / step.seconds) if step.seconds else 0
+            left = round(step.seconds / step.step * (step.steps - step.step), 1) if step.step else 0.0
             now = {"step": step.step, "steps": step.steps, "loss": step.loss, "tokens_per_second": rate}
+            now["seconds_left"] = left
             self._status = {"state": "training", **what, **now}
 
         return watch
@@ -165,6 +175,8 @@ class Service:
     def _become_spare(self) -> None:
         """After a run's last round, frees its model and rows; the libraries stay for the next run."""
         last = {"last": self._status["last"]} if "last" in self._status else {}
+        if self._turns:
+            self._turns.close()
         self._turns, self._key, self._status = None, "", {"state": "spare", **last}
         gc.collect()
         torch = sys.modules["torch"]
@@ -194,8 +206,13 @@ def _caller(context: grpc.ServicerContext) -> Owner:
 
 
 def memory_mb() -> int:
-    """Resident memory of this process."""
-    return int(psutil.Process().memory_info().rss // 1_000_000)
+    """Resident memory of this process, and of those that train with it."""
+    found = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    total = 0
+    for one in found:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            total += one.memory_info().rss
+    return int(total // 1_000_000)
 
 
 def _device() -> dict[str, Any]:

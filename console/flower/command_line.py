@@ -14,6 +14,11 @@ from fedveil.console.flower.processes import LaunchError, Processes, environment
 
 CONNECTION = "fedveil"
 _GONE = "unregistered"
+_SILENT = "Connection to the SuperLink is unavailable"  # Flower's words, which its frame breaks anywhere
+
+
+class Unreachable(LaunchError):
+    """Nothing answers at the control port."""
 
 
 def write_connection(home: Path, address: str, ca: Path) -> None:
@@ -41,7 +46,7 @@ class Flower:
     ) -> None:
         if not (home / "config.toml").is_file():
             raise LaunchError(f"FLWR_HOME: expected config.toml in {home}, found none; name the folder that has it")
-        self._connection = connection
+        self._home, self._connection = home, connection
         self._processes, self._env = processes or Processes(home), env or environment(home)
 
     def nodes(self) -> dict[str, str]:
@@ -93,8 +98,20 @@ class Flower:
         except ValueError:
             raise LaunchError(f"flwr {arguments[0]}: expected JSON, found {text.strip()[:300]!r}") from None
         if not answer.get("success"):
-            raise LaunchError(f"flwr {arguments[0]} failed: {answer.get('error-message', answer)}")
+            raise self._failure(arguments[0], f"flwr {arguments[0]} failed: {answer.get('error-message', answer)}")
         return dict(answer)
 
     def _flwr(self, *arguments: str) -> str:
-        return self._processes.call("flwr", ["flwr", *arguments], self._env)
+        try:
+            return self._processes.call("flwr", ["flwr", *arguments], self._env)
+        except LaunchError as error:
+            raise self._failure(arguments[0], str(error)) from None
+
+    def _failure(self, command: str, reason: str) -> LaunchError:
+        """What Flower says is wrong; where nobody answered, what to do about that."""
+        if "".join(_SILENT.split()) not in "".join(reason.split()):
+            return LaunchError(reason)
+        return Unreachable(
+            f"flwr {command}: expected the server at its control port (its address is in {self._home}/config.toml), "
+            "found none; start it with fedveil server start FOLDER, or open your tunnel to it"
+        )

@@ -10,11 +10,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedveil.errors import ConfigError
+
 VALID = timedelta(days=30)
+_OTHER_FORMS = {b"BEGIN EC PRIVATE KEY": "a SEC1 one (PEM)", b"BEGIN PRIVATE KEY": "a PKCS#8 one (PEM)"}
 
 
 def write_tls(folder: Path) -> None:
@@ -65,6 +69,24 @@ def write_node_key(path: Path) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     write_private(path, key, serialization.PrivateFormat.OpenSSH)
     path.with_name(path.name + ".pub").write_text(public_text(key.public_key()) + "\n")
+
+
+def require_node_key(file: Path) -> None:
+    """Raises ConfigError for a private key that Flower does not take, with what it is and how to bring it there."""
+    data = file.read_bytes()
+    try:
+        key = serialization.load_ssh_private_key(data, None)
+        kind = "" if isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name == "secp384r1" else "another kind"
+    except TypeError:
+        kind = "one with a passphrase"
+    except (ValueError, UnsupportedAlgorithm):
+        kind = next((words for mark, words in _OTHER_FORMS.items() if mark in data), "something else")
+    if kind:
+        mend = f"ssh-keygen -p -N '' -f {file} brings it there" if kind in _OTHER_FORMS.values() else "choose another"
+        raise ConfigError(
+            f"{file}: expected a P-384 key in OpenSSH's format without a passphrase, found {kind}; {mend}, and fedveil "
+            "site init makes a new one"
+        )
 
 
 def public_text(key: ec.EllipticCurvePublicKey) -> str:

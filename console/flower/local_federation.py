@@ -133,13 +133,13 @@ class LocalFederation:
             self._require_alive(SUPERLINK)
             now = time.monotonic()
             if now - asked >= 60.0 or (now - asked >= 2.0 and not self.processes.runs(SERVER_APP, SUPERLINK)):
-                said = self.flower.run_status(str(run))
-                if said.startswith("finished"):
+                if (said := self.flower.run_status(str(run))).startswith("finished"):
                     return self._ended(run, said, now - started)
                 asked = time.monotonic()
             if now - started > timeout:
                 with suppress(LaunchError):
                     self.flower.stop(str(run))
+                status.pop("process", None)
                 raise LaunchError(f"run {run}: not finished within {timeout:.0f} s, stopped; last: {status or 'none'}")
             time.sleep(0.5)
 
@@ -212,7 +212,8 @@ class LocalFederation:
     def start_superlink(self) -> None:
         """Starts the SuperLink; after it was killed, with the state that it had on disk."""
         port, ca, secret = self._control_port, self.folder / "ca.crt", write_secret(self.folder / "superlink.superexec")
-        command = superlink(self.folder, port, self._fleet_port, self._database, secret)
+        folder, fleet = self.folder, f"127.0.0.1:{self._fleet_port}"
+        command = superlink(folder, folder / "registry", folder, port, fleet, self._database, secret)
         start_isolated(self.processes, SUPERLINK, command, self._env(), port, secret, ca)
         self._until(lambda: listens(port) and listens(self._fleet_port), SUPERLINK)
 

@@ -45,8 +45,10 @@ class Processes:
         self._seen: set[int] = set()
         _adopt_orphans()
 
-    def start(self, name: str, command: Sequence[str], env: Mapping[str, str], of: str = "") -> None:
-        """Starts `command` under `name`; stdout and stderr go to the log of that name.
+    def start(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], of: str = "", cwd: Path | None = None
+    ) -> None:
+        """Starts `command` under `name`, in the folder `cwd`; stdout and stderr go to the log of that name.
 
         With `of`, it is a part of that process: called "OF NAME", ends with it, and shares its log.
         """
@@ -59,6 +61,7 @@ class Processes:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                cwd=cwd,
             )
 
     def marked(self, name: str, env: Mapping[str, str]) -> dict[str, str]:

@@ -7,21 +7,28 @@ from pathlib import Path
 ONLINE = "SuperNode ID:"  # a SuperNode logs this once the SuperLink has accepted its key
 
 
-def superlink(folder: Path, control_port: int, fleet_port: int, database: bool, secret: Path) -> list[str]:
-    """The SuperLink on loopback: gRPC with TLS, keys of SuperNodes required. `folder` has its certificate and key.
+def superlink(
+    folder: Path, registry: Path, state: Path, control_port: int, fleet: str, database: bool, secret: Path
+) -> list[str]:
+    """The SuperLink, its control port on loopback: gRPC with TLS, keys of SuperNodes required.
 
-    There, too, are its registry and the log of its control port: it is the guard's program (guard/superlink.py).
-    `database`: keep its state in `folder`/superlink.db instead of in memory. `secret`: what its SuperExec must know.
+    Args:
+        folder: of its certificate and key.
+        registry: who the sites and operators are: it is the guard's program (guard/superlink.py).
+        state: folder of the control port's log, and of its database.
+        fleet: HOST:PORT for the sites.
+        database: keep its state in superlink.db instead of in memory.
+        secret: what its SuperExec must know.
     """
     return [
-        "flower-superlink", "--fedveil-registry", str(folder / "registry"),
-        "--fedveil-log", str(folder / "control-log.jsonl"), "--host", "127.0.0.1", "--port", str(control_port),
-        "--fleet-api-type", "grpc-rere", "--fleet-api-address", f"127.0.0.1:{fleet_port}",
+        "flower-superlink", "--fedveil-registry", str(registry),
+        "--fedveil-log", str(state / "control-log.jsonl"), "--host", "127.0.0.1", "--port", str(control_port),
+        "--fleet-api-type", "grpc-rere", "--fleet-api-address", fleet,
         "--ssl-ca-certfile", str(folder / "ca.crt"), "--ssl-certfile", str(folder / "server.pem"),
         "--ssl-keyfile", str(folder / "server.key"),
         "--enable-supernode-auth", "--disable-runtime-dependency-installation",
         "--isolation", "process", "--superexec-auth-secret-file", str(secret),
-        *(["--database", str(folder / "superlink.db")] if database else []),
+        *(["--database", str(state / "superlink.db")] if database else []),
     ]  # fmt: skip
 
 

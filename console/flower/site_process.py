@@ -112,13 +112,14 @@ def start_isolated(
     port: int,
     secret: Path,
     ca: Path | None = None,
+    cwd: Path | None = None,
 ) -> int:
     """Starts a SuperLink or SuperNode and, apart from it, its SuperExec; returns the number of the SuperExec's process.
 
-    Flower asks a SuperExec for its `secret` only where it has not started it itself.
+    Flower asks a SuperExec for its `secret` only where it has not started it itself. Apps run in the folder `cwd`.
     """
     processes.start(name, command, env)
-    processes.start("superexec", superexec(port, secret, processes.pid(name), ca), env, of=name)
+    processes.start("superexec", superexec(port, secret, processes.pid(name), ca), env, of=name, cwd=cwd)
     return processes.pid(f"{name} superexec")
 
 

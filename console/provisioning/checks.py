@@ -64,12 +64,9 @@ def certificate(file: Path, now: datetime | None = None) -> Check:
 
 def private_key(file: Path) -> Check:
     """A node key that Flower takes, and that nobody else can read."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
+    from fedveil.console.flower.keys import require_node_key
 
-    key = serialization.load_ssh_private_key(file.read_bytes(), None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP384R1):
-        return Check("key", "fail", f"expected one on P-384, found another kind at {file}; fedveil site init makes one")
+    require_node_key(file)
     mode = stat.S_IMODE(file.stat().st_mode)
     if mode & 0o077:
         return Check("key", "fail", f"expected {file} to be readable by its owner only, found mode {mode:o}; chmod 600")
@@ -78,7 +75,7 @@ def private_key(file: Path) -> Check:
 
 def fleet(superlink: str, ca: Path) -> Check:
     """The server's fleet port: reached, with TLS, and a certificate of this federation's CA for that name."""
-    host, port = _address(superlink)
+    host, port = address(superlink)
     context = ssl.create_default_context(cafile=str(ca))
     context.set_alpn_protocols(["h2"])
     try:
@@ -87,16 +84,21 @@ def fleet(superlink: str, ca: Path) -> Check:
             context.wrap_socket(plain, server_hostname=host) as link,
         ):
             ends = ssl.cert_time_to_seconds(str((link.getpeercert() or {})["notAfter"]))
+            spoken = link.selected_alpn_protocol()
     except ssl.SSLCertVerificationError as error:
         return Check(
             "fleet port",
             "fail",
             f"{superlink}: {error.verify_message}; is ca.crt this federation's, and the clock right?",
         )
-    except (OSError, ssl.SSLError) as error:
+    except ssl.SSLError as error:
+        return Check("fleet port", "fail", f"{superlink} speaks no TLS ({error.reason}); is it the fleet port?")
+    except OSError as error:
         return Check(
             "fleet port", "fail", f"{superlink}: {error}; the firewall must allow this one outgoing connection"
         )
+    if spoken != "h2":
+        return Check("fleet port", "fail", f"{superlink} has TLS and speaks no gRPC; is it the fleet port?")
     return Check(
         "fleet port", "ok", f"{superlink}, TLS, its certificate ends {datetime.fromtimestamp(ends, UTC):%Y-%m-%d}"
     )
@@ -166,11 +168,13 @@ def versions() -> Check:
     )
 
 
-def gpu(device: str) -> Check:
-    """Whether the site's device is there."""
+def gpu(device: str, processes: int = 1) -> Check:
+    """Whether the site's device is there, or as many of them as it has processes."""
     import torch
 
     if torch.cuda.is_available():
+        if device != "cpu" and (count := torch.cuda.device_count()) < processes:
+            return Check("gpu", "fail", f"expected {processes}, one for each of the site's processes, found {count}")
         free, total = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()
         return Check("gpu", "ok", f"{name}, {free / _GIGABYTE:.0f} of {total / _GIGABYTE:.0f} GB free")
@@ -253,7 +257,8 @@ def audit_log(file: Path) -> Check:
     return Check("audit log", "ok", f"{log.verify(file).lines} lines as they were written, in {file}")
 
 
-def _address(superlink: str) -> tuple[str, int]:
+def address(superlink: str) -> tuple[str, int]:
+    """Host and port. Raises ValueError."""
     host, _, port = superlink.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"superlink: expected HOST:PORT, found {superlink!r}")

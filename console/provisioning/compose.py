@@ -15,6 +15,9 @@ of them can see and reach is what follows; compose.yaml of the repository is the
 
 from __future__ import annotations
 
+from fedveil.console.provisioning.federation import FederationFile
+from fedveil.guard import pace
+
 _HEAD = """\
 x-common: &common
   image: {image}
@@ -33,6 +36,7 @@ x-common: &common
     FLWR_DISABLE_UPDATE_CHECK: "1"
     FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION: "1"
     HF_HUB_OFFLINE: "1"
+    FEDVEIL_POLL_SECONDS: ${{FEDVEIL_POLL_SECONDS:-{poll:g}}}   # the first wait of a SuperNode between two questions
 x-service: &service
   <<: *common
   healthcheck: &health
@@ -65,7 +69,7 @@ name: fedveil-{project}-server
       - --fedveil-registry=/registry
       - --fedveil-log=/state/control-log.jsonl
       - --host=${{FEDVEIL_CONTROL_HOST:-127.0.0.1}}
-      - --port=8000
+      - --port={control}
       - --fleet-api-type=grpc-rere
       - --fleet-api-address=0.0.0.0:9092
       - --ssl-ca-certfile=/server/ca.crt
@@ -84,7 +88,7 @@ name: fedveil-{project}-server
     <<: *service
     command:
       - flower-superexec
-      - --runtime-api-address=127.0.0.1:8000
+      - --runtime-api-address=127.0.0.1:{control}
       - --root-certificates=/server/ca.crt
       - --superexec-auth-secret-file=/server/superexec-secret
       - --health-server-address=127.0.0.1:9098
@@ -129,7 +133,7 @@ name: fedveil-{project}
   doctor:                     # docker compose run --rm doctor: this image's own code alone, so it may see everything
     <<: *tool
     profiles: [doctor]
-    entrypoint: [fedveil, doctor, --kit, /kit, --keys, /keys]
+    entrypoint: [fedveil, doctor, --kit, /kit, --keys, /keys, --node-config, /kit/containers.toml]
     volumes:
       - ./:/kit:ro
       - keys:/keys:ro
@@ -150,7 +154,7 @@ name: fedveil-{project}
       - --host=0.0.0.0
       - --port=9094
       - --health-server-address=127.0.0.1:9097
-      - --node-config=/kit/node-config.toml
+      - --node-config=/kit/containers.toml
     volumes: ["./:/kit:ro", "keys:/keys:ro", "secret:/secret:ro", "node-state:/state"]
     networks: [inside, outside]
     stop_grace_period: 5s
@@ -197,25 +201,33 @@ _OPERATORS = """\
 # For operators of other machines: the control port on this host's own loopback, which they reach through SSH.
 services:
   pod:
-    ports: ["127.0.0.1:8000:8000"]
+    ports: ["127.0.0.1:{control}:{control}"]
 """
 
 
-def server(federation: str, image: str, port: int, folder: str) -> str:
-    """compose.yaml of the server's host. It publishes `port`; `folder` is where the federation's files lie."""
-    head = _HEAD.format(image=image)
-    return _SERVER.format(head=head, federation=federation, project=_project(federation), port=port, folder=folder)
+def server(federation: FederationFile, folder: str) -> str:
+    """compose.yaml of the server's host. It publishes the fleet port; `folder` is where the federation's files lie."""
+    head = _HEAD.format(image=federation.image, poll=pace.for_sites(len(federation.sites)))
+    return _SERVER.format(
+        head=head,
+        federation=federation.name,
+        project=_project(federation.name),
+        port=federation.fleet_port,
+        control=federation.control_port,
+        folder=folder,
+    )
 
 
-def site(federation: str, name: str, image: str, superlink: str) -> str:
+def site(federation: FederationFile, name: str) -> str:
     """compose.yaml of a site's kit."""
-    head = _HEAD.format(image=image)
-    return _SITE.format(head=head, federation=federation, site=name, project=_project(name), superlink=superlink)
+    head = _HEAD.format(image=federation.image, poll=pace.for_sites(len(federation.sites)))
+    about = {"federation": federation.name, "project": _project(name), "superlink": federation.superlink}
+    return _SITE.format(head=head, site=name, **about)
 
 
-def operators() -> str:
+def operators(federation: FederationFile) -> str:
     """The override that publishes the control port on the host's loopback."""
-    return _OPERATORS
+    return _OPERATORS.format(control=federation.control_port)
 
 
 def gpu(service: str) -> str:

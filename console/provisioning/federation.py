@@ -4,6 +4,7 @@
     server = ["fl.example.org", "10.1.0.5"]    # how sites reach the server; the first stands in the kits
     sites = ["north", "south"]
     fleet-port = 9092                          # from here on the defaults
+    control-port = 8000                        # on the server's loopback
     days = 365                                 # the server's certificate; 3 x as long for the CA
     key-days = 180                             # a site's registered key
     image = "fedveil:0.2.0"
@@ -35,11 +36,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedveil import __version__
 from fedveil.errors import ConfigError
 from fedveil.federation.secure.membership import Roster
+from fedveil.foreign import shown
 from fedveil.records.files import write_atomic
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -55,6 +57,7 @@ class FederationFile(BaseModel):
     server: list[Host] = Field(min_length=1)
     sites: list[SiteName] = Field(min_length=1)
     fleet_port: int = Field(9092, ge=1, le=65535)
+    control_port: int = Field(8000, ge=1, le=65535)
     days: int = Field(365, ge=1, le=3650)
     key_days: int = Field(180, ge=1, le=3650)
     image: str = Field(f"fedveil:{__version__}", pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")
@@ -66,10 +69,21 @@ class FederationFile(BaseModel):
             raise ValueError('expected each site once, and none called "superlink"')
         return sites
 
+    @model_validator(mode="after")
+    def _two_ports(self) -> FederationFile:
+        if self.fleet_port == self.control_port:
+            raise ValueError("expected fleet-port and control-port to be two ports")
+        return self
+
     @property
     def superlink(self) -> str:
         """HOST:PORT for a site."""
         return f"{self.server[0]}:{self.fleet_port}"
+
+    @property
+    def control(self) -> str:
+        """HOST:PORT of the control port, on the server itself."""
+        return f"127.0.0.1:{self.control_port}"
 
     @property
     def server_names(self) -> list[str]:
@@ -131,8 +145,31 @@ class Members:
     def entry(self, site: str) -> dict[str, Any]:
         """What is known of a site. Raises ConfigError where it is none of this federation's."""
         if site not in self.sites:
-            raise ConfigError(f"site: expected one of {sorted(self.sites)}, found {site!r}; add it to federation.toml")
+            raise ConfigError(
+                f"site: expected one of {sorted(self.sites)}, found {site!r}; to let another in: fedveil members add "
+                f"{self.folder} NAME"
+            )
         return self.sites[site]
+
+    def with_site(self, site: str) -> FederationFile:
+        """The federation with one more site; nothing is written. Raises ConfigError for a name that it cannot have."""
+        if used := [name for name in self.sites if name.lower() == site.lower()]:
+            kit = self.folder / "kits" / f"{used[0]}.tar.gz"
+            raise ConfigError(f"SITE: expected a name that is not used yet, found {used[0]}; its kit is {kit}")
+        about = self.federation.model_dump(by_alias=True)
+        try:
+            return FederationFile.model_validate(about | {"sites": [*self.federation.sites, site]})
+        except ValidationError:
+            raise ConfigError(
+                "SITE: expected letters, digits, '-', '_' or '.', at most 64, and not \"superlink\", found "
+                f"{shown(site, 80)!r}; choose another"
+            ) from None
+
+    def add(self, site: str) -> None:
+        """One more site, invited. Raises ConfigError as `with_site`."""
+        self.federation = self.with_site(site)
+        self.sites[site] = {"state": "invited"}
+        self.save()
 
     def require_new(self, site: str, public: str) -> None:
         """Raises ConfigError for a key that was revoked or replaced, or is another site's."""

@@ -3,8 +3,9 @@
 compose.yaml       SuperNode and SuperExec in containers of their own, and the command that makes the keys
 compose.gpu.yaml   the same with a GPU: docker compose -f compose.yaml -f compose.gpu.yaml up
 ca.crt             whom to trust as the server
-site.toml          federation, site, server: public
-node-config.toml   what the site says of itself to its own apps
+site.toml          federation, site, server, its ports: public
+node-config.toml   what the site says of itself to its own apps; paths are relative to the kit
+containers.toml    the same with the paths of compose.yaml's containers
 site-policy.toml   what it permits: nothing, until somebody at the site has filled it in
 README.md          one page
 SHA256SUMS         of all of the above: sha256sum -c SHA256SUMS
@@ -17,9 +18,10 @@ import io
 import tarfile
 from pathlib import Path
 
-from fedveil.console.flower.machine import toml
+from fedveil.console.flower.machine import Value, toml
 from fedveil.console.provisioning import compose
 from fedveil.console.provisioning.federation import FederationFile
+from fedveil.guard import pace
 
 _POLICY = """\
 # What this site permits. Read at the site, before any of the server's code runs; what is not permitted is refused.
@@ -53,18 +55,20 @@ _README = """\
 Nothing in this kit is secret. Your keys are made here, by you, and do not leave this machine.
 
 Before: a container engine with compose, and the image `{image}` (`docker load -i`, where you got it as a file).
+Or no containers, and FedVeil installed: then the commands are those after "or", in this folder.
 
 1. Check the kit, then make your keys and your request:
 
        sha256sum -c SHA256SUMS
-       docker compose run --rm -T init >request.json
+       docker compose run --rm -T init >request.json       # or: fedveil site init, which writes keys/request.json
 
    Send `request.json` to the operator, and read the fingerprint that was printed to them over the telephone.
    It is of two keys: the node key opens your connection, the signing key is what the other sites know you by.
 
 2. Fill in `site-policy.toml`: as delivered it permits nothing. `FEDVEIL_DATA` names the folder of your rows
    (`train.jsonl` or `train.parquet`), `FEDVEIL_MODELS` that of the base models. Both are mounted read-only, into the
-   container without a way out, and must be readable by user 10001.
+   container without a way out, and must be readable by user 10001. Without containers `node-config.toml` names the
+   folder of the rows: `data`, in this folder.
 
    For runs with secure aggregation: when all sites are registered, the operator tells the digest of the roster. Compare
    it with the other sites, by telephone, before it goes into `site-policy.toml`: it is what keeps the server from
@@ -72,14 +76,15 @@ Before: a container engine with compose, and the image `{image}` (`docker load -
 
 3. When the operator has registered your keys:
 
-       docker compose up -d --wait
+       docker compose up -d --wait                         # or: fedveil site start --kit .
 
 Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing comes in: publish no port.
 
 | to ... | run |
 |---|---|
-| see whether all is well | `docker compose run --rm doctor` |
+| see whether all is well | `docker compose run --rm doctor`, or `fedveil doctor --kit .` |
 | see what was sent, and what was refused | `docker compose exec clientapp fedveil log show /state/audit-log.jsonl` |
+| the same without containers | `fedveil log show state/audit-log.jsonl` |
 | check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
 | make a new node key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then 3 |
 | make a new signing key, if others may have the old one | the same with `--renew-signing`; all need the new roster |
@@ -94,18 +99,27 @@ Ask for it on a second way before you trust it.
 """
 
 
+_IN_THE_KIT: dict[str, Value] = {
+    "data": "data", "state-dir": "state", "policy": "site-policy.toml", "signing-key": "keys/signing.key",
+}  # fmt: skip
+_IN_CONTAINERS: dict[str, Value] = {
+    "data": "/data", "state-dir": "/state", "policy": "/kit/site-policy.toml", "signing-key": "/secret/signing.key",
+}  # fmt: skip
+
+
 def files(federation: FederationFile, site: str, ca: bytes) -> dict[str, bytes]:
     """The kit's files by name."""
     public = {"federation": federation.name, "site": site, "superlink": federation.superlink}
     words = {**public, "image": federation.image, "ca": hashlib.sha256(ca).hexdigest()}
-    # The containers mount the data read-only, so that its id cannot be kept beside it.
-    node = {"site": site, "data": "/data", "data-set": site, "state-dir": "/state", "policy": "/kit/site-policy.toml"}
-    node["signing-key"] = "/secret/signing.key"
+    ports = {"control-port": federation.control_port, "poll-seconds": pace.for_sites(len(federation.sites))}
+    # Data may be mounted read-only, so that its id cannot be kept beside it: it has the site's name.
+    names: dict[str, Value] = {"site": site, "data-set": site}
     found = {
-        "compose.yaml": compose.site(federation.name, site, federation.image, federation.superlink),
+        "compose.yaml": compose.site(federation, site),
         "compose.gpu.yaml": compose.gpu("clientapp"),
-        "site.toml": toml(public),
-        "node-config.toml": toml(node),
+        "site.toml": toml({**public, **ports}),
+        "node-config.toml": toml(names | _IN_THE_KIT),
+        "containers.toml": toml(names | _IN_CONTAINERS),
         "site-policy.toml": _POLICY,
         "README.md": _README.format(**words),
     }

@@ -1,15 +1,23 @@
-"""Curves as inline SVG. Text and axes take the page's own colour, so they read in a light and in a dark page."""
+"""Curves as inline SVG. Text and axes take the page's own colour, so they read in a light and in a dark page.
+
+A figure has no style of its own, only attributes: a page may forbid inline styles.
+"""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from fedveil.foreign import shown
 
 INK = "#010203"  # replaced by `currentColor`
 COLOURS = ("#3a8fd9", "#e69f00", "#1fa187", "#cc79a7", "#8e7cc3", "#d55e00")  # read on white and on black
 MARKERS = "osD^vP"
+MOST_CURVES = len(COLOURS)  # of a figure: the next would look like the first
 
 
 @dataclass(frozen=True)
@@ -22,42 +30,78 @@ class Curve:
 
 
 def svg(title: str, x_label: str, y_label: str, curves: Sequence[Curve], integer_x: bool = False) -> str:
-    """The curves as an SVG element; "" when no curve has a point."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+    """The first MOST_CURVES curves that have a point, as an SVG element; "" where there is none."""
     from matplotlib.ticker import MaxNLocator
 
-    curves = [curve for curve in curves if curve.points]
-    if not curves:
+    every = [curve for curve in curves if curve.points]
+    if not every:
         return ""
-    style = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 10, "font.family": "sans-serif"}
-    style |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(4.6, 3.1), layout="constrained")
-        axes = figure.add_subplot()
+    curves = every[:MOST_CURVES]
+    ends = "; ".join(map(_words, curves))
+    left = f" (first {len(curves)} of {len(every)})" if len(every) > len(curves) else ""
+
+    def draw(axes: Any) -> None:
         for curve in curves:
             x, y = zip(*curve.points, strict=True)
             colour, marker = COLOURS[curve.colour % len(COLOURS)], MARKERS[curve.colour % len(MARKERS)]
-            axes.plot(x, y, color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=curve.label)
-        axes.set(title=title, xlabel=x_label, ylabel=y_label)
+            axes.plot(x, y, color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=shown(curve.label, 80))
+        axes.set(title=title + left, xlabel=x_label, ylabel=y_label)
         axes.grid(color=INK, alpha=0.12, linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
         if integer_x:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(curves) > 1:
             axes.legend(frameon=False)
+
+    return drawn(title, (4.6, 3.1), f"{title}. {y_label} over {x_label}: {ends}.", draw)
+
+
+def _words(curve: Curve) -> str:
+    """A curve for who cannot see it."""
+    (first, start), (last, end) = curve.points[0], curve.points[-1]
+    return f"{shown(curve.label, 80)} from {start:.4g} at {first:.4g} to {end:.4g} at {last:.4g}"
+
+
+def drawn(name: str, size: tuple[float, float], words: str, draw: Callable[[Any], None]) -> str:
+    """What `draw` makes of empty axes, as an SVG element.
+
+    Args:
+        name: of the figure, which no other of its page has.
+        size: width and height in inches of 72 points.
+        words: what it shows, for who cannot see it.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10, "font.family": "sans-serif"}
+    style |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
+    with mpl.rc_context({**style, "text.parse_math": False}):  # labels are names that others gave
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return _inline(buffer.getvalue(), title)
+    return _inline(buffer.getvalue(), name, words)
 
 
-def _inline(text: str, title: str) -> str:
+def _inline(text: str, name: str, words: str) -> str:
     """Without prolog, metadata and a fixed size, and with ids that no other figure of the page has."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    prefix = re.sub(r"\W+", "-", title.lower())
+    prefix = re.sub(r"\W+", "-", name.lower())
     text = re.sub(r'\bid="', f'id="{prefix}-', text)
     text = re.sub(r'url\(#|xlink:href="#', lambda match: f"{match.group()}{prefix}-", text)
-    return text.replace(INK, "currentColor").replace("<svg", '<svg role="img"', 1)
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r' style="([^"]*)"', _attributes, text).replace(INK, "currentColor")
+    about = f'role="img" aria-label="{escape(words)}" stroke-linejoin="round" stroke-linecap="butt"'
+    return text.replace("<svg", f"<svg {about}", 1)
+
+
+def _attributes(style: re.Match[str]) -> str:
+    """A style as attributes of its element; the page's own font is taken."""
+    pairs = (pair.partition(":") for pair in style[1].split(";"))
+    return "".join(
+        f' {name.strip()}="{value.strip()}"' for name, _, value in pairs if name.strip() not in ("", "font-family")
+    )

@@ -3,50 +3,46 @@
 from __future__ import annotations
 
 import base64
-import json
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from fedveil.attacks import base, findings
-from fedveil.console.report.page import Html, bullets, join, table, tag
-from fedveil.errors import StateError
+from fedveil.attacks.findings import Audit, Finding
+from fedveil.console.report import forest
+from fedveil.console.report.page import Html, bullets, fold, join, table, tag
 
 NOTE = (
-    "AUROC 0.5 is guessing, 1 is certainty; intervals of 95 % by bootstrap over the rows. Every attack stands beside "
-    "the overfitted control, which it must win, and round 0, which it must lose. One interval in twenty leaves 0.5 "
-    "out by chance."
+    "AUROC 0.5 is guessing, 1 is certainty; intervals of 95 % each, by bootstrap over the rows. Every attack stands "
+    "beside the overfitted control, which it must win, and round 0 and a model taught other rows, which it must lose. "
+    "Verdicts are corrected for how many there are, so an interval may leave 0.5 out where its verdict does not."
 )
-_MUST: dict[str, tuple[str, ...]] = {base.ROUND_0: ("contains",), base.OVERFITTED: ("above",)}
+_MUST: dict[str, tuple[str, ...]] = {
+    base.ROUND_0: ("contains",),
+    base.OTHER_ROWS: ("contains",),
+    base.OVERFITTED: ("above",),
+}
 
 
 def html(run: Path) -> Html | None:
     """The findings about the run in that folder; None where it was not audited."""
-    file = run / findings.FILE
-    if not file.is_file():
+    audit = Audit.read(run)
+    if audit is None:
         return None
-    try:
-        audit: dict[str, Any] = json.loads(file.read_text())
-        rows = [_row(finding) for finding in audit["findings"]]
-        rebuilt = [[r["site"], f"{100 * r['coverage']:.0f} %", r["staleness"]] for r in audit["rebuilt"]]
-        notes = [str(note) for note in audit["notes"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{file}: expected what fedveil audit writes, found {error!r}; audit the run again") from None
-    head = [
-        "model",
-        "attack",
-        "AUROC",
-        "TPR at 1 % FPR",
-        "TPR at 0.1 % FPR",
-        "epsilon at least",
-        "members",
-        "non-members",
-    ]
-    parts = [bullets(notes), table([*head, "against 0.5"], rows)]
-    if rebuilt:
+    parts: list[object] = [tag("p", findings.verdict(audit.findings), "verdict")]
+    if plot := forest.svg(audit.findings, run.name):
+        words = tag("figcaption", forest.caption(audit.findings))
+        parts.append(tag("figure", join([Html(plot), words]), "forest"))
+    head = ["AUROC", "TPR at 1 % FPR", "TPR at 0.1 % FPR", "epsilon at least", "members", "non-members", "against 0.5"]
+    every = table(["model", "attack", *head], [_row(f) for f in audit.findings])
+    parts += [bullets(audit.notes), fold(f"All {len(audit.findings)} findings, controls too", every)]
+    if audit.rebuilt:
         parts += [
             tag("p", "What the server could rebuild of each site, from what the site sent:", "note"),
-            table(["site", "tensors seen", "participations between them"], rebuilt),
+            table(
+                ["site", "tensors seen", "participations between them"],
+                [[r.site, f"{100 * r.coverage:.0f} %", r.staleness] for r in audit.rebuilt],
+            ),
         ]
     if (sheet := pictures(run)) is not None:
         parts.append(sheet)
@@ -63,18 +59,16 @@ def pictures(run: Path) -> Html | None:
     return Html(f'<figure><img alt="" src="{source}"><figcaption>{escape(caption)}</figcaption></figure>')
 
 
-def _row(finding: dict[str, Any]) -> list[object]:
-    verdict = finding["verdict"]
-    must = _MUST.get(finding["model"])
-    if findings.is_beside(finding["attack"]):
+def _row(f: Finding) -> list[object]:
+    must = _MUST.get(f.model)
+    if findings.is_beside(f.attack):
         must = ("contains", "below")
-    kind = "" if must is None else "tag completed" if verdict in must else "tag failed"
+    kind = "" if must is None else "tag completed" if f.verdict in must else "tag failed"
     return [
-        finding["model"], finding["attack"], _interval(finding["auroc"]), _interval(finding["tpr_at_1"]),
-        _interval(finding["tpr_at_01"]), round(finding["epsilon_bound"], 2), finding["members"], finding["non_members"],
-        tag("span", verdict, kind) if kind else verdict,
+        f.model, f.attack, *map(_interval, (f.auroc, f.tpr_at_1, f.tpr_at_01)), round(f.epsilon_bound, 2),
+        f.members, f.non_members, tag("span", f.verdict, kind) if kind else f.verdict,
     ]  # fmt: skip
 
 
-def _interval(value: list[float]) -> str:
+def _interval(value: Sequence[float]) -> str:
     return "{:.3f} [{:.3f}, {:.3f}]".format(*value)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from fedveil import places
 from fedveil.foreign import shown
 
 STYLE = """
@@ -24,7 +28,9 @@ th, td { padding: .42rem .55rem; } td { border-bottom: 1px solid var(--line); ve
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 tbody tr:hover { background: var(--soft); }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1.2rem; }
-figure { margin: 0; } .figures svg { width: 100%; height: auto; }
+figure { margin: 0; } figure svg { width: 100%; height: auto; } .figures figure, .forest { max-width: 40rem; }
+.verdict { font-size: 1.12rem; font-weight: 600; } li, p, h1, h3 { overflow-wrap: anywhere; }
+.wide td { min-width: 4.5rem; }
 .tag { display: inline-block; padding: .05rem .55rem; border-radius: 1rem; border: 1px solid; font-size: .82rem; }
 .completed { color: var(--good); } .failed { color: var(--bad); }
 .alert { border-left: 4px solid var(--bad); background: var(--soft); padding: .6rem .9rem; margin: .8rem 0; }
@@ -39,10 +45,7 @@ td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem
 _PERMITTED = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
-class Html(str):
-    """Text that is HTML already; everything else is escaped."""
-
-    __slots__ = ()
+Html = Markup  # text that is HTML already; everything else is escaped
 
 
 def text(value: object) -> Html:
@@ -60,7 +63,7 @@ def text(value: object) -> Html:
 
 def tag(name: str, content: object, kind: str = "") -> Html:
     """One element around escaped content."""
-    attribute = f' class="{escape(kind)}"' if kind else ""
+    attribute = f' class="{text(kind)}"' if kind else ""
     return Html(f"<{name}{attribute}>{text(content)}</{name}>")
 
 
@@ -69,16 +72,33 @@ def join(parts: Iterable[object], between: str = "") -> Html:
     return Html(between.join(text(part) for part in parts))
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Html:
-    """A table; columns with numbers only are set to the right."""
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> Html:
+    """A table; columns with numbers only are set to the right. One with a caption can be reached by the keyboard."""
     numeric = [
         bool(rows) and all(row[i] is None or (isinstance(row[i], int | float)) for row in rows)
         for i in range(len(head))
     ]
     kinds = ["n" if is_numeric else "" for is_numeric in numeric]
-    top = join(tag("th", title, kind) for title, kind in zip(head, kinds, strict=True))
-    body = join(tag("tr", join(tag("td", cell, kind) for cell, kind in zip(row, kinds, strict=True))) for row in rows)
-    return tag("div", tag("table", join([tag("thead", tag("tr", top)), tag("tbody", body)])), "wide")
+    top = join(_column(title, kind) for title, kind in zip(head, kinds, strict=True))
+    labels = [f' data-label="{text(title)}"' if caption else "" for title in head]
+    body = join(
+        tag("tr", join(_cell(cell, kind, label) for cell, kind, label in zip(row, kinds, labels, strict=True)))
+        for row in rows
+    )
+    named = [tag("caption", caption)] if caption else []
+    whole = tag("table", join([*named, tag("thead", tag("tr", top)), tag("tbody", body)]))
+    scrolled = f' tabindex="0" role="region" aria-label="{text(caption)}"' if caption else ""
+    return Html(f'<div class="wide"{scrolled}>{whole}</div>')
+
+
+def _cell(content: object, kind: str, label: str) -> Html:
+    attribute = f' class="{kind}"' if kind else ""
+    return Html(f"<td{attribute}{label}>{text(content)}</td>")
+
+
+def _column(title: str, kind: str) -> Html:
+    attribute = f' class="{kind}"' if kind else ""
+    return Html(f'<th scope="col"{attribute}>{text(title)}</th>')
 
 
 def bullets(items: Iterable[object]) -> Html:
@@ -92,10 +112,25 @@ def fold(title: str, content: object) -> Html:
 
 
 def document(title: str, body: Html) -> str:
-    """The whole page."""
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_PERMITTED}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(shown(title))}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    """The whole page, by itself in one file."""
+    whole = environment("console/report/templates").get_template("report.html")
+    return whole.render(title=title, body=body, style=Html(STYLE), permitted=_PERMITTED)
+
+
+def environment(*folders: str) -> Environment:
+    """Templates of these folders of the installation. What they show is escaped, bounded and printable, as `text`."""
+    return Environment(
+        loader=FileSystemLoader([places.folder(folder) for folder in folders]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_final,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
+
+
+def _final(value: object) -> Html:
+    if isinstance(value, StrictUndefined):
+        str(value)  # raises, and names it
+    return text(value)

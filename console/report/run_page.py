@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fedveil.console.report import findings, page, privacy
+from fedveil.console import samples
+from fedveil.console.report import disclosed, findings, page, privacy, trade
 from fedveil.console.report.figures import Curve, svg
 from fedveil.console.report.page import Html, bullets, fold, join, table, tag
-from fedveil.console.runs import by_site, disclosure, unseen
+from fedveil.console.runs import by_site, unseen
 from fedveil.console.runs.folder import Row, Run
 from fedveil.console.runs.summary import metric_names, upload_ratio
 
@@ -17,10 +18,10 @@ SUMMARY_NOTE = (
     "better; of the text metrics higher is better. Bytes: whole messages. Seconds: all rounds, scoring on the server "
     "not counted."
 )
-LEDGER_NOTE = (
-    "Every message of every attempt, as it crossed the wire; refused and repeated ones count. Payload is the bytes "
-    "of the tensors; overhead is everything else in the message: names, shapes, and the figures a site reports about "
-    "its training."
+_PURPOSE = "One model, trained by sites that keep their rows: how good it is, what it cost, and what was given away."
+SITES_NOTE = (
+    "The server scored no model on rows of its own. The curves are what the sites told: the loss of the model that "
+    "they received, on rows that they train on, weighted with their examples. That is no held-out loss."
 )
 PRIVACY_NOTE = (
     "Upper bounds, by dp-accounting, of what everyone but a site can tell about one of its rows, from everything "
@@ -37,19 +38,32 @@ def write(file: Path, runs: Sequence[Run], missing: Mapping[str, str] | None = N
 
 def html(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> str:
     """The page about `runs`."""
-    names = " / ".join(run.name for run in runs)
-    parts: list[object] = [tag("h1", f"FedVeil: {names}"), tag("p", _lead(runs), "lead")]
+    return page.document(_title(runs), body(runs, missing))
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return f"FedVeil: {' / '.join(run.name for run in runs)}"
+
+
+def body(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> Html:
+    """What the page says, without its frame."""
+    parts: list[object] = [tag("h1", _title(runs)), tag("p", _lead(runs), "lead")]
     parts += [_alert(run) for run in runs if run.status.get("state") != "completed"]
     parts += [tag("p", _resumed(run, row), "note") for run in runs for row in run.resumes]
-    parts += [tag("h2", "Summary"), _summary(runs), _figures(runs)]
-    parts += [tag("h2", "What each side learned"), *(_learned(run) for run in runs)]
+    parts += [tag("p", _chosen(run), "note") for run in runs if run.of_round]
+    parts += [_gained(runs), tag("h2", "Summary"), _summary(runs), _figures(runs), *_texts(runs)]
+    parts += [tag("h2", "What each side learned"), *map(disclosed.learned, runs)]
     parts += [tag("h2", "Differential privacy"), tag("p", PRIVACY_NOTE, "note"), *(_privacy(run) for run in runs)]
     parts += _unseen(runs)
     parts += _findings(runs)
-    parts += [tag("h2", "Disclosure ledger"), tag("p", LEDGER_NOTE, "note"), *(_ledger(run) for run in runs)]
-    parts += [tag("h2", "Sites"), *(_sites(run) for run in runs), _missing(missing or {})]
+    parts += [
+        tag("h2", "Disclosure ledger"),
+        tag("p", disclosed.LEDGER_NOTE, "note"),
+        *(disclosed.ledger(run) for run in runs),
+    ]
+    parts += [tag("h2", "Sites"), *map(disclosed.sites, runs), _missing(missing or {})]
     parts += [tag("h2", "Configuration and environment"), _config(runs), _environment(runs)]
-    return page.document(f"FedVeil: {names}", join(parts, "\n"))
+    return join(parts, "\n")
 
 
 def _lead(runs: Sequence[Run]) -> str:
@@ -57,7 +71,29 @@ def _lead(runs: Sequence[Run]) -> str:
     started = next((run.config["started"] for run in runs if run.config.get("started")), "")
     count = max((len(run.sites) for run in runs), default=0)
     task = f"{config.get('task.name', 'unknown task')}, model {config.get('task.model', '?')}"
-    return f"{task}; {count} sites; started {started or 'at an unknown time'}."
+    return f"{_PURPOSE} {task}; {count} sites; started {started or 'at an unknown time'}."
+
+
+def _gained(runs: Sequence[Run]) -> Html:
+    """The answer of runs side by side, before anything else."""
+    arms = [trade.arm(run) for run in runs]
+    picture = trade.svg(arms) if any(a.attacked for a in arms) else ""
+    if not picture:
+        return Html("")
+    figure = join([Html(picture), tag("figcaption", trade.caption(arms))])
+    answer, *rest = *trade.verdict(arms), *filter(None, [trade.larger(arms)]), ""
+    return join([tag("p", answer, "verdict"), tag("figure", figure, "forest"), bullets(filter(None, rest))])
+
+
+def _texts(runs: Sequence[Run]) -> list[Html]:
+    """What the models wrote before and after, where that was asked; only the first run's is open."""
+    head = ["prompt (a test row)", "before any round", "after the last", "the row's own text"]
+    found = [(run, samples.read(run.folder)) for run in runs]
+    tables = [
+        (run, table(head, [[s.prompt, s.before, s.after, s.wanted] for s in texts])) for run, texts in found if texts
+    ]
+    open_ = [join([tag("h3", f"Texts: {disclosed.heading(run)}"), shown]) for run, shown in tables[:1]]
+    return [*open_, *(fold(f"Texts: {disclosed.heading(run)}", shown) for run, shown in tables[1:])]
 
 
 def _alert(run: Run) -> Html:
@@ -71,12 +107,18 @@ def _alert(run: Run) -> Html:
     )
 
 
+def _chosen(run: Run) -> str:
+    """What the scores decided: when the run ended, and with which model."""
+    why = str(run.status.get("reason") or "") if run.status.get("state") == "completed" else ""
+    return f"{run.name}: {run.of_round}{'; ' if why else ''}{why}."
+
+
 def _resumed(run: Run, row: Row) -> str:
     """What one line of resumes.jsonl says."""
     notes = [f"before that: {row['before']}"] if row.get("before") else []
     notes += [str(row["checkpoint"])] if row.get("checkpoint") else []
     notes += [f"{key}: {values}" for key, values in dict(row.get("changes") or {}).items()]
-    return f"{run.name} was resumed with round {row.get('round')} at {row.get('time')}. {'; '.join(notes)}"
+    return f"{run.name} was resumed with round {int(row.get('round', -1)) + 1} at {row.get('time')}. {'; '.join(notes)}"
 
 
 def _summary(runs: Sequence[Run]) -> Html:
@@ -110,99 +152,36 @@ def _figures(runs: Sequence[Run]) -> Html:
         Curve(run.name, [(sent[run.name][x] / 1e6, y) for x, y in loss[run.name] if x in sent[run.name]], i)
         for i, run in enumerate(runs)
     ]
+    told = {run.name: by_site.losses(run) for run in runs if not loss[run.name]}
+    at_sites = [Curve(run.name, told.get(run.name, []), i) for i, run in enumerate(runs)]
     figures = [
         svg("Test loss by round", "rounds done", "loss", by_round, integer_x=True),
+        svg("Training loss at the sites", "rounds done", "loss, sites' own rows", at_sites, integer_x=True),
         svg("Uploaded so far", "rounds done", "MB, all sites", megabytes, integer_x=True),
         svg("Test loss by upload", "MB uploaded, all sites", "loss", against),
     ]
-    return tag("div", join(tag("figure", Html(f)) for f in figures if f), "figures")
-
-
-def _learned(run: Run) -> Html:
-    items: list[object] = [sentence.replace("`", "") for sentence in disclosure.words_of(run.method)]
-    if run.unseen:
-        items = [unseen.NOT_SEEN, "Of the sum over sites, in the place of a single one's:", *items]
-    uploads = [kind for kind in disclosure.kinds(run) if kind.direction == "up"]
-    for site in run.sites:
-        held = [f"{_variant(kind)} {_times(kind.sites[site])}" for kind in uploads if kind.sites[site]]
-        if held:
-            never = ", never all of it in one upload" if disclosure.never_together(run, site) else ""
-            items.append(f"{site} sent the server {' and '.join(held)}{never}.")
-    if reported := disclosure.reported(run):
-        items.append(f"Beside the tensors every accepted upload told the server: {', '.join(reported)}.")
-    if words := disclosure.scalars(run)["up"]:
-        items.append(f"Uploads also carried: {', '.join(words)}.")
-    empty = tag("p", "No message was exchanged.", "note")
-    return join([tag("h3", _heading(run)), bullets(items) if items else empty])
+    shown = tag("div", join(tag("figure", Html(f)) for f in figures if f), "figures")
+    return join([shown, tag("p", SITES_NOTE, "note")]) if any(told.values()) else shown
 
 
 def _privacy(run: Run) -> Html:
-    return join([tag("h3", _heading(run)), bullets(privacy.statements(run))])
+    return join([tag("h3", disclosed.heading(run)), bullets(privacy.statements(run))])
 
 
 def _unseen(runs: Sequence[Run]) -> list[object]:
     found = [run for run in runs if run.unseen]
     head = ["round", "attempt", "sites in the sum", "holders", "of whom open it", "opened no shares", "no sum, because"]
     parts = [
-        join([tag("h3", _heading(run)), bullets(unseen.claims(run)), table(head, unseen.rows(run))]) for run in found
+        join([tag("h3", disclosed.heading(run)), bullets(unseen.claims(run)), table(head, unseen.rows(run))])
+        for run in found
     ]
     return [tag("h2", "Secure aggregation"), tag("p", unseen.NOT_SEEN, "note"), *parts] if found else []
 
 
 def _findings(runs: Sequence[Run]) -> list[object]:
     found = [(run, findings.html(run.folder)) for run in runs]
-    audited = [join([tag("h3", _heading(run)), part]) for run, part in found if part is not None]
+    audited = [join([tag("h3", disclosed.heading(run)), part]) for run, part in found if part is not None]
     return [tag("h2", "What attacks found"), tag("p", findings.NOTE, "note"), *audited] if audited else []
-
-
-def _times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count} times")
-
-
-def _variant(kind: disclosure.Kind) -> str:
-    what = f"{len(kind.fields)} tensors"
-    return f"{kind.variant} ({what})" if kind.variant else f"all {what}"
-
-
-def _ledger(run: Run) -> Html:
-    found = disclosure.kinds(run)
-    if not found:
-        return join([tag("h3", _heading(run)), tag("p", "No message was exchanged.", "note")])
-    rows, folds = [], []
-    for kind in found:
-        about = disclosure.describe_fields(kind.fields)
-        way = "site to server" if kind.direction == "up" else "server to site"
-        share = Html(f"{100 * kind.overhead_bytes / kind.payload_bytes:.2f}&nbsp;%") if kind.payload_bytes else None
-        rows.append([
-            way, kind.variant or "the only one", ", ".join(about["codecs"]), about["tensors"], about["entries"],
-            kind.messages, kind.payload_bytes, kind.overhead_bytes, share, kind.total_bytes,
-        ])  # fmt: skip
-        fields = [[tag("code", name), codec, str(shape), nbytes] for name, codec, shape, nbytes in kind.fields]
-        title = f"{way}, {kind.variant or 'every message'}: {len(fields)} fields, bytes in one message"
-        folds.append(fold(title, table(["field", "codec", "shape", "bytes"], fields)))
-    head = ["direction", "variant", "codec", "tensors", "entries", "messages", "payload bytes", "overhead bytes"]
-    parts = [tag("h3", _heading(run)), table([*head, "overhead", "total bytes"], rows), _by_site(run, found), *folds]
-    return join(parts)
-
-
-def _by_site(run: Run, found: Sequence[disclosure.Kind]) -> Html:
-    """How many uploads of each variant each site sent."""
-    uploads = [kind for kind in found if kind.direction == "up"]
-    if len(uploads) < 2:
-        return Html("")
-    rows = [[site, *(kind.sites[site] for kind in uploads)] for site in run.sites]
-    return table(["uploads by site", *(_variant(kind) for kind in uploads)], rows)
-
-
-def _sites(run: Run) -> Html:
-    told = [] if run.unseen else ["examples", "loss received", "loss trained", "train seconds"]
-    head = ["site", "accepted", "asked", *told, "up bytes", "down bytes", "failures"]
-    rows = []
-    for s in by_site.of(run):
-        said = [] if run.unseen else [s.examples, s.loss_received, s.loss_trained, s.train_seconds]
-        why = join((f"round {round_}: {reason}" for round_, reason in s.failures), "; ") or None
-        rows.append([s.name, s.accepted, s.asked, *said, s.up, s.down, why])
-    return join([tag("h3", _heading(run)), table(head, rows)])
 
 
 def _missing(missing: Mapping[str, str]) -> Html:
@@ -232,10 +211,6 @@ def _environment(runs: Sequence[Run]) -> Html:
     head = ["", *(run.name for run in runs)]
     rows = [[key, *(_plain(run.config.get(key)) for run in runs)] for key in dict.fromkeys(keys)]
     return join([tag("h3", "Environment"), table(head, rows)]) if rows else Html("")
-
-
-def _heading(run: Run) -> str:
-    return run.name if run.name == run.method else f"{run.name} ({run.method})"
 
 
 def _plain(value: object) -> str:

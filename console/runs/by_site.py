@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedveil.console.runs.folder import Run
+from fedveil.contract import held_out
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A site's last word on its held-out rows: the loss and the rows behind it, or why there is none.
+
+    It is of the weights that the site received in `round`, 0-based: the model after the round before.
+    """
+
+    round: int
+    loss: float | None
+    rows: int
+    why: str
+
+
+_MOST = 1e12  # of a figure that a site reports: sums stay finite
 
 
 @dataclass
@@ -18,6 +36,7 @@ class SiteRecord:
     loss_received: float | None = None
     loss_trained: float | None = None
     train_seconds: float | None = None
+    held_out: Scored | None = None
     up: int = 0
     down: int = 0
     failures: list[tuple[int, str]] = field(default_factory=list)
@@ -31,7 +50,9 @@ def of(run: Run) -> list[SiteRecord]:
             found[name].asked += 1
         for name in [] if attempt.get("void") else attempt.get("accepted", []):
             found[name].accepted += 1
-            _report(found[name], attempt.get("reports", {}).get(name, {}))
+            report = attempt.get("reports", {}).get(name, {})
+            _report(found[name], report)
+            found[name].held_out = scored(int(attempt["round"]), report) or found[name].held_out
         for name, reason in attempt.get("failed", {}).items():
             found[name].failures.append((int(attempt["round"]), str(reason)))
     for message in run.messages:
@@ -43,6 +64,27 @@ def of(run: Run) -> list[SiteRecord]:
     return list(found.values())
 
 
+def losses(run: Run) -> list[tuple[int, float]]:
+    """(rounds done, loss) of the model as the sites received it, on rows that they train on: no held-out loss.
+
+    The mean over the sites that told it, weighted with their examples. Sites say what they like: a figure that is no
+    finite number from 0 on is left out.
+    """
+    found: dict[int, float] = {}
+    for attempt in run.attempts:
+        told = [] if attempt.get("void") or not attempt.get("weights") else attempt.get("reports", {}).values()
+        pairs = [(_number(r.get("num_examples", 1)), _number(r.get("loss_received"))) for r in told]
+        known = [(weight, loss) for weight, loss in pairs if weight and loss is not None]
+        if known:
+            found[int(attempt["round"])] = sum(w * x for w, x in known) / sum(w for w, _ in known)
+    return sorted(found.items())
+
+
+def _number(value: object) -> float | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST
+    return float(value) if known else None  # type: ignore[arg-type]
+
+
 def _report(site: SiteRecord, report: dict[str, float]) -> None:
     if "num_examples" in report:
         site.examples = int(report["num_examples"])
@@ -50,3 +92,25 @@ def _report(site: SiteRecord, report: dict[str, float]) -> None:
     site.loss_trained = report.get("loss_trained", site.loss_trained)
     if "train_seconds" in report:
         site.train_seconds = (site.train_seconds or 0.0) + report["train_seconds"]
+
+
+def scored(round_: int, report: Mapping[str, float]) -> Scored | None:
+    """What a report says of held-out rows; None where it says nothing."""
+    if held_out.LOSS in report:
+        return Scored(round_, float(report[held_out.LOSS]), int(report.get(held_out.ROWS, 0)), "")
+    if held_out.REFUSED in report:
+        return Scored(round_, None, 0, held_out.REFUSALS.get(int(report[held_out.REFUSED]), "of another version"))
+    return None
+
+
+def mean_scored(reports: Mapping[str, Mapping[str, float]]) -> tuple[float, int, int] | None:
+    """Mean held-out loss of a round weighted with rows, all rows, and the sites behind it; None without one."""
+    found = [each for report in reports.values() if (each := scored(0, report)) and each.loss is not None and each.rows]
+    rows = sum(each.rows for each in found)
+    return (sum((each.loss or 0.0) * each.rows for each in found) / rows, rows, len(found)) if found else None
+
+
+def note(reports: Mapping[str, Mapping[str, float]]) -> str:
+    """The same in words, for a round's line."""
+    found = mean_scored(reports)
+    return "" if found is None else f"  held out: loss {found[0]:.4f}, {found[1]} rows of {found[2]} sites"

@@ -14,6 +14,7 @@ from fedveil.errors import StateError
 from fedveil.records import disclosure, process
 
 Row = dict[str, Any]
+_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,30 @@ class Run:
 
     @cached_property
     def final(self) -> dict[str, float]:
-        """Each metric's last value."""
-        found: dict[str, float] = {}
+        """Each metric's last value; where a score decided which round's model was kept, that model's."""
+        kept = self._said("final")
+        last, found = kept.get("round"), dict[str, float]()
         for attempt in self._valid:
-            found |= (attempt.get("scores") or {}).get(self.view, {})
+            if last is None or attempt["round"] <= last:
+                found |= (attempt.get("scores") or {}).get(self.view, {})
+        found |= (kept.get("scores") or {}).get(self.view, {})
         return found
+
+    @property
+    def of_round(self) -> str:
+        """Of which round the model is and which was best, in words; "" where no score decides that."""
+        best = self._said("best")
+        if not best:
+            return ""
+        number, value = int(best["round"]) + 1, f"{best['metric']} {float(best['value']):.6g}"
+        if best.get("kept"):
+            was = "is" if self._said("final") else "is so far"
+            return f"the model {was} that of round {number}, whose {value} was the best"
+        return f"the best {value} was after round {number}; the model is that of the last round"
+
+    def _said(self, key: str) -> Row:
+        found = self.status.get(key)
+        return found if isinstance(found, dict) else {}
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """(rounds finished, value) of a metric, from the initial model (0 rounds) on."""
@@ -137,6 +157,23 @@ def load(folder: Path) -> Run:
         messages=disclosure.messages(folder / disclosure.NAME),
         resumes=json_lines(folder / "resumes.jsonl"),
     )
+
+
+def config_of(folder: Path) -> Row:
+    """The run config of the run in `folder`, as it stands there: {"train.batch-size": 16, ...}.
+
+    Raises:
+        StateError: there is none, or one that cannot be read.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise StateError(f"run folder {folder}: expected config.json of a run that began, found none; name another run")
+    if (size := file.stat().st_size) > _CONFIG_BYTES:
+        raise StateError(f"{file}: expected at most {_CONFIG_BYTES} bytes, found {size}; name another run")
+    config = _json(file).get("config")
+    if not isinstance(config, dict):
+        raise StateError(f"{file}: expected a run config under 'config', found {type(config).__name__}")
+    return config
 
 
 def status_of(folder: Path) -> Row:

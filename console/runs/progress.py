@@ -1,7 +1,14 @@
-"""Shows a run's progress from its run folder: a bar on a terminal, plain lines elsewhere."""
+"""Shows a run's progress from its run folder: a bar on a terminal, plain lines elsewhere.
+
+Within a round it says who has answered, from progress.json (server_app/following/progress.py): on a terminal as it
+changes, elsewhere a line a minute. Whatever stands in that file, a wrong one says nothing and ends nothing.
+"""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -10,16 +17,53 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedveil.console.runs import unseen
+from fedveil.console.runs import by_site, unseen
 from fedveil.console.runs.folder import Row, loss_of, new_lines
 from fedveil.foreign import shown
 
+_FILE, _FILE_BYTES = "progress.json", 1 << 16
+_NAMED = 3  # sites in a line
+_LINE_SECONDS = 60.0  # between two lines of a round where there is no terminal
+
+
+def underway(folder: Path, now: float | None = None) -> str:
+    """Where the round under way is: "2 of 4 have answered, waiting for south (41 s of 600)"; "" where nothing says so.
+
+    `now`: seconds since 1970.
+    """
+    try:
+        with (folder / _FILE).open("rb") as file:
+            said = json.loads(file.read(_FILE_BYTES))
+        asked, done = int(said["asked"]), int(said["accepted"]) + int(said["failed"])
+        since, deadline = float(said["since"]), float(said["deadline_seconds"])
+        phase, waiting = said["phase"], [shown(site, 80) for site in list(said["waiting"])[:_NAMED]]
+        if phase == "waiting":
+            return "waiting for sites"
+        if phase != "round" or not asked:
+            return ""
+        seconds = f"{max(0.0, (time.time() if now is None else now) - since):.0f}"
+        if done >= asked:
+            return f"all {asked} have answered; the server adds up and scores"
+        more = f" and {asked - done - len(waiting)} more" if asked - done > len(waiting) else ""
+        return (
+            f"{done} of {asked} have answered, waiting for {', '.join(waiting)}{more} ({seconds} s of {deadline:.0f})"
+        )
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):  # none yet, or another's
+        return ""
+
 
 class RunProgress(AbstractContextManager["RunProgress"]):
-    """Follows metrics.jsonl of one run; call `tick` now and then."""
+    """Follows metrics.jsonl of one run; call `tick` now and then.
 
-    def __init__(self, console: Console, folder: Path, name: str, rounds: int) -> None:
+    `steps`: lines on the training at sites, for a federation whose sites are on this machine.
+    """
+
+    def __init__(
+        self, console: Console, folder: Path, name: str, rounds: int, steps: Callable[[], str] = lambda: ""
+    ) -> None:
         self._console, self._file, self._name, self._rounds = console, folder / "metrics.jsonl", shown(name, 80), rounds
+        self._steps, self._note, self._told_of = steps, "starting", set[str]()
+        self._said = time.monotonic()  # when something was last printed
         self._read = 0  # bytes
         self._bar = Progress(
             TextColumn("{task.description:<14}", markup=False),
@@ -49,6 +93,24 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         rows, self._read = new_lines(self._file, self._read)
         for row in rows:
             self._show(row)
+        sinks = status.get("sinks")
+        for sink, why in sinks.items() if isinstance(sinks, dict) else ():
+            if sink not in self._told_of:
+                self._told_of.add(sink)
+                words = f"{self._name}: the sink {shown(sink, 40)} is ended: {shown(why)}; the rounds go on"
+                self._console.print(words, markup=False, soft_wrap=True)
+        self._within(status)
+
+    def _within(self, status: dict[str, Any]) -> None:
+        """Shows where the round under way is."""
+        words = underway(self._file.parent) if status.get("state") == "running" else ""
+        if self._console.is_terminal:
+            steps = self._steps() if words else ""
+            self._bar.update(self._task, note="\n".join(filter(None, (words, steps))) or self._note)
+        elif words and time.monotonic() - self._said >= _LINE_SECONDS:
+            round_ = status.get("round")
+            number = round_ + 1 if isinstance(round_, int) else 0
+            self._print(number, words)
 
     def _show(self, row: Row) -> None:
         loss = loss_of(row)
@@ -59,15 +121,23 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         if row["round"] < 0:
             note = f"before any round: {note}"
         else:
-            accepted = f"{len(row['accepted'])}/{len(row['cohort'])} sites"
+            accepted = f"{len(row['accepted'])} of {len(row['cohort'])} sites"
+            accepted += "" if row.get("weights") else ", too few"
             failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
             masked = f"; {unseen.note(row['unseen'])}" if row.get("unseen") else ""
+            note += by_site.note(row.get("reports") or {})
             loss_too = f"  {note}" if note else ""
             note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B{loss_too}{masked}{failures}"
         done = row["round"] + 1 if row["round"] < 0 or row.get("weights") else row["round"]
-        self._tell(done, note)
+        self._tell(done, note, row["round"] + 1)
 
-    def _tell(self, done: int, note: str) -> None:
+    def _tell(self, done: int, note: str, number: int | None = None) -> None:
+        """`done`: rounds finished, for the bar; `number`: of the round that the note is about, from 1."""
+        self._note = note
         self._bar.update(self._task, completed=done, note=note)
         if not self._console.is_terminal:
-            self._console.print(f"{self._name}: round {done}/{self._rounds}  {note}", markup=False, soft_wrap=True)
+            self._print(done if number is None else number, note)
+
+    def _print(self, number: int, note: str) -> None:
+        self._said = time.monotonic()
+        self._console.print(f"{self._name}: round {number}/{self._rounds}  {note}", markup=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from fedveil.console.runs.folder import Row, Run
 from fedveil.console.runs.kept import Kept
 from fedveil.console.runs.noted import noted
 from fedveil.errors import FedVeilError
-from fedveil.federation.secure.claim import Claim
+from fedveil.federation.secure.claim import Claim, weakest
 from fedveil.foreign import shown
 from fedveil.sealed import Seal
 
@@ -51,12 +51,9 @@ def _of_attempt(unseen: Row) -> list[object]:
 
 def claims(run: Run) -> list[str]:
     """What the run held against, from its weakest attempt, for sites whose policy names no roster."""
-    config, found = run.config.get("config", {}), []
-    for attempt in run.unseen:
-        if "holders" in attempt["unseen"]:
-            unseen, least = attempt["unseen"], int(config.get("secure.min-sites", 2))
-            found.append(Claim(int(unseen["holders"]), int(unseen["threshold"]), least, with_roster=False))
-    return [*min(found, key=lambda claim: claim.curious).words, _OF_SERVER] if found else []
+    least = int(run.config.get("config", {}).get("secure.min-sites", 2))
+    found = weakest((attempt["unseen"] for attempt in run.unseen), least)
+    return [*found.words, _OF_SERVER] if found else []
 
 
 def of_site(state_dir: Path, run: Kept, policy: str = "", key_file: str = "") -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ from fedveil.foreign import shown
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
 _TAIL_BYTES = 1 << 16
+_MOST_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class WorkerStatus:
     def pace(self) -> str:
         """Loss and speed of the training under way, or what the last turn took."""
         if self.says["state"] == "training":
-            return f"loss {self.says['loss']:.4f}, {self.says['tokens_per_second']:,} tokens/s"
+            left = f", about {self.says['seconds_left']:.0f} s left" if "seconds_left" in self.says else ""
+            return f"loss {self.says['loss']:.4f}, {self.says['tokens_per_second']:,} tokens/s{left}"
         last = self.says.get("last")
         return f"last turn {last['seconds']:.1f} s, {last['load_seconds']:.2f} s of it loading" if last else ""
 
@@ -66,6 +68,19 @@ def workers(state_dir: Path) -> list[WorkerStatus]:
             cards = folder.living()
         found += [WorkerStatus(path.name, card, _ask(folder, card)) for card in cards]
     return found
+
+
+def steps(state_dirs: Iterable[Path]) -> str:
+    """How far trainings below these state folders are, a line each: "north step 12/20, loss 1.2345, about 3 s left"."""
+    training = [each for folder in state_dirs for each in workers(folder) if each.says["state"] == "training"]
+    lines = [
+        f"{each.site} step {each.says['step']}/{each.says['steps']}, loss {each.says['loss']:.4f}, about "
+        f"{each.says.get('seconds_left', 0):.0f} s left"
+        for each in training
+    ]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more"]
+    return "\n".join(lines)
 
 
 def last_failures(state_dir: Path) -> list[str]:

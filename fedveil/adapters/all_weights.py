@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fedveil.contract.adapter import Adapter, Mount
+from fedveil.adapters import written
+from fedveil.contract.adapter import Adapter, Attached, Mount
 from fedveil.contract.spec import Place, Spec, TensorSpec, Weights
 from fedveil.rng import Stream
 
@@ -45,3 +48,15 @@ class AllWeights(Adapter):
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
         """All parameters of `model`; a tied one comes once."""
         return dict(model.named_parameters())
+
+    @override
+    def save(self, folder: Path, attached: Attached, weights: Weights) -> None:
+        """transformers' own folder: the model as it is, and its tokenizer or processor."""
+        written.whole(folder, attached)
+
+    @override
+    @torch.no_grad()
+    def merge(self, plain: Attached, weights: Weights) -> None:
+        """Puts them in the place of the base's."""
+        for name, weight in weights.items():
+            plain.model.get_parameter(plain.names[name]).copy_(weight)

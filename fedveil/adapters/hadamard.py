@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fedveil.adapters import pairs
-from fedveil.adapters.pairs import Pairs
+from fedveil.adapters.pairs import LoraFields, Pairs
 from fedveil.contract.spec import Spec, Weights
 from fedveil.rng import Stream
 
@@ -68,6 +68,30 @@ class HadamardLora(Pairs):
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
         """A and A_p uniform within 1/sqrt(d_in), B zero, B_p by the form. `shapes` may be the private pair alone."""
         return pairs.drawn(shapes, rng, self.private_b_std)
+
+    @override
+    def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
+        """The same change as one pair a layer, of rank up to r + r^2.
+
+        Column i of B times column j of B_p, entry by entry, and row i of A times row j of A_p; for the "+ 1" also B and
+        A. Private columns that are zero in every layer are left out: a neutral pair leaves the rank at r.
+        """
+        layers = pairs.modules(weights)
+        used = [
+            any(bool(weights[f"{m}.private_A"][j].any() and weights[f"{m}.private_B"][:, j].any()) for m in layers)
+            for j in range(self.rank)
+        ]
+        found: dict[str, Tensor] = {}
+        for m in layers:
+            a, b, p, q = (weights[f"{m}.{name}"] for name in ("lora_A", "lora_B", "private_A", "private_B"))
+            rows = [a] if self.form == "plus-one" or not any(used) else []
+            columns = [b if self.form == "plus-one" else torch.zeros_like(b)] if rows else []
+            for j in (j for j in range(self.rank) if used[j]):
+                rows.append(a * p[j])
+                columns.append(b * q[:, j, None])
+            found |= {f"{m}.lora_A": torch.cat(rows), f"{m}.lora_B": torch.cat(columns, 1)}
+        rank = len(next(iter(found[f"{m}.lora_A"] for m in layers)))
+        return LoraFields(rank, self.scale * rank), found
 
     @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:

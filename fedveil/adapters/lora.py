@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fedveil.adapters import pairs
-from fedveil.adapters.pairs import Pairs
+from fedveil.adapters.pairs import LoraFields, Pairs
 from fedveil.contract.spec import Spec, Weights
 from fedveil.errors import ConfigError
 from fedveil.rng import Stream
@@ -26,8 +25,8 @@ class Lora(Pairs):
     Attributes:
         rank: r, the inner width of each pair.
         alpha: the numerator of the scale; None means `rank`, so that W = W_0 + B A.
-        targets: "all-linear" (every linear layer of the blocks, the output head left out), or a
-            regular expression over module names.
+        targets: "all-linear" (every linear layer of the blocks, the output head left out), a regular expression over
+            module names, or in method.fields a list as PEFT takes it: ["q_proj", "v_proj"].
         rslora: scale = alpha / sqrt(rank) (Kalajdzievski 2023), which needs an alpha.
         dropout: part of a layer's inputs that its pair does not see in a training step, from 0 to below 1; in scoring
             it sees all.
@@ -48,7 +47,11 @@ class Lora(Pairs):
     @override
     def scale(self) -> float:
         """alpha / rank, or alpha / sqrt(rank)."""
-        return self.alpha / math.sqrt(self.rank) if self.rslora and self.alpha is not None else super().scale
+        return self._fields.scale
+
+    @property
+    def _fields(self) -> LoraFields:
+        return LoraFields(self.rank, self.rank if self.alpha is None else self.alpha, self.rslora)
 
     @property
     @override
@@ -65,6 +68,11 @@ class Lora(Pairs):
         return pairs.drawn(shapes, rng)
 
     @override
+    def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
+        """The pairs as they are. Nothing is dropped out of what others load."""
+        return self._fields, dict(weights)
+
+    @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
         """Puts a pair beside each chosen layer: `<module>.lora_A` (r x d_in) and `<module>.lora_B` (d_out x r).
 
@@ -75,14 +83,9 @@ class Lora(Pairs):
         from transformers.pytorch_utils import Conv1D
 
         lora = LoraConfig(
-            r=self.rank,
-            # PEFT divides by the rank, or by its root; any number does.
-            lora_alpha=self.alpha if self.rslora else self.scale * self.rank,
-            use_rslora=self.rslora,
+            **replace(self._fields, dropout=self.dropout).for_peft(),
             target_modules=self.targets,
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),
-            lora_dropout=self.dropout,
-            bias="none",
         )
         try:
             with torch.random.fork_rng(devices=[]):  # PEFT draws initial values that nobody uses

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import math
+import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import BeforeValidator
 from torch import Tensor, nn
+from typing_extensions import override
 
-from fedveil.contract.adapter import Adapter, Mount
-from fedveil.contract.spec import Spec, TensorSpec
+from fedveil.adapters import written
+from fedveil.contract.adapter import Adapter, Attached, Mount
+from fedveil.contract.spec import Spec, TensorSpec, Weights
 from fedveil.errors import ConfigError
 from fedveil.rng import Stream
 
 _WIDTHS = {"h.0.attn": (5, 7), "h.1.mlp": (7, 3), "h.2.mlp": (3, 4)}  # (d_in, d_out): of the example
+
+
+def _pattern(given: object) -> object:
+    """A list of names as PEFT takes it (a module of that name, or whose last parts are) as a regular expression."""
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(name, str) for name in given):
+        return given  # text, or something that the type refuses
+    return rf"(.*\.)?({'|'.join(map(re.escape, given))})"
 
 
 @dataclass(frozen=True)
@@ -25,7 +38,7 @@ class Pairs(Adapter):
     mount: ClassVar[Mount] = "layers"
     rank: int = 8
     alpha: float | None = None
-    targets: str = "all-linear"
+    targets: Annotated[str, BeforeValidator(_pattern)] = "all-linear"
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -37,6 +50,77 @@ class Pairs(Adapter):
     def scale(self) -> float:
         """alpha / rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
+
+    @abstractmethod
+    def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
+        """One pair `<module>.lora_A`, `<module>.lora_B` a layer, with the same change of the layer's weight."""
+
+    @override
+    def save(self, folder: Path, attached: Attached, weights: Weights) -> None:
+        """PEFT's folder of a LoRA adapter."""
+        from peft import LoraConfig
+        from transformers.pytorch_utils import Conv1D
+
+        fields, factors = self.as_lora(weights)
+        inside = {module: _whole_name(attached, module) for module in modules(factors)}
+        LoraConfig(
+            **fields.for_peft(),
+            target_modules=written.targets(attached.model, inside.values()),
+            fan_in_fan_out=any(isinstance(m, Conv1D) for m in attached.model.modules()),
+            **written.about(attached),
+        ).save_pretrained(str(folder))
+        named = {f"{inside[module]}.{factor}": name for name in factors for module, _, factor in [name.rpartition(".")]}
+        stored = {f"base_model.model.{name}.weight": factors[ours] for name, ours in named.items()}
+        written.tensors(folder / written.PEFT_WEIGHTS, stored)
+
+    @override
+    @torch.no_grad()
+    def merge(self, plain: Attached, weights: Weights) -> None:
+        """W <- W + scale * B A, for every layer."""
+        from transformers.pytorch_utils import Conv1D
+
+        fields, factors = self.as_lora(weights)
+        for module in modules(factors):
+            own = plain.names.get(f"{module}.weight")
+            if own is None:
+                raise ConfigError(
+                    f"adapter.targets: expected layers with weights of their own, found {module}, whose weight another "
+                    "layer has too; load final/ beside the base"
+                )
+            layer = plain.model.get_submodule(own.removesuffix(".weight"))
+            change = fields.scale * (factors[f"{module}.lora_B"] @ factors[f"{module}.lora_A"])
+            layer.weight += (change.T if isinstance(layer, Conv1D) else change).to(layer.weight.device)
+
+
+@dataclass(frozen=True)
+class LoraFields:
+    """What PEFT has to know of LoRA pairs; the names are its own."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, or alpha / sqrt(rank)."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def for_peft(self) -> dict[str, Any]:
+        """Arguments of `peft.LoraConfig`. A whole alpha is an integer, as other programs want it."""
+        alpha = int(self.alpha) if float(self.alpha).is_integer() else self.alpha
+        given = {"r": self.rank, "lora_alpha": alpha, "use_rslora": self.rslora, "lora_dropout": self.dropout}
+        return {**given, "bias": "none"}
+
+
+def modules(factors: Mapping[str, Tensor]) -> list[str]:
+    """The layers that have a pair, in the order of the factors."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in factors))
+
+
+def _whole_name(attached: Attached, module: str) -> str:
+    """The name of a layer in the whole model, from the place of its factor there."""
+    return attached.names[f"{module}.lora_A"].rpartition(".lora_A")[0]
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]], rng: Stream, private_b_std: float = 0.0) -> dict[str, Tensor]:

@@ -13,14 +13,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from fedveil.adapters import written
 from fedveil.config import TrainConfig
-from fedveil.contract.adapter import Adapter, Mount
+from fedveil.contract.adapter import Adapter, Attached, Mount
 from fedveil.contract.spec import Spec, TensorSpec, Weights
 from fedveil.errors import ConfigError
 from fedveil.rng import Stream
@@ -82,10 +84,26 @@ class Prefix(Adapter):
         return {NAME: TensorSpec((2, 2, 1, self.length, 6)), **proxy}
 
     @override
+    @torch.no_grad()
+    def read(self, model: Any, rng: Stream) -> dict[str, Tensor]:
+        """The keys and values of `length` tokens of the vocabulary: a model does with them as it does with a text.
+
+        Drawn from a normal distribution, they would set it back by a nat.
+        """
+        vocabulary = model.config.get_text_config().vocab_size
+        drawn = [rng.choice(vocabulary, 1)[0] for _ in range(self.length)]
+        ids = torch.tensor([drawn], device=next(model.parameters()).device)
+        cache = model.forward(input_ids=ids, use_cache=True).past_key_values  # without the hook that puts a prefix in
+        found = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
+        return {NAME: torch.stack(found).float().cpu()}
+
+    @override
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
-        """The prefix from N(0, 0.02^2); the proxy's tensors are those of `base`."""
-        prefix = _STD * torch.randn(shapes[NAME], generator=rng.torch_generator())
-        return {name: prefix if name == NAME else base[name].clone() for name in shapes}
+        """All of them are those of `base`; without a model that was read, a prefix from N(0, 0.02^2)."""
+        found = dict(base)
+        if NAME not in found:
+            found[NAME] = _STD * torch.randn(shapes[NAME], generator=rng.torch_generator())
+        return {name: found[name].clone() for name in shapes}
 
     @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
@@ -101,6 +119,26 @@ class Prefix(Adapter):
         model.register_parameter(NAME, nn.Parameter(torch.zeros(shape(model, self.length), device=where)))
         model.register_forward_pre_hook(_before, with_kwargs=True)
         return {name: p for name, p in model.named_parameters() if p.requires_grad}  # a shared parameter comes once
+
+    @override
+    def save(self, folder: Path, attached: Attached, weights: Weights) -> None:
+        """PEFT's folder of prefix tuning. For a proxy, whose layers are shared, PEFT has no form: ours."""
+        if self.cells:
+            written.own(folder, self, weights, attached.base)
+            return
+        from peft import PrefixTuningConfig
+
+        layers, _, heads, length, width = weights[NAME].shape
+        PrefixTuningConfig(
+            num_virtual_tokens=length,
+            num_layers=layers,
+            num_attention_heads=heads,  # of keys and values
+            token_dim=heads * width,
+            num_transformer_submodules=1,
+            **written.about(attached),
+        ).save_pretrained(str(folder))
+        rows = weights[NAME].permute(3, 0, 1, 2, 4).reshape(length, -1)  # a row a token: layer, key or value, head
+        written.tensors(folder / written.PEFT_WEIGHTS, {"prompt_embeddings": rows})
 
 
 def shape(model: Any, length: int) -> tuple[int, ...]:
@@ -133,8 +171,9 @@ def _before(model: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> tupl
     cache, mask, prefix = given.get("past_key_values"), given.get("attention_mask"), getattr(model, NAME)
     ids = args[0] if args else given["input_ids"]
     length = prefix.shape[3]
-    mask = torch.ones_like(ids) if mask is None else mask
     cache = DynamicCache(config=model.config) if cache is None else cache
+    if mask is None:  # generation leaves out one that is all ones, also where earlier tokens are in the cache
+        mask = torch.ones_like(ids[:, :1]).expand(-1, max(0, cache.get_seq_length() - length) + ids.shape[1])
     positions = given.get("position_ids")
     if positions is None:  # of the tokens that this call brings, padding before them apart
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fedveil.contract.adapter import Adapter, Mount
+from fedveil.adapters import written
+from fedveil.contract.adapter import Adapter, Attached, Mount
 from fedveil.contract.spec import Spec, TensorSpec, Weights
 from fedveil.errors import ConfigError
 from fedveil.rng import Stream
@@ -114,3 +116,8 @@ class Prompt(Adapter):
         model.requires_grad_(False)
         shapes = self.shapes(tower.hidden_size)
         return {name: nn.Parameter(torch.zeros(shape, device=model.device)) for name, shape in shapes.items()}
+
+    @override
+    def save(self, folder: Path, attached: Attached, weights: Weights) -> None:
+        """Our own form: no other program puts vectors before class names."""
+        written.own(folder, self, weights, attached.base)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -41,6 +42,11 @@ def modules(names: Iterable[str]) -> list[str]:
     if alone:
         raise ConfigError(f"{sorted(alone)[0]}: expected both LoRA factors, found one; share the adapter as a whole")
     return by_side["A"]
+
+
+def held(names: Iterable[str], side: Factor) -> dict[str, Tensor]:
+    """What a training leaves as it is (`Trainer.train`) so that it moves the other factor alone."""
+    return {name: torch.tensor(True) for name in names if factor(name) == side}
 
 
 def without_private(tensors: Mapping[str, T]) -> dict[str, T]:

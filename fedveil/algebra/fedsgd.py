@@ -24,7 +24,7 @@ from fedveil.contract.spec import Weights
 from fedveil.contract.sums import Sums
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
-from fedveil.wire.payloads import as_spec
+from fedveil.wire.payloads import WireDtype, lazy_spec
 
 Exchanged = Literal["batch", "epoch"]
 Optimiser = Literal["sgd", "adam"]
@@ -39,6 +39,15 @@ def check_learning_rate(learning_rate: float | None) -> None:
         raise ConfigError(f"learning_rate: expected a finite number above 0, found {learning_rate}")
 
 
+def check_wire_dtype(wire_dtype: WireDtype) -> None:
+    """Raises ConfigError for float16, in which entries of a gradient below 3e-8 are zeros, and these would count."""
+    if wire_dtype == "float16":
+        raise ConfigError(
+            'wire_dtype: expected "float32" or "bfloat16" where gradients are sent, found "float16", which makes zeros '
+            "of their small entries; take one of the two"
+        )
+
+
 def rate_of(learning_rate: float | None, exchange: Exchanged, optimiser: Optimiser) -> float:
     """eta as given; by default 1 for SGD after local training, otherwise 1e-4 as in the random binary paper."""
     if learning_rate is not None:
@@ -46,13 +55,16 @@ def rate_of(learning_rate: float | None, exchange: Exchanged, optimiser: Optimis
     return 1.0 if (exchange, optimiser) == ("epoch", "sgd") else 1e-4
 
 
-def gradient(trainer: Trainer, received: Weights, exchange: Exchanged) -> dict[str, Tensor]:
-    """g^n at the received weights."""
-    weights = as_spec(received, trainer.spec)
+def gradient(
+    trainer: Trainer, received: Weights, exchange: Exchanged, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """g^n at the received weights, on `device`, or on theirs."""
+    weights = lazy_spec(received, trainer.spec)
     if exchange == "batch":
-        return dict(trainer.gradient(weights).weights)
+        found = trainer.gradient(weights).weights
+        return {name: g.to(device or received[name].device) for name, g in found.items()}
     trained = trainer.train(weights).weights
-    return {name: w - trained[name] for name, w in weights.items()}
+    return {name: (w - trained[name]).to(device) for name, w in weights.items()}
 
 
 def start(weights: Weights, optimiser: Optimiser) -> State:

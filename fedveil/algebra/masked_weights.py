@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fedveil.algebra import quantise
 from fedveil.algebra.columns import along, pack, unpack
 from fedveil.algebra.quantise import Quantiser
 from fedveil.contract.codec import Coded, Value
@@ -48,19 +49,31 @@ class Veil:
         return dict(sorted((p.columns, self.spec[n].shape[p.axis]) for n, p in self.masked.items()))
 
     def close(
-        self, weights: Weights | Iterable[tuple[str, Tensor]], visible: Weights, scale: float = 1.0
+        self,
+        weights: Weights | Iterable[tuple[str, Tensor]],
+        visible: Weights,
+        scale: float = 1.0,
+        device: torch.device | None = None,
     ) -> dict[str, Value]:
         """The fields on the wire: visible columns times `scale`, and all other tensors. `visible`: bits by layer.
 
-        Of pairs of name and tensor, one is in memory at a time, beside the fields.
+        Of pairs of name and tensor, one is in memory at a time, beside the fields. With a `device`, what is masked or
+        coded is so there, and stays there. Raises TaskError where a value that is to be coded is not finite.
         """
         fields: dict[str, Value] = {_VISIBLE + layer: mask for layer, mask in visible.items()}
+        coded = []
         for name, w in weights.items() if isinstance(weights, Mapping) else weights:
+            w = w.to(device) if name in self.masked or name in self.coders else w
             if name in self.masked:
                 w = pack(w, visible[self.masked[name].columns], self.masked[name].axis)
                 w = w.mul_(scale) if scale != 1.0 else w
-            fields[name] = self.coders[name].quantise(w) if name in self.coders else w.to(self.dtype)
+            if name in self.coders:
+                coded.append(self.coders[name].coded(w))
+                fields[name] = coded[-1]
+            else:
+                fields[name] = w.to(self.dtype)
             del w
+        quantise.check(coded)
         return fields
 
     def visible(self, payload: Payload) -> dict[str, Tensor]:
@@ -73,14 +86,18 @@ class Veil:
         for name in self.spec:
             yield name, opened[name]
 
-    def opened(self, payload: Payload) -> Weights:
-        """The same as a mapping, whose tensors are made at every access. Raises WireError as `check` does, at once."""
-        self.check(payload)
-        return MadeWeights(self.spec, partial(self._made, payload, self.visible(payload)))
+    def opened(self, payload: Payload, device: torch.device | None = None) -> Weights:
+        """The same as a mapping, whose tensors are made at every access, on `device` if one is named.
 
-    def _made(self, payload: Payload, visible: Weights, name: str) -> Tensor:
+        Raises WireError as `check` does, at once.
+        """
+        self.check(payload)
+        return MadeWeights(self.spec, partial(self._made, payload, self.visible(payload), device))
+
+    def _made(self, payload: Payload, visible: Weights, device: torch.device | None, name: str) -> Tensor:
         value = payload.fields[name]
         found = self.coders[name].dequantise(cast(Coded, value)) if name in self.coders else cast(Tensor, value)
+        found = found.to(device)
         if name not in self.masked:
             return found
         place = self.masked[name]

@@ -2,13 +2,15 @@
 
     B ~ Bernoulli(keep) for every entry, keep = 1 - R            drawn once for each client and mask period
 
-One key for each distinct `keep` determines a set of masks: the masks of all tensors with that `keep`, in the order of
-their names, are one mask cut into pieces (`fedveil.wire.seeded.expand` of the key). Server and client expand a key in
-the same way.
+One key for each distinct `keep` determines a set of masks: the tensors with that `keep` are numbered from 0 in the
+order of their names, and each has a keystream of its own (`chacha`). Server and client expand a key in the same way,
+each on its own device.
 
 | case | result |
 |---|---|
 | keep = 0, keep = 1 | all False, all True, exactly |
+| 0-d mask | one draw |
+| a larger shape, same key and number | its first entries are those of the smaller one |
 | a masked value that is not finite | `pack` drops it |
 | more or fewer values than the mask has ones | `unpack` raises WireError |
 """
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +26,13 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedveil.algebra import chacha, compiled
 from fedveil.errors import ConfigError, WireError
 from fedveil.rng import Stream
 from fedveil.wire.seeded import KEY_BYTES
 
 _BLOCK = 1 << 18  # entries at a time, which stay in the cache together with the positions of their ones
+_CPU = torch.device("cpu")
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Rate = float | Mapping[str, float]  # R of all tensors, or by regular expression over names; the first match counts
@@ -69,44 +72,82 @@ def draw_keys(stream: Stream, keep: Mapping[str, float]) -> dict[float, bytes]:
     return {k: stream.bytes(KEY_BYTES) for k in sorted(set(filter(is_random, keep.values())))}
 
 
+def expand(
+    key: bytes, keep: float, shape: tuple[int, ...], number: int = 0, device: torch.device | None = None
+) -> Bool[Tensor, "..."]:
+    """The mask of a key's tensor `number`: each entry is True with probability `keep`, and equal on every device.
+
+    On `device`, or the CPU. Raises ValueError as `chacha.mask`.
+    """
+    return chacha.mask(key, number, keep, shape, device or _CPU)
+
+
 def expanded(
-    keys: Mapping[float, bytes], keep: Mapping[str, float], shapes: Mapping[str, tuple[int, ...]]
+    keys: Mapping[float, bytes],
+    keep: Mapping[str, float],
+    shapes: Mapping[str, tuple[int, ...]],
+    device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The masks that the keys stand for, one tensor at a time in the order of names; only for tensors that need one."""
-    streams = {k: Stream(key) for k, key in keys.items()}
+    numbers = dict.fromkeys(keys, 0)
     for name in sorted(n for n, k in keep.items() if is_random(k)):
-        yield name, streams[keep[name]].bernoulli(keep[name], shapes[name])
+        k = keep[name]
+        yield name, expand(keys[k], k, shapes[name], numbers[k], device)
+        numbers[k] += 1
 
 
 def pack(value: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, " n"]:
-    """The entries under the mask's ones, in row-major order."""
-    if value.is_cuda:
-        return value[mask.to(value.device)]
-    source = _words(value)
+    """The entries under the mask's ones, in row-major order, on the value's device."""
+    if value.device.type != "cpu":
+        flat, there = value.reshape(-1), mask.to(value.device).reshape(-1)
+        kernels = compiled.kernels(value.device)
+        return kernels.pack(_integers(flat), there).view(value.dtype) if kernels else flat[there]
+    source = _integers(value.reshape(-1)).numpy()
     # numpy's memory comes in huge pages, torch's does not
-    target = np.empty(int(torch.count_nonzero(mask)), source.dtype)
-    for at, start, ones in _blocks(mask):
-        np.take(source[start : start + _BLOCK], ones, out=target[at : at + len(ones)], mode="clip")
+    target = np.empty(_ones(mask), source.dtype)
+    for at, start, ones_at in _blocks(mask):
+        np.take(source[start : start + _BLOCK], ones_at, out=target[at : at + len(ones_at)], mode="clip")
     return torch.from_numpy(target).view(value.dtype)
 
 
 def check_count(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "..."]) -> None:
     """Raises WireError unless there are as many values as the mask has ones."""
-    if (ones := int(torch.count_nonzero(mask))) != len(values):
-        raise WireError(f"{name}: expected {ones} values, as many as its mask has ones, found {len(values)}")
+    _check(name, values, _ones(mask))
 
 
 def unpack(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """The values in their places, zeros elsewhere. Raises WireError unless there are as many as the mask has ones."""
+    """The values in their places, zeros elsewhere, on the values' device.
+
+    Raises WireError unless there are as many as the mask has ones.
+    """
+    if values.device.type != "cpu":
+        return _unpacked_there(name, values, mask.to(values.device).reshape(-1)).view(mask.shape)
     check_count(name, values, mask)
-    if values.is_cuda:
-        mask = mask.to(values.device)
-        return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter_(mask, values)
-    source = _words(values)
+    source = _integers(values).numpy()
     target = np.zeros(mask.numel(), source.dtype)
-    for at, start, ones in _blocks(mask):
-        target[start : start + _BLOCK][ones] = source[at : at + len(ones)]
+    for at, start, ones_at in _blocks(mask):
+        target[start : start + _BLOCK][ones_at] = source[at : at + len(ones_at)]
     return torch.from_numpy(target).view(values.dtype).reshape(mask.shape)
+
+
+def _unpacked_there(name: str, values: Tensor, mask: Tensor) -> Tensor:
+    """The same on a GPU, where both lie, flat."""
+    if kernels := compiled.kernels(values.device):
+        starts, ones = kernels.counted(mask)
+        _check(name, values, ones)
+        found: Tensor = kernels.unpack(_integers(values), mask, starts)
+        return found.view(values.dtype)
+    _check(name, values, _ones(mask))
+    return torch.zeros(len(mask), dtype=values.dtype, device=values.device).masked_scatter_(mask, values)
+
+
+def _check(name: str, values: Tensor, ones: int) -> None:
+    if ones != len(values):
+        raise WireError(f"{name}: expected {ones} values, as many as its mask has ones, found {len(values)}")
+
+
+def _ones(mask: Bool[Tensor, "..."]) -> int:
+    return int(torch.count_nonzero(mask))
 
 
 def _blocks(mask: Bool[Tensor, "..."]) -> Iterator[tuple[int, int, NDArray[np.intp]]]:
@@ -118,6 +159,6 @@ def _blocks(mask: Bool[Tensor, "..."]) -> Iterator[tuple[int, int, NDArray[np.in
         before += len(ones)
 
 
-def _words(tensor: Tensor) -> NDArray[Any]:
-    """The tensor, flat, as integers of the same width, for numpy has no bfloat16. Copied if it is not contiguous."""
-    return tensor.reshape(-1).view(_INTEGERS[tensor.element_size()]).numpy()
+def _integers(flat: Tensor) -> Tensor:
+    """The tensor as integers of the same width: numpy has no bfloat16, and nothing may change a NaN."""
+    return flat.view(_INTEGERS[flat.element_size()])

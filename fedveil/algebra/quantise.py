@@ -12,8 +12,8 @@
 | "nf" | 2^w; 3 for w = 1 | 1 to 4 | as "nf_sym", with 2^(w-1) - 1 negative ones (-1, 0, 1 for w = 1); w = 4 is NF4 |
 | "absmax" | 2^w - 1 | 2 to 8 | even steps from -1 to 1 |
 
-On CUDA, the tables of normal quantiles use bitsandbytes' block-wise kernels if there is one for the block size.
-Everything else is torch. Both give the same codes, except for values within rounding of halfway between two levels.
+On CUDA one kernel codes a tensor (`kernels`); where it does not work, and elsewhere, torch does. Both give the same
+codes and scales, bit for bit.
 
 | case | result |
 |---|---|
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -41,6 +41,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fedveil.algebra import compiled
 from fedveil.contract.codec import Coded
 from fedveil.errors import ConfigError, TaskError
 from fedveil.wire.codes import Codes
@@ -51,7 +52,7 @@ _OFFSET = 0.9677083  # the outermost quantile of the normal-float tables
 _BITS = {"nf_sym": (1, 4), "nf": (1, 4), "absmax": (2, 8)}
 _CHUNK = 1 << 17  # entries: half a megabyte, which stays in cache and is worth the overhead of a torch call
 _ALONE = threading.Lock()  # the number of torch's threads is one setting for the whole process
-_KERNEL_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # block sizes that bitsandbytes has kernels for
+_CHUNK_THERE = 1 << 26  # on a GPU, where a call costs more than the memory
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,27 @@ class Quantiser:
 
     def quantise(self, x: Float[Tensor, "*s"]) -> Coded:
         """Codes (uint8, the shape of x) and scales (fp32, one a block), on the device of x. Raises TaskError."""
+        coded = self.coded(x)
+        check([coded])
+        return coded
+
+    def coded(self, x: Float[Tensor, "*s"]) -> Coded:
+        """The same, not yet checked: a GPU need not be waited for after every tensor."""
         flat = x.detach().reshape(-1)
-        if flat.is_cuda and self.table != "absmax" and self.block in _KERNEL_BLOCKS:
-            codes, scales = _by_kernel(flat, self)
+        if kernels := compiled.kernels(flat.device):
+            codes, scales = kernels.quantise(flat, self.block, 2 ** (self.bits - 1) - 1, self._middles)
         else:
             codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
             scales = torch.empty(-(-len(flat) // self.block), device=flat.device)
             _each(flat, self.block, lambda part, rows: _quantise(flat[part], self, codes[part], scales[rows]))
-        if not torch.isfinite(scales).all():
-            raise TaskError(
-                "weights: expected finite values to quantise, found NaN or infinity; lower the learning rate"
-            )
         return Coded(codes.reshape(x.shape), scales)
+
+    @property
+    def _middles(self) -> tuple[float, ...]:
+        """Halfway between two levels each; none where the levels are even steps."""
+        return (
+            () if self.table == "absmax" else tuple((low + high) / 2 for low, high in itertools.pairwise(self.levels))
+        )
 
     def dequantise(self, coded: Coded) -> Float[Tensor, "..."]:
         """level[code] * scale, fp32, on the device of the codes."""
@@ -107,6 +117,13 @@ class Quantiser:
 
         _each(codes, self.block, restore)
         return out.reshape(coded.codes.shape)
+
+
+def check(coded: Sequence[Coded]) -> None:
+    """Raises TaskError where a value was not finite; waits for the device once."""
+    finite = [torch.isfinite(c.scales).all() for c in coded]
+    if finite and not torch.stack(finite).all():
+        raise TaskError("weights: expected finite values to quantise, found NaN or infinity; lower the learning rate")
 
 
 @cache
@@ -130,11 +147,11 @@ def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> Non
     Torch would synchronise its threads after every operation, a dozen times a chunk. Where another process holds one of
     the cores, each of these waits lasts until the scheduler returns to it: 0.01 GB/s.
     """
-    chunks = _chunks(len(flat), block)
-    if flat.is_cuda:
-        for chunk in chunks:
+    if flat.device.type != "cpu":
+        for chunk in _chunks(len(flat), block, _CHUNK_THERE):
             work(*chunk)
         return
+    chunks = _chunks(len(flat), block, _CHUNK)
     with _ALONE:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # holds for threads that start later too
@@ -149,9 +166,9 @@ def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> Non
             torch.set_num_threads(threads)
 
 
-def _chunks(count: int, block: int) -> list[tuple[slice, slice]]:
+def _chunks(count: int, block: int, size: int) -> list[tuple[slice, slice]]:
     """Slices of the entries and of their blocks' scales, in chunks of whole blocks."""
-    rows = max(1, _CHUNK // block)
+    rows = max(1, size // block)
     return [
         (slice(i * block, min((i + rows) * block, count)), slice(i, min(i + rows, -(-count // block))))
         for i in range(0, -(-count // block), rows)
@@ -169,10 +186,9 @@ def _quantise(x: Tensor, how: Quantiser, codes: Tensor, scales: Tensor) -> None:
         half = 2 ** (how.bits - 1) - 1
         codes.copy_(x.mul_(half).round_().add_(half))
         return
-    levels = how.levels
     codes.zero_()
-    for low, high in itertools.pairwise(levels):
-        codes.add_(x > (low + high) / 2)
+    for middle in how._middles:
+        codes.add_(x > middle)
 
 
 def _by_block(x: Tensor, scales: Tensor, block: int, operation: Callable[..., Tensor]) -> None:
@@ -182,15 +198,3 @@ def _by_block(x: Tensor, scales: Tensor, block: int, operation: Callable[..., Te
     operation(rows, scales[: len(rows), None], out=rows)
     if whole < len(x):
         operation(x[whole:], scales[-1], out=x[whole:])
-
-
-def _by_kernel(flat: Tensor, how: Quantiser) -> tuple[Tensor, Tensor]:
-    """Codes and scales by bitsandbytes' kernel. It takes a table of 256 entries, so the last level is repeated."""
-    from bitsandbytes.functional import quantize_blockwise
-
-    levels = how.levels
-    code = torch.tensor([*levels, *[1.0] * (256 - len(levels))], device=flat.device)
-    codes, state = quantize_blockwise(flat.contiguous(), code=code, blocksize=how.block)
-    codes = codes.clamp_(max=len(levels) - 1)
-    empty = (state.absmax == 0).repeat_interleave(how.block)[: len(codes)]  # the kernel divides by it
-    return codes.masked_fill_(empty, levels.index(0.0)), state.absmax.to(torch.float32)

@@ -28,14 +28,14 @@ _TABLE = 1 << 16  # entries that have buckets and signs of their own; beyond the
 def sketch(tensor: Tensor, key: bytes, name: str) -> Float64[Tensor, "64"]:
     """The sketch of one tensor. The same key and name give the same buckets and signs, by place."""
     out = torch.zeros(SIZE, dtype=torch.float64)
-    flat = tensor.detach().flatten()
+    flat = tensor.detach().flatten().cpu()
     digest = hashlib.blake2b(name.encode(), key=key, digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     n = min(len(flat), _TABLE)
     bucket = torch.randint(SIZE, (n,), generator=generator)
     sign = torch.randint(2, (n,), generator=generator).double() * 2 - 1
     for start in range(0, len(flat), _TABLE):
-        part = flat[start : start + _TABLE].to("cpu", torch.float64)
+        part = flat[start : start + _TABLE].double()
         turn, flip = torch.randint(n, (2,), generator=generator).tolist()
         signs = sign.roll(turn)[: len(part)] * (1 - 2 * (flip % 2))
         out.index_add_(0, bucket.roll(turn)[: len(part)], part * signs)

@@ -6,7 +6,7 @@ import math
 import mmap
 import warnings
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -52,6 +52,15 @@ class Codec(Protocol):
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """The value's shape, for the envelope. Raises WireError for a value of another type or dtype."""
+        ...
+
+
+@runtime_checkable
+class DecodesOn(Protocol):
+    """A codec whose values are larger than their bytes: these can be copied to another device and decoded there."""
+
+    def decode_on(self, data: memoryview, shape: tuple[int, ...], device: torch.device) -> Value:
+        """What `decode` gives, on `device`. Raises WireError."""
         ...
 
 

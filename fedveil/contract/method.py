@@ -19,6 +19,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+import torch
+
+from fedveil.contract import held_out
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.address import Address
 from fedveil.contract.layout import Layout, Payload
@@ -30,7 +33,7 @@ from fedveil.rng import Stream
 Sends = Literal["weights", "gradients", "changes"]
 
 # What a client may report beside its payload. Both ends refuse anything else.
-REPORT_FIELDS = frozenset({"loss_received", "loss_trained", "steps", "tokens", "train_seconds"})
+REPORT_FIELDS = held_out.FIELDS | {"loss_received", "loss_trained", "steps", "tokens", "train_seconds"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class RoundContext:
         seeded: run.deterministic is set: noise repeats and protects nobody.
         address: what the turn's messages belong to; for the envelope, not for methods.
         noise_in_sum: noise on what is summed is added behind the method (secure.noise): it adds none there itself.
+        device: where a method with `on_device` codes, masks and packs; None: where the tensors lie.
     """
 
     round: int
@@ -64,6 +68,7 @@ class RoundContext:
     seeded: bool = False
     address: Address = Address()
     noise_in_sum: bool = False
+    device: torch.device | None = None
 
     def rng(self, purpose: str) -> Stream:
         """A new stream derived from (secret, round, client, purpose): the same call gives the same draws."""
@@ -118,8 +123,21 @@ class Method(ABC):
         return True
 
     @property
+    def asks_gradient(self) -> bool:
+        """Whether clients ask for a gradient of a batch as it is, which no accountant covers."""
+        return self.sends == "gradients"
+
+    @property
     def masked(self) -> bool:
         """Whether terms may have masks: two uploads then hold different entries, and perhaps none in common."""
+        return False
+
+    @property
+    def on_device(self) -> bool:
+        """Whether `broadcast` and `client` use `ctx.device`; only with one that does is a device named.
+
+        Received codes are then decoded there, a tensor at each access, and what is sent may lie there.
+        """
         return False
 
     @abstractmethod
@@ -141,7 +159,7 @@ class Method(ABC):
         """What this upload adds to the sums. Pure, and equal on either side: of `ctx` it uses at most the round."""
 
     def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
-        """The sums of a round: by name, which is the spec's, the shape of the weights that its terms have.
+        """The sums of a round: by name, of the spec or of an upload's field, the shape of its terms' weights.
 
         () where an entry weighs as every other one: terms without masks. Else one that broadcasts to the tensor's, with
         as many weights as there are different ones in a mask. What is added up unseen must be known before it is sent.
@@ -153,11 +171,14 @@ class Method(ABC):
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """The server's next state, from sums over at least one client. `ctx` is the server's and names no client."""
 
-    @abstractmethod
     def deployed(
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The models that exist, by view: "server" always, "client" with `private`. These are scored and attacked."""
+        """The models that exist, by view: "server" always, "client" with `private`. These are scored and attacked.
+
+        Where nothing of a model stays at a site there is one, the server's.
+        """
+        return {"server": server.tensors}
 
     @abstractmethod
     def layout(self, spec: Spec) -> Layout:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, TypeVar, final
 
 import torch
 from torch import Tensor
 
 Weights = Mapping[str, Tensor]
+_Kind = TypeVar("_Kind")
 
 
 @final
-class MadeWeights(Mapping[str, Tensor]):
-    """Weights that are made anew at every access, so that they are never all in memory."""
+class Made(Mapping[str, _Kind]):
+    """Named values that are made anew at every access, so that they are never all in memory."""
 
-    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
+    def __init__(self, names: Iterable[str], make: Callable[[str], _Kind]) -> None:
         self._names, self._make = dict.fromkeys(names), make
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> _Kind:
         if name not in self._names:
             raise KeyError(name)
         return self._make(name)
@@ -32,6 +33,9 @@ class MadeWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+MadeWeights = Made[Tensor]
 
 
 @dataclass(frozen=True)

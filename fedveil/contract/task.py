@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from fedveil.config import TaskConfig
@@ -128,6 +129,32 @@ def unwatched(step: Step) -> None:
 
 
 @dataclass(frozen=True)
+class Metric:
+    """A score of a task's `evaluate`.
+
+    Attributes:
+        better: which way a better model's value lies.
+        generated: only evaluations that generate have it.
+    """
+
+    better: Literal["lower", "higher"]
+    generated: bool = False
+
+
+Metrics = Mapping[str, Metric]
+
+
+def of_loss(task: TaskConfig, higher: Sequence[str] = ()) -> Metrics:
+    """The loss, and scores of generated texts, of which higher is better."""
+    return {"loss": Metric("lower"), **{name: Metric("higher", generated=True) for name in higher}}
+
+
+def of_classes(task: TaskConfig) -> Metrics:
+    """Those of a task that tells classes apart."""
+    return {"loss": Metric("lower"), "accuracy": Metric("higher")}
+
+
+@dataclass(frozen=True)
 class TaskInfo:
     """What a task says of itself before a model or a row is read. The module of each task has one, `INFO`.
 
@@ -137,12 +164,18 @@ class TaskInfo:
         tiny: where its own small model lies, for task.model = "tiny"; None where it makes one in code, or where the
             folder is not installed.
         train_keys: of the train section, the keys that only some tasks have and this one has: "loss-on", "packing".
+        chats: whether its rows may stand in the words of a chat template (task.chat-template).
+        divisible: whether more processes make its training faster, each with a part of a batch's rows.
+        metrics: every score of its `evaluate` by name, under that section of the run config; the loss always.
     """
 
     mounts: tuple[Mount, ...]
     columns: Callable[[TaskConfig], tuple[str, ...]]
     tiny: Callable[[], Path | None]
     train_keys: tuple[str, ...] = ()
+    chats: bool = False
+    divisible: bool = True
+    metrics: Callable[[TaskConfig], Metrics] = of_loss
 
 
 class Task(ABC):
@@ -156,6 +189,11 @@ class Task(ABC):
     @abstractmethod
     def spec(self) -> Spec:
         """Names, shapes and dtypes of what is trained."""
+
+    @property
+    def accelerator(self) -> torch.device | None:
+        """The device other than the CPU that its model computes on, if there is one."""
+        return None
 
     @abstractmethod
     def initial(self, rng: Stream) -> Weights:
@@ -199,6 +237,13 @@ class Task(ABC):
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """Scores of the model with `weights`: always "loss"; with `generate` also the task's quality metrics."""
 
+    def save(self, weights: Weights, folder: Path) -> None:  # noqa: B027  # a task need not have a form for others
+        """Writes the model with `weights` to a folder, which is there, in the form that other programs load.
+
+        Raises:
+            TaskError: the weights are not those of the spec.
+        """
+
     def release(self) -> None:  # noqa: B027  # nothing, where a task holds nothing worth freeing
         """Frees the weights that were put in last, as far as that is worth it; the next use puts in its own."""
 
@@ -211,3 +256,15 @@ class Task(ABC):
         Raises:
             TaskError: the weights are not those of the spec.
         """
+
+
+@runtime_checkable
+class Writes(Protocol):
+    """A task whose model writes texts, about what somebody asks and not about a data set's rows."""
+
+    def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
+        """What the model with `weights` writes: one text a prompt, or one an image, as the task has it.
+
+        `images` are files' names and bytes. Raises ConfigError for prompts or images that the task does not take.
+        """
+        ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -19,6 +19,8 @@ from fedveil.rng import Stream
 
 # A term that a method adds to the loss of every step: it maps the current trained tensors to a scalar with a gradient.
 Penalty = Callable[[Weights], Tensor]
+# Booleans that broadcast over tensors of the spec, True where an entry stays; of several such sets, step k has k mod n.
+Frozen = Weights | Sequence[Weights]
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,14 @@ class FeatureGradients:
     left: Float[Tensor, "rows n"]
     right: Float[Tensor, "rows m"]
     pull: Callable[[Tensor], Weights]
+
+
+def turns(frozen: Frozen | None) -> Sequence[Weights]:
+    """The sets that take turns, at least one. Raises ValueError for none at all."""
+    sets = [frozen or {}] if frozen is None or isinstance(frozen, Mapping) else list(frozen)
+    if not sets:
+        raise ValueError("frozen: expected at least one set of tensors to take turns, found none")
+    return sets
 
 
 class RowGradients(Protocol):
@@ -152,11 +162,11 @@ class Trainer(Protocol):
         """The gradients of single rows, over the same data."""
         ...
 
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
         """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` are only read.
 
         `frozen`: booleans that broadcast over tensors of the spec. Entries where they are True come back bit for bit;
-        neither a step nor weight decay moves them.
+        neither a step nor weight decay moves them. Several such sets, at least one, take turns, one a step.
         `penalty`: a term added to the mean loss of every step (once a step, whatever train.accumulate is). Reported
         losses do not contain it.
         """
@@ -165,6 +175,16 @@ class Trainer(Protocol):
     def gradient(self, weights: Weights) -> Trained:
         """The gradient of the mean loss of one batch at `weights` (every tensor of the spec), under the spec's names.
 
-        The client's stream draws its train.batch-size rows anew for every exchange. `weights` are only read.
+        The client's stream draws its train.batch-size rows anew for every exchange. `weights` are only read. The
+        gradient lies where the trainer computes, wherever they lie.
         """
+        ...
+
+
+@runtime_checkable
+class ScoresRows(Protocol):
+    """A trainer that can score rows which it does not train on."""
+
+    def mean_loss(self, weights: Weights, rows: Sequence[Any]) -> float:
+        """Mean loss of the rows at `weights` (every tensor of the spec), which are only read."""
         ...

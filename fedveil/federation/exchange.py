@@ -17,7 +17,7 @@ from fedveil.contract.layout import Direction, Field, Layout, Payload
 from fedveil.contract.method import Method, RoundContext, State, Upload
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.sums import AddedSums, Terms
-from fedveil.contract.trainer import Batch, Penalty, RowGradients, Trained, Trainer
+from fedveil.contract.trainer import Batch, Frozen, Penalty, RowGradients, Trained, Trainer
 from fedveil.errors import WireError
 from fedveil.privacy.wrapped import WrappedRows, WrappedTrainer
 from fedveil.rng import Stream
@@ -98,9 +98,11 @@ class Exchange:
         return private, packed(self.layout, stamp, payload, trainer.num_examples, report, turn).parts
 
     def opened(self, data: Buffer, ctx: RoundContext) -> Payload:
-        """What a broadcast holds. Raises WireError as `participate`."""
+        """What a broadcast holds; with a device in the context, codes are decoded there. Raises WireError as
+        `participate`.
+        """
         stamp = Stamp.of(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast)
-        return _finite(unpack(data, self.layout, stamp))
+        return _finite(unpack(data, self.layout, stamp, ctx.device))
 
     def trained(
         self, private: State | None, received: list[Payload], trainer: Trainer, ctx: RoundContext
@@ -167,7 +169,7 @@ class _Reporting(WrappedTrainer):
         return _Counting(self._trainer.rows, self)
 
     @override
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
         trained = super().train(weights, frozen, penalty)
         self.report = trained.report
         return trained

@@ -41,6 +41,7 @@ class Federation:
         trainer_for: gives a site's trainer for one round.
         sites: names of the sites.
         server: the server's state.
+        last_cohort: sites of the last round.
         participated: sites whose upload the server has accepted.
         upload_bytes, download_bytes: bytes of all messages of the run so far.
         reports: the last report of each site.
@@ -56,6 +57,7 @@ class Federation:
     trainer_for: TrainerFor
     sites: list[str]
     server: State
+    last_cohort: list[str] = field(default_factory=list)
     participated: set[str] = field(default_factory=set)
     upload_bytes: int = 0
     download_bytes: int = 0
@@ -105,6 +107,7 @@ class Federation:
             self.server = self.exchange.aggregate(self.server, uploads, lambda: rules.sums_of(self.config.aggregate))
         self.private.commit()  # with the server's state, or not at all
         self.participated |= set(chosen)
+        self.last_cohort = chosen
 
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[Upload]:
         for site in chosen:

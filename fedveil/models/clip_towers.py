@@ -19,9 +19,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fedveil.adapters import prompts, saved
+from fedveil.adapters.prompt import Prompt
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
-from fedveil.errors import TaskError
+from fedveil.errors import StateError, TaskError
 from fedveil.models import loading
 from fedveil.models.library import quiet
 from fedveil.models.loaded_model import LoadedModel
@@ -126,6 +128,26 @@ class Texts:
         ends = torch.cat([name[:, :, -1] for name in names], dim=1)[:, self._order]
         found: Tensor = self._model.text_projection(tower.final_layer_norm(ends))
         return torch.nn.functional.normalize(found.float(), dim=-1)
+
+
+def class_features(
+    folder: Path, model: Any, tokenizer: Any, names: Sequence[str]
+) -> Float[Tensor, "prompts classes D"]:
+    """The texts of classes under the prompt that a run left in `folder`, its final/, each of norm 1.
+
+    For an image f of norm 1 by the same model: `model.logit_scale.exp() * f @ class_features(...)[0].T`. A prompt of
+    the form "transport" has two texts a class; see `fedveil.adapters.prompts.similarities`.
+
+    Raises:
+        StateError, ConfigError: as `saved.load`; an adapter that is no prompt.
+        TaskError: as `Texts`.
+    """
+    adapter, trained = saved.load(folder, model)
+    if not isinstance(adapter, Prompt):
+        raise StateError(f'{folder}: expected an adapter of kind "prompt", found "{adapter.kind}"; use saved.load')
+    base = LoadedModel(model, tokenizer, trained, model.config.text_config.max_position_embeddings)
+    with torch.no_grad():
+        return Texts(base, names, adapter.length).features(prompts.contexts(adapter, trained))
 
 
 def _through(

@@ -104,6 +104,7 @@ def recomputing(model: Any, name: str, is_random: bool = False) -> Iterator[None
                 setattr(layer, key, 0.0)
         yield
     finally:
+        model.disable_input_require_grads()  # a hook that torch.func, for gradients of single rows, does not go through
         for layer, dropouts in zip(layers, before, strict=True):
             layer.training = False
             for key, value in dropouts.items():

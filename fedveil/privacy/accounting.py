@@ -25,7 +25,7 @@ work together with the server. `against_all` is the same history against the ser
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -47,6 +47,7 @@ from fedveil.contract.budget import (
     check_delta,
     check_epsilon,
     check_sampling,
+    stated,
 )
 from fedveil.errors import ConfigError
 
@@ -56,6 +57,10 @@ _RELATION = {
 }
 _LARGEST_MULTIPLIER = 1e6
 _TOLERANCE = 1e-3  # relative, of a calibrated multiplier; always on the private side
+_INTERVAL = 1e-4  # of privacy losses, at which an epsilon is charged
+_COARSER = tuple(_INTERVAL * 4**power for power in (5, 4, 3, 2, 1))
+_LEFT = 0.1  # at least, of what the last refinement took off: fourfold intervals leave a fifteenth once their error is
+# quadratic
 _HALF_ORDERS = [order / 2 for order in (*range(3, 128), 128, 160, 192, 256, 384, 512, 1024)]
 _TABLE_DISTANCE = 2.0**-163  # of a round's noise: discrete.distance of 2^30 draws at each of 2^13 sites
 _TABLE_SHARE = 2.0**-20  # of delta that it may take
@@ -76,6 +81,11 @@ def spent(multiplier: float, sampling: Sampling, plan: Plan, across_rounds: bool
     if plan.batch == plan.examples:
         return {("gaussian", 0, 0, multiplier): plan.rounds * plan.steps}
     return {(sampling, plan.examples, plan.batch, multiplier): plan.rounds * plan.steps}
+
+
+def relation(neighbours: Neighbours) -> dp_accounting.NeighboringRelation:
+    """dp-accounting's name of the relation."""
+    return _RELATION[neighbours]
 
 
 def event(charges: Spent) -> Any:
@@ -100,7 +110,45 @@ def _one(kind: str, examples: int, batch: int, multiplier: float) -> Any:
 def epsilon(charges: Spent, delta: float, neighbours: Neighbours) -> float:
     """The smallest epsilon known for these charges; infinite where none is known."""
     check_delta(delta)
-    return _epsilon(tuple(sorted((step, count) for step, count in charges.items() if count)), delta, neighbours)
+    return _epsilon(_sorted(charges), delta, neighbours, _INTERVAL)
+
+
+def _sorted(charges: Spent) -> tuple[tuple[Step, int], ...]:
+    return tuple(sorted((step, count) for step, count in charges.items() if count))
+
+
+def printed(charges: Spent, delta: float, neighbours: Neighbours) -> float:
+    """An epsilon that holds for these charges and has the digits of `epsilon` in `stated`; often much sooner there."""
+    check_delta(delta)
+    for low, high in _narrowing(charges, delta, neighbours):
+        if stated(low, delta, neighbours) == stated(high, delta, neighbours):
+            break
+    return high
+
+
+def _narrowing(charges: Spent, delta: float, neighbours: Neighbours) -> Iterator[tuple[float, float]]:
+    """Bounds of `epsilon`, ever closer and dearer; the last two are it.
+
+    The upper ones hold: losses on a coarser grid dominate those on a finer one that has all its points. The lower ones
+    suppose that refinements do not take off a growing share of what is left: their error goes with the root of the
+    interval, then with the interval, then with its square. Tests compare both with the finest grid.
+    """
+    steps, found = _sorted(charges), list[float]()
+    for interval in _COARSER if any(step[0] == "poisson" for step, _ in steps) else ():
+        found.append(_epsilon(steps, delta, neighbours, interval))
+        yield _at_least(found[-3:]), found[-1]
+    exact = _epsilon(steps, delta, neighbours, _INTERVAL)
+    yield exact, exact
+
+
+def _at_least(found: list[float]) -> float:
+    """What further refinements will leave of the last of three epsilons, by their ratio; 0 where nothing is known."""
+    if len(found) < 3 or not all(map(math.isfinite, found)):
+        return 0.0
+    before, last = found[0] - found[1], found[1] - found[2]
+    if not 0 <= last < before:
+        return 0.0
+    return max(found[2] - max(_LEFT, 1.5 * last / (before - last)) * last, 0.0)
 
 
 def mean_loss(charges: Spent) -> float:
@@ -136,7 +184,7 @@ def against_all(charges: Spent) -> Spent:
 
 
 @lru_cache(maxsize=4096)
-def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neighbours) -> float:
+def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neighbours, interval: float) -> float:
     charges = tuple((step, count) for step, count in charges if step[0] != OWN_SHARE)
     kinds = {step[0] for step, _ in charges}
     if any(step[3] == 0 for step, _ in charges):
@@ -148,12 +196,12 @@ def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Ne
         together = sum(count / step[3] ** 2 for step, count in charges) ** -0.5
         return float(gaussian_mechanism.get_epsilon_gaussian(together / moved, delta))
     if not kinds & {"fixed", SUMMED}:
-        return _composed(PLDAccountant(_RELATION[neighbours]), charges, delta)
+        return _composed(PLDAccountant(_RELATION[neighbours], interval), charges, delta)
     if "fixed" in kinds and neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         return math.inf
     if "poisson" in kinds:
         groups = [tuple(c for c in charges if (c[0][0] in ("fixed", SUMMED)) is renyi) for renyi in (True, False)]
-        return sum(_epsilon(group, delta / 2, neighbours) for group in groups)
+        return sum(_epsilon(group, delta / 2, neighbours, interval) for group in groups)
     return _renyi(charges, delta, neighbours)
 
 
@@ -204,17 +252,25 @@ def _composed(accountant: dp_accounting.PrivacyAccountant, charges: Iterable[tup
 def multiplier_for(charges: Callable[[float], Spent], wished: float, delta: float, neighbours: Neighbours) -> float:
     """The smallest z, to 0.1 %, whose charges cost at most `wished`. Raises ConfigError if none up to 1e6 does."""
     check_epsilon(wished)
+    check_delta(delta)
+
+    def fits(z: float) -> bool:
+        for low, high in _narrowing(charges(z), delta, neighbours):
+            if high <= wished or low > wished:
+                break
+        return high <= wished
+
     high = 1.0
-    while epsilon(charges(high), delta, neighbours) > wished:
+    while not fits(high):
         high *= 2
         if high > _LARGEST_MULTIPLIER:
             raise ConfigError(
                 f"epsilon: expected one that noise of at most {high:g} C reaches, found {wished}; raise it"
             )
     low = high / 2
-    while low > 1e-6 and epsilon(charges(low), delta, neighbours) <= wished:
+    while low > 1e-6 and fits(low):
         low, high = low / 2, low
     while high / low > 1 + _TOLERANCE:
         middle = math.sqrt(low * high)
-        low, high = (low, middle) if epsilon(charges(middle), delta, neighbours) <= wished else (middle, high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
     return high

@@ -16,7 +16,8 @@ Formal guarantees, for each row of the site, against everyone but that site:
 |---|---|
 | noise 0 | gradients are only clipped: epsilon is infinite |
 | a batch that Poisson sampling left empty | a step of noise alone |
-| a frozen entry | stays, bit for bit; its part of a gradient does not count for clipping |
+| a frozen entry | stays, bit for bit, in the steps in which it is frozen; its part of a gradient does not count for
+  clipping |
 | a penalty of the method | its gradient is added to every step after the noise, for it depends on no row |
 | a batch larger than the site's rows | ConfigError, before its rows are looked at |
 | a method that trains twice in a turn | charged twice |
@@ -49,7 +50,7 @@ from fedveil.contract.budget import (
 )
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained
+from fedveil.contract.trainer import Batch, FeatureGradients, Frozen, Penalty, PerSample, RowGradients, Trained, turns
 from fedveil.errors import ConfigError
 from fedveil.privacy import accounting, clipping, noise
 from fedveil.privacy.wrapped import TrainerOfRows
@@ -145,9 +146,9 @@ class NoisyTrainer(TrainerOfRows):
         return _NoRows(self._rows.num_examples)
 
     @override
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
         """`steps` noisy steps from `weights`, which are only read. Reports the number of steps in this turn so far."""
-        held, how, rows = frozen or {}, self._how, self._rows
+        sets, how, rows = turns(frozen), self._how, self._rows
         in_sum = self._ctx.noise_in_sum
         if in_sum and (rows.steps > 1 or self.without_noise is not None):
             raise ConfigError(
@@ -158,7 +159,7 @@ class NoisyTrainer(TrainerOfRows):
         now = {n: w.clone() for n, w in weights.items()}
         drawn = rows.batches("poisson", rows.steps, Stream(self._ctx.noise("rows")(32)))
         for step, batch in enumerate(drawn):
-            found = rows.per_sample(now, batch).gradients
+            held, found = sets[step % len(sets)], rows.per_sample(now, batch).gradients
             free = {n: g.masked_fill(held[n], 0.0) if n in held else g for n, g in found.items()}
             pull = _gradient(penalty, now) if penalty else {}
             for name, total in clipping.clipped_sum(free, how.clip).items():

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from fedveil.contract.budget import Budget, Claim, Neighbours, Plan, Sampling
 from fedveil.contract.spec import Weights
-from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained
+from fedveil.contract.trainer import Batch, FeatureGradients, Frozen, Penalty, PerSample, RowGradients, Trained
 from fedveil.errors import BudgetError
 from fedveil.privacy.ledger import Ledger
 from fedveil.privacy.wrapped import TrainerOfRows, WrappedRows
@@ -77,7 +77,7 @@ class RowsOnly(TrainerOfRows):
     """A trainer that offers row gradients only, because no accountant covers plain training."""
 
     @override
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
         """Raises BudgetError."""
         raise BudgetError("train: expected noisy steps only under a privacy ledger, found plain training")
 

@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from fedveil.contract.budget import Sampling
 from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Batch, FeatureGradients, Penalty, PerSample, RowGradients, Trained, Trainer
+from fedveil.contract.trainer import Batch, FeatureGradients, Frozen, Penalty, PerSample, RowGradients, Trained, Trainer
 from fedveil.rng import Stream
 
 
@@ -32,7 +32,7 @@ class WrappedTrainer(Trainer):
         return self._trainer.rows
 
     @override
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
         return self._trainer.train(weights, frozen, penalty)
 
     @override

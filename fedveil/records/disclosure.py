@@ -10,6 +10,7 @@ message; every message has a line of its own.
 |---|---|
 | with fields of another shape than in the kind's line | "others": [[index of the field, shape, bytes], ...] |
 | with words beside its fields | "scalars": {name: word, ...} |
+| with figures of held-out rows (evaluate.held-out) | "figures": {name: bytes, ...} |
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Disclosures:
             line["others"] = others
         if disclosed["scalars"]:
             line["scalars"] = dict(disclosed["scalars"])
+        if disclosed.get("figures"):
+            line["figures"] = dict(disclosed["figures"])
         files.append_line(self._file, line)
 
     def _kind(self, direction: str, disclosed: Mapping[str, Any]) -> Row:
@@ -68,8 +71,8 @@ class Disclosures:
 def messages(file: Path) -> list[Row]:
     """Every message of the ledger, [] where there is none. A last line still being written is left out.
 
-    Each has round, attempt, site, direction, variant, kind, bytes, payload_bytes, fields as [name, codec, shape, bytes]
-    and scalars. Messages of a kind share one list of fields.
+    Each has round, attempt, site, direction, variant, kind, bytes, payload_bytes, fields as [name, codec, shape,
+    bytes], scalars, and figures as bytes by name. Messages of a kind share one list of fields.
 
     Raises:
         StateError: names the line that is none of this form.
@@ -132,6 +135,8 @@ def _checked(row: Row, kinds: list[Row]) -> Row:
     _expect(row, "site", "a text", isinstance(row.get("site"), str))
     kind, scalars = kinds[row["kind"]], row.get("scalars", {})
     _expect(row, "scalars", "words by name", isinstance(scalars, dict))
+    figures = row.get("figures", {})
+    _expect(row, "figures", "bytes by name", isinstance(figures, dict) and all(map(_is_count, figures.values())))
     fields, payload_bytes = kind["fields"], kind["payload_bytes"]
     if "others" in row:
         fields = [*fields]
@@ -143,7 +148,7 @@ def _checked(row: Row, kinds: list[Row]) -> Row:
     return {
         **{key: row[key] for key in ("round", "attempt", "site", "kind", "bytes")},
         "direction": kind["direction"], "variant": kind["variant"], "fields": fields, "scalars": scalars,
-        "payload_bytes": payload_bytes,
+        "payload_bytes": payload_bytes, "figures": figures,
     }  # fmt: skip
 
 

@@ -11,7 +11,8 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from fedveil.sealed import Bytes
 
 _HEAD = b'{"checksum": "'
 _HEX = 32
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_PIECE = 1 << 20
 
 
 def write_atomic(path: Path, data: bytes | Iterable[Bytes], keep: Path | None = None) -> None:
@@ -54,6 +57,53 @@ def write_atomic(path: Path, data: bytes | Iterable[Bytes], keep: Path | None = 
             sync_folder(folder)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def link_atomic(path: Path, name: Path) -> None:
+    """Gives a file a second name in the same folder, in place of whatever has it: no byte is written twice.
+
+    Where the file system has no links, a copy. Raises OSError.
+    """
+    partial = name.with_name(f".{name.name}.{os.getpid()}.part")
+    partial.unlink(missing_ok=True)
+    try:
+        try:
+            partial.hardlink_to(path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            with path.open("rb") as old:
+                write_atomic(name, iter(lambda: old.read(_PIECE), b""))
+            return
+        partial.replace(name)  # does nothing where both are one file already
+        sync_folder(name.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def filled(folder: Path) -> Iterator[Path]:
+    """A folder for files that others' code writes; when the block ends they replace those of their names in `folder`.
+
+    Only their owner can read them. After an error in the block, `folder` is as it was. One process at a time.
+    """
+    places.private_folder(folder)
+    scratch = folder / ".part"
+    shutil.rmtree(scratch, ignore_errors=True)  # what a killed process has left
+    scratch.mkdir(mode=0o700)
+    try:
+        yield scratch
+        for file in (file for file in scratch.rglob("*") if file.is_file()):
+            file.chmod(0o600)
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        for new in sorted(scratch.iterdir()):
+            if (folder / new.name).is_dir():
+                shutil.rmtree(folder / new.name)
+            new.replace(folder / new.name)
+        sync_folder(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _remove_left(path: Path, own: Path) -> None:

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import platform
+import signal
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -111,6 +112,16 @@ def cause(about: Mapping[str, Any]) -> Cause:
     if now > kills >= 0:
         return Cause.MEMORY
     return Cause.PERHAPS_MEMORY if limit > 0 and memory >= _MUCH * limit else Cause.OTHER
+
+
+def of_child(code: int, before: Mapping[str, Any]) -> tuple[Cause, str]:
+    """What ended a child process with that code, which was started when `noted` gave `before`; and what to lower, in a
+    clause, where memory was the reason.
+
+    It is in this process's cgroup, whose count of memory kills has gone up then.
+    """
+    found = cause({**before, "peak_mb": 0}) if code == -signal.SIGKILL else Cause.OTHER
+    return found, f", {found}; {LOWER_AT_SITE}" if found is Cause.MEMORY else ""
 
 
 def ending(about: Mapping[str, Any], lower: str = LOWER) -> str:

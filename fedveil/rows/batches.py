@@ -82,10 +82,14 @@ _Batch = TypeVar("_Batch", bound=AnyBatch)
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One encoded row: `ids` with the target from position `start` on."""
+    """One encoded row: `ids` with the target from position `start` on.
+
+    `cut`: what it has lost to the limit on its length: 0 nothing, 1 the end of its source, 2 that of its target too.
+    """
 
     ids: list[int]
     start: int
+    cut: int = field(default=0, compare=False, kw_only=True)
 
     @property
     def length(self) -> int:
@@ -153,21 +157,21 @@ def order(rows: Sequence[AnyRow], batch_size: int, generator: torch.Generator, b
     """Indices of one epoch, every row once: shuffled, or shuffled batches of rows of like length.
 
     With `bucketing` the rows are shuffled, sorted by length inside windows of WINDOW batches and cut into batches,
-    which are then shuffled. Only the last batch is short.
+    which are then shuffled. Only the last batch is short, and chance alone says which rows it has.
     """
     shuffled: list[int] = torch.randperm(len(rows), generator=generator).tolist()
     if not bucketing:
         return shuffled
-    window = WINDOW * batch_size
+    window, full = WINDOW * batch_size, len(shuffled) // batch_size
+    whole, short = shuffled[: full * batch_size], shuffled[full * batch_size :]
     alike = [
         index
-        for i in range(0, len(shuffled), window)
-        for index in sorted(shuffled[i : i + window], key=lambda j: rows[j].length)
+        for i in range(0, len(whole), window)
+        for index in sorted(whole[i : i + window], key=lambda j: rows[j].length)
     ]
-    full = len(alike) // batch_size
     cuts: list[int] = torch.randperm(full, generator=generator).tolist()
     batched = [index for cut in cuts for index in alike[cut * batch_size : (cut + 1) * batch_size]]
-    return batched + alike[full * batch_size :]
+    return batched + short
 
 
 def load(

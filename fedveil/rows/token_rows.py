@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final, overload
@@ -13,7 +14,7 @@ from typing_extensions import override
 from fedveil.rows.batches import TokenRow
 
 Part = Mapping[str, np.ndarray]
-KINDS: Mapping[str, str] = {"ids": "<i4", "lengths": "<i4", "starts": "<i4", "numbers": "<i8"}
+KINDS: Mapping[str, str] = {"ids": "<i4", "lengths": "<i4", "starts": "<i4", "cuts": "<i4", "numbers": "<i8"}
 
 
 @final
@@ -22,12 +23,14 @@ class TokenRows(Sequence[TokenRow]):
 
     Args:
         arrays: by the names of KINDS: the tokens of all rows behind one another; of each row how many they are, where
-            its target begins, and the number of the row of the file that it was made from (0 where it is of none).
+            its target begins, what it has lost, and the number of the row of the file that it was made from (0 where it
+            is of none).
     """
 
     def __init__(self, arrays: Part) -> None:
         self._ids: Int32[np.ndarray, " tokens"] = arrays["ids"]
         self._starts: Int32[np.ndarray, " rows"] = arrays["starts"]
+        self.cuts: Int32[np.ndarray, " rows"] = arrays["cuts"]
         self.numbers: Int64[np.ndarray, " rows"] = arrays["numbers"]
         self._ends: Int64[np.ndarray, " rows"] = np.cumsum(arrays["lengths"], dtype=np.int64)
 
@@ -45,17 +48,18 @@ class TokenRows(Sequence[TokenRow]):
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(len(self))[operator.index(index)]
         first = int(self._ends[at - 1]) if at else 0
-        return TokenRow(self._ids[first : int(self._ends[at])].tolist(), int(self._starts[at]))
+        return TokenRow(self._ids[first : int(self._ends[at])].tolist(), int(self._starts[at]), cut=int(self.cuts[at]))
 
 
 def part_of(rows: Sequence[TokenRow], numbers: Sequence[int]) -> Part:
     """Some rows as arrays."""
     lengths = [len(row.ids) for row in rows]
-    ids = np.fromiter((token for row in rows for token in row.ids), np.int32, sum(lengths))
+    ids = np.fromiter(itertools.chain.from_iterable(row.ids for row in rows), np.int32, sum(lengths))
     return {
         "ids": ids,
         "lengths": np.array(lengths, np.int32),
         "starts": np.array([row.start for row in rows], np.int32),
+        "cuts": np.array([row.cut for row in rows], np.int32),
         "numbers": np.array(numbers, np.int64),
     }
 

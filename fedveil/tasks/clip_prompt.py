@@ -17,8 +17,7 @@ task.target-column: an integer counted from 0, or a name.
 | of the column, where a Parquet file keeps them (ClassLabel) | in that order |
 | the sorted names of the whole file, or of the class folders | in that order |
 
-A site that lacked a class would number the rest differently by the last line: give task.class-names. In a text an
-underscore of a name is a space.
+A site without a class numbers the rest otherwise by the last line: give task.class-names. In texts "_" is a space.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from fedveil.adapters.prompt import Prompt
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Example, Examples, Prediction, Share, Task, TaskInfo
+from fedveil.contract.task import Example, Examples, Prediction, Share, Task, TaskInfo, of_classes
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import clip_towers, loading, tiny
 from fedveil.models.clip_towers import EncodedImage
@@ -53,6 +52,8 @@ INFO = TaskInfo(
     mounts=("texts",),
     columns=lambda task: (task.image_column, task.target_column),
     tiny=lambda: tiny.folder("clip-prompt"),
+    metrics=of_classes,
+    divisible=False,  # the texts of all classes cost most, and every process would make all of them
 )
 _AT_ONCE = 64  # images that the tower sees together
 ZERO_SHOT = "a photo of a"

@@ -36,7 +36,7 @@ from typing_extensions import override
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Example, Examples, Prediction, Share, Task, TaskInfo
+from fedveil.contract.task import Example, Examples, Prediction, Share, Task, TaskInfo, of_classes
 from fedveil.errors import TaskError
 from fedveil.models import library, loading
 from fedveil.models.loaded_model import LoadedModel
@@ -44,7 +44,12 @@ from fedveil.rows import decoding
 from fedveil.rows.batches import LabelledBatch
 from fedveil.training.adapted import AdaptedTask, check
 
-INFO = TaskInfo(mounts=("layers",), columns=lambda task: (task.image_column, task.target_column), tiny=lambda: None)
+INFO = TaskInfo(
+    mounts=("layers",),
+    columns=lambda task: (task.image_column, task.target_column),
+    tiny=lambda: None,
+    metrics=of_classes,
+)
 TINY_VIT = {  # the tiny base, made in code
     "image_size": 32, "patch_size": 4, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "intermediate_size": 384,

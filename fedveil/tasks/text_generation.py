@@ -1,12 +1,15 @@
 """Text generation: a causal language model learns to continue a source with its target.
 
-A row is `source + "\\n" + target + end`, at most task.max-tokens tokens: the source loses its end first, then the
-target. What it shares with other tasks is in `causal`.
+A row is `source + "\\n" + target + end`, or both in the words of the base's chat template (task.chat-template), at most
+task.max-tokens tokens: the source loses its end first, then the target, and the log says how many did. What it shares
+with other tasks is in `causal`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,25 +22,28 @@ from typing_extensions import override
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Example, Examples, Origin, Prepared, Share, Task, TaskInfo
-from fedveil.errors import TaskError
+from fedveil.contract.task import Example, Examples, Origin, Prepared, Share, Task, TaskInfo, of_loss
+from fedveil.errors import ConfigError, TaskError
 from fedveil.models import loading, tiny
 from fedveil.models.loaded_model import LoadedModel
-from fedveil.rows import batches, packing, reading, shelves, token_rows
+from fedveil.rows import batches, framing, packing, reading, shelves, token_rows
 from fedveil.rows.batches import TokenBatch, TokenRow
 from fedveil.rows.token_rows import TokenRows
 from fedveil.rows.tokens import Tokens
 from fedveil.training import adapted, causal, text_metrics
 
-SEPARATOR = "\n"
 INFO = TaskInfo(
     mounts=("layers", "cache"),
     columns=lambda task: (task.source_column, task.target_column),
     tiny=lambda: tiny.folder("text-generation"),
     train_keys=("loss-on", "packing"),
+    metrics=lambda task: of_loss(task, text_metrics.SCORES),
+    chats=True,
 )
 _TEXT_TYPES = (str, int, float, bool)
 _AT_ONCE = 1000  # rows that are tokenised together
+
+log = logging.getLogger("fedveil.rows")
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
@@ -70,7 +76,7 @@ class TextGeneration(causal.CausalTask):
     @override
     def encode(self, examples: Examples) -> TokenRows:
         """Every row tokenised. Raises TaskError for a row without text in one of the two columns."""
-        return TokenRows(token_rows.joined(self._parts_of(examples)))
+        return self._told(TokenRows(token_rows.joined(self._parts_of(examples))))
 
     @override
     def prepare(self, data: Path, split: str, share: Share | None = None, shelf: Path | None = None) -> Prepared:
@@ -87,10 +93,11 @@ class TextGeneration(causal.CausalTask):
         if shelf is None or not content:
             rows = TokenRows(token_rows.joined(parts()))
         else:
-            key = {"rows": content, "tokenizer": [print_, *self._fixed_ids], **shelves.key(self.config, split, share)}
+            frame = dataclasses.asdict(self._frame)
+            key = {"rows": content, "tokenizer": [print_, frame], **shelves.key(self.config, split, share)}
             kept = shelves.Shelf(shelf, token_rows.KINDS)
             rows = TokenRows(kept.find(key) or kept.put(key, parts()))
-        return Prepared(rows, lambda: (Origin(str(file), int(number)) for number in rows.numbers))
+        return Prepared(self._told(rows), lambda: (Origin(str(file), int(number)) for number in rows.numbers))
 
     def _parts_of(self, examples: Examples) -> Iterator[token_rows.Part]:
         """The rows of some examples at a time; the next ones are tokenised meanwhile."""
@@ -157,6 +164,15 @@ class TextGeneration(causal.CausalTask):
         self.show(weights)
         return self._generate(sources)
 
+    def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
+        """The text behind each prompt, which is a source. Raises ConfigError for images, and without a prompt."""
+        if images or not prompts:
+            raise ConfigError(
+                f"--prompt: expected at least one and no --image, as this run's model reads texts alone, found "
+                f"{len(prompts)} and {len(images)} images; give a prompt"
+            )
+        return self.generate(weights, prompts)
+
     def _generate(self, sources: Sequence[str]) -> list[str]:
         prompts = [self._prompt(ids, self._prompt_limit) for ids in self._tokens.of(sources)]
         return self._texts_of([TokenRow(ids, len(ids)) for ids in prompts])
@@ -183,28 +199,43 @@ class TextGeneration(causal.CausalTask):
                 )
         return str(example.values[task.source_column]), str(example.values[task.target_column])
 
+    def _told(self, rows: TokenRows) -> TokenRows:
+        """The rows, of which the log says how many are too long."""
+        sources, targets = int((rows.cuts > 0).sum()), int((rows.cuts > 1).sum())
+        if sources:
+            log.warning(
+                "task.max-tokens = %d: %d of %d rows lose the end of their source, %d of these that of their target; "
+                "raise it", self.config.task.max_tokens, sources, len(rows), targets,
+            )  # fmt: skip
+        return rows
+
     @cached_property
-    def _fixed_ids(self) -> tuple[list[int], list[int], int]:
-        """Tokens before the source (a begin token, where the tokenizer puts one), the separator, the end token."""
-        tokenizer = self.base.tokenizer
-        first = tokenizer("")["input_ids"][:1]
-        begin = [int(i) for i in first if i == tokenizer.bos_token_id and i != tokenizer.eos_token_id]
-        return begin, tokenizer.encode(SEPARATOR, add_special_tokens=False), tokenizer.eos_token_id
+    def _frame(self) -> framing.Frame:
+        tokenizer, task = self.base.tokenizer, self.config.task
+        if not task.chat_template:
+            return framing.plain(tokenizer)
+        found = framing.of_template(tokenizer, task.model)
+        if (needed := found.length + len(found.end) + 2) > task.max_tokens:
+            raise ConfigError(
+                f"task.max-tokens: expected at least {needed}, of which the base's chat template has {needed - 2} for "
+                f"itself, found {task.max_tokens}; raise it"
+            )
+        return found
 
     @cached_property
     def _tokens(self) -> Tokens:
         return Tokens(self.base.tokenizer)
 
     def _prompt(self, ids: list[int], limit: int) -> list[int]:
-        """A source's tokens and the separator, at most `limit`: the source loses its end."""
-        begin, separator, _ = self._fixed_ids
-        return [*begin, *ids[: max(0, limit - len(begin) - len(separator))], *separator][-max(1, limit) :]
+        """A source's tokens and what stands around it, at most `limit`: the source loses its end."""
+        frame = self._frame
+        return [*frame.before, *ids[: max(0, limit - frame.length)], *frame.between][-max(1, limit) :]
 
     def _row(self, source: list[int], target: list[int]) -> TokenRow:
         """The row of a source's and a target's tokens."""
-        begin, separator, end = self._fixed_ids
-        room = self.config.task.max_tokens
-        least = len(begin) + len(separator)
-        answer = [*target, end][: room - least]
+        frame, room = self._frame, self.config.task.max_tokens
+        whole = [*target, *frame.end]
+        answer = whole[: room - frame.length]
         prompt = self._prompt(source, room - len(answer))
-        return TokenRow(prompt + answer, len(prompt))
+        cut = 2 if len(answer) < len(whole) else int(len(prompt) < frame.length + len(source))
+        return TokenRow(prompt + answer, len(prompt), cut=cut)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -28,7 +29,7 @@ from typing_extensions import override
 from fedveil.config import RunConfig, TaskConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Example, Examples, Share, Task, TaskInfo
+from fedveil.contract.task import Example, Examples, Metrics, Share, Task, TaskInfo, of_loss
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import library, loading, tiny
 from fedveil.models.loaded_model import LoadedModel
@@ -48,7 +49,11 @@ def _columns(task: TaskConfig) -> tuple[str, ...]:
     return (task.image_column, task.target_column, *question)
 
 
-INFO = TaskInfo(mounts=("layers",), columns=_columns, tiny=lambda: tiny.folder("vision-language"))
+def _metrics(task: TaskConfig) -> Metrics:
+    return of_loss(task, ("exact_match", *(() if task.choices_column else text_metrics.CAPTIONS)))
+
+
+INFO = TaskInfo(mounts=("layers",), columns=_columns, tiny=lambda: tiny.folder("vision-language"), metrics=_metrics)
 
 Inputs = Mapping[str, Tensor]  # what the model takes of an image: (1, ...) each
 
@@ -134,6 +139,24 @@ class VisionLanguage(causal.CausalTask):
         self.show(weights)
         room = decoding.Room(_KEPT_BYTES)
         return self._texts_of([self._rows(self._asked(example), room)[0] for example in examples])
+
+    def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
+        """What the model writes about each image; a prompt, of which there is at most one, replaces that for captions.
+
+        Raises:
+            ConfigError: no image, several prompts, or none where the run learned to answer questions.
+            TaskError: an image that does not decode.
+        """
+        if not images or len(prompts) > 1 or (self.config.task.choices_column and not prompts):
+            least = "one --prompt" if self.config.task.choices_column else "at most one --prompt"
+            raise ConfigError(
+                f"--image: expected at least one, and {least}, found {len(images)} and {len(prompts)} prompts; give "
+                "the files of images"
+            )
+        self.show(weights)
+        prompt, room = (prompts[0] if prompts else CAPTION_PROMPT), decoding.Room(_KEPT_BYTES)
+        asked = [_Asked(partial(bytes, data), prompt, [""], name) for name, data in images]
+        return self._texts_of([self._rows(each, room)[0] for each in asked])
 
     @override
     def collate(self, rows: Sequence[TokenRow]) -> TokenBatch:

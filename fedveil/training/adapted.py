@@ -6,6 +6,7 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from fedveil.config import RunConfig
-from fedveil.contract.adapter import Adapter, Mount
+from fedveil.contract.adapter import Adapter, Attached, Mount
 from fedveil.contract.spec import Spec, TensorSpec, Weights
 from fedveil.contract.task import Rows, Task, TaskInfo, Watch, unwatched
 from fedveil.errors import ConfigError
@@ -22,7 +23,9 @@ from fedveil.models import library, loading, memory
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.rng import Stream
 from fedveil.rows.batches import AnyBatch
+from fedveil.training.computing import Computing
 from fedveil.training.local_training import LocalTraining
+from fedveil.training.threads import threads
 
 _NOTHING = contextlib.nullcontext()
 _OF_SOME: Mapping[str, Any] = {
@@ -37,7 +40,8 @@ def check(config: RunConfig, adapter: Adapter, info: TaskInfo) -> None:
 
     Raises:
         ConfigError: an adapter that the task's models do not take, a quantised base under an adapter that would train
-            it, train.compile where it does not go, or a key of the train section that the task does not have.
+            it, train.compile where it does not go, or a key of the train section, or a chat template, that the task
+            does not have.
         TaskError: no base model at that path.
     """
     if adapter.mount not in info.mounts:
@@ -59,6 +63,10 @@ def check(config: RunConfig, adapter: Adapter, info: TaskInfo) -> None:
                 f'train.{key}: expected {default!r} with the task "{config.task.name}", found {given[key]!r}; '
                 "leave it out"
             )
+    if config.task.chat_template and not info.chats:
+        raise ConfigError(
+            f'task.chat-template: expected false with the task "{config.task.name}", found true; leave it out'
+        )
     memory.check(config)
     loading.find(config.task.model, info.tiny())
 
@@ -74,6 +82,7 @@ class AdaptedTask(Task):
         self.config = config
         self.adapter = adapter
         self.device = device
+        self.by: Computing | None = None  # None: this process computes alone
         self._overwritten = False  # the base's own weights, in the model
 
     @abstractmethod
@@ -85,12 +94,11 @@ class AdaptedTask(Task):
         """The base with its adapter. Its trained tensors hold whatever was put in last."""
         return self._load()
 
-    def _base_weights(self) -> Weights:
-        """Of the base as it is on disk, where the adapter trains it. Read again once others were put in: a copy of all
-        weights in every site's memory would cost more.
+    def _unchanged(self) -> LoadedModel:
+        """The base as it is on disk. Where the adapter trains it, it is read again once others were put in: a copy of
+        all weights in every site's memory would cost more.
         """
-        base = self._load() if self._overwritten else self.base
-        return {name: p.detach().cpu() for name, p in base.trained.items()}
+        return self._load() if self.adapter.trains_base and self._overwritten else self.base
 
     @property
     def trained(self) -> Mapping[str, Tensor]:
@@ -104,18 +112,29 @@ class AdaptedTask(Task):
         places = self.base.places
         return {name: TensorSpec(tuple(p.shape), p.dtype, places.get(name)) for name, p in self.base.trained.items()}
 
+    @property
+    @override
+    def accelerator(self) -> torch.device | None:
+        return None if self.device.type == "cpu" else self.device
+
     @override
     def initial(self, rng: Stream) -> Weights:
-        base: Weights = {}
-        if self.adapter.trains_base:
-            base = self._base_weights() if self.base.draw is None else self.base.draw(rng)
+        base: dict[str, Tensor] = {}
+        if self.adapter.trains_base and self.base.draw is not None:
+            base = dict(self.base.draw(rng))
+        else:
+            found = self._unchanged()
+            if self.adapter.trains_base:
+                base = {name: p.detach().cpu() for name, p in found.trained.items()}
+            with threads(self.config):
+                base |= self.adapter.read(found.model, rng)
         drawn = self.adapter.draw({name: spec.shape for name, spec in self.spec.items()}, rng, base)
         self.release()
         return drawn
 
     @override
     def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched, round_: int = 0) -> LocalTraining:
-        return LocalTraining(self, rows, rng, watch, round_)
+        return LocalTraining(self, rows, rng, watch, round_, self.by)
 
     @abstractmethod
     def collate(self, rows: Rows) -> AnyBatch:
@@ -149,9 +168,26 @@ class AdaptedTask(Task):
         self._overwritten = True
         self.base.lend(weights)
 
+    @property
+    def attached(self) -> Attached:
+        """The model with its adapter, for whoever writes it to files."""
+        base = self.base
+        return Attached(base.model, self._own_names, self.config.task.model, base.processor or base.tokenizer)
+
+    @override
+    def save(self, weights: Weights, folder: Path) -> None:
+        self.show(weights)
+        try:
+            with library.quiet():
+                self.adapter.save(folder, self.attached, weights)
+        finally:
+            self.release()
+
     def taken(self, weights: Weights) -> Weights:
         """The trained parameters' values, the caller's own, on the device of `weights`, which were put in before."""
-        if self._can_release and next(iter(weights.values())).device == self.device:
+        # On a GPU too, what was put in from there goes back from there: it has no second copy of the model either.
+        is_own = self.adapter.trains_base and not self.config.train.compile
+        if is_own and next(iter(weights.values())).device == next(iter(self.trained.values())).device:
             return self.base.take()
         return {name: p.detach().to(weights[name].device, copy=True) for name, p in self.trained.items()}
 
@@ -209,12 +245,12 @@ class AdaptedTask(Task):
     def _own_names(self) -> Mapping[str, str]:
         """The names of the trained tensors, in the model as it is built here."""
         known = {id(p): name for name, p in self.base.model.named_parameters()}
-        return {name: known[id(p)] for name, p in self.base.trained.items()}
+        return {name: known[id(p)] for name, p in self.base.trained.items() if id(p) in known}
 
     def _logits_at(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Tensor:
         """The model's logits as a pure function of the trained weights: what torch.func differentiates."""
         named = {self._own_names[name]: w for name, w in weights.items()}
-        with self._computing(), sdpa_kernel(SDPBackend.MATH):  # the others have no rule for many samples at once
+        with self._computing(), _plain_attention():
             logits: Tensor = torch.func.functional_call(self.base.model, named, (), dict(inputs)).logits
         return logits
 
@@ -222,3 +258,17 @@ class AdaptedTask(Task):
         """Indices of the batches of a scoring."""
         size = 2 * self.config.train.batch_size
         return (range(i, min(i + size, count)) for i in range(0, count, size))
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Attention by plain products: its other kernels have no rule for many samples at once. It keeps bf16 as it is;
+    what torch would take to fp32 for it, autocast takes back in one of the two passes, and they no longer fit.
+    """
+    reduced = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on the CPU too
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduced)

@@ -1,4 +1,4 @@
-"""Local training: AdamW over a site's rows, the same for every task that offers `Trainable`."""
+"""Local training: AdamW over a site's rows, the same for every task that is `Trainable`."""
 
 from __future__ import annotations
 
@@ -6,74 +6,24 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
-from typing import Any, Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from fedveil.config import RunConfig
 from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.task import Rows, Watch, unwatched
-from fedveil.contract.trainer import Looked, Penalty, Trained
+from fedveil.contract.trainer import Frozen, Looked, Penalty, Trained, turns
 from fedveil.errors import TaskError
 from fedveil.rng import Stream
 from fedveil.rows import batches
 from fedveil.rows.batches import AnyBatch
 from fedveil.training import optimisers
+from fedveil.training.computing import Alone, Computing, Trainable
 from fedveil.training.per_sample import LocalRows
 from fedveil.training.progress import Progress
 from fedveil.training.schedule import Schedule
 from fedveil.training.threads import threads
-
-
-class Trainable(Protocol):
-    """What a task offers to local training."""
-
-    @property
-    def config(self) -> RunConfig:
-        """The train and run sections are read."""
-        ...
-
-    @property
-    def spec(self) -> Spec:
-        """What is trained."""
-        ...
-
-    @property
-    def trained(self) -> Mapping[str, Tensor]:
-        """The parameters behind the spec; they hold whatever was put in last."""
-        ...
-
-    def put(self, weights: Weights) -> None:
-        """Puts weights in. Raises TaskError where they are not the spec's."""
-        ...
-
-    def taken(self, weights: Weights) -> Weights:
-        """The trained parameters' values, the caller's own, on the device of `weights`, which were put in before."""
-        ...
-
-    def training(self, rng: Stream) -> contextlib.AbstractContextManager[None]:
-        """What the training steps need around them; their own draws are from `rng`.
-
-        Raises ConfigError where this model cannot have it.
-        """
-        ...
-
-    def training_batch(self, rows: Rows) -> AnyBatch:
-        """One batch of a training step, on the CPU."""
-        ...
-
-    def loss_sum(self, batch: Any) -> Tensor:
-        """Summed loss of a batch of `training_batch` on the parameters' device.
-
-        Waits for nothing that the device computes.
-        """
-        ...
-
-    def mean_loss(self, encoded: Rows) -> float:
-        """Mean loss of the rows with the weights put in last."""
-        ...
 
 
 @final
@@ -82,13 +32,23 @@ class LocalTraining:
 
     A step takes train.accumulate batches of train.batch-size rows. Its loss is the mean over the target tokens of all
     its batches, so that its gradient is that of one batch of all its rows; train.max-gradient-norm bounds this gradient
-    with the method's penalty in it. `watch` is called about twice a second, and once after the last step.
+    with the method's penalty in it. `watch` is called about twice a second, and once after the last step. `by` computes
+    the gradients; None: this process alone.
     """
 
-    def __init__(self, task: Trainable, rows: Rows, rng: Stream, watch: Watch = unwatched, round_: int = 0) -> None:
+    def __init__(
+        self,
+        task: Trainable,
+        rows: Rows,
+        rng: Stream,
+        watch: Watch = unwatched,
+        round_: int = 0,
+        by: Computing | None = None,
+    ) -> None:
         if not rows:
             raise TaskError("task.data: expected at least one row to train on, found none; add rows")
         self._task = task
+        self._by = by or Alone(task)
         self._rows = rows
         self._rng = rng
         self._dropout = rng.split("dropout")
@@ -109,9 +69,9 @@ class LocalTraining:
     @property
     def rows(self) -> LocalRows:
         """The same rows, for steps that tell them apart."""
-        return LocalRows(self._task, self._rows)
+        return LocalRows(self._task, self._rows, self._by.gradients)
 
-    def train(self, weights: Weights, frozen: Weights | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
         """Trains from `weights`, which stay as they are. What no step moves, and what is `frozen`, comes back exact.
 
         The report has loss_received (of `weights`, on the site's first train.score-rows rows; left out at 0),
@@ -128,9 +88,9 @@ class LocalTraining:
         task.put(weights)
         with threads(task.config):
             scored = self._rows[: task.config.train.score_rows]
-            received = [task.mean_loss(scored)] if scored else []
-            with task.training(self._dropout):
-                losses, tokens = self._steps(frozen or {}, penalty)
+            received = [self._by.mean_loss(scored)] if scored else []
+            with self._by.training(self._dropout):
+                losses, tokens = self._steps(turns(frozen), penalty)
         if losses:
             after = task.taken(weights)
         else:
@@ -141,11 +101,22 @@ class LocalTraining:
         report["train_seconds"] = time.perf_counter() - started
         return Trained(after, report, Looked.of(self._taken))
 
+    def mean_loss(self, weights: Weights, rows: Rows) -> float:
+        """Mean loss of rows that need not be this client's own, at `weights`, which stay as they are.
+
+        Raises:
+            TaskError: weights that are not the spec's.
+        """
+        self._task.put(weights)
+        with threads(self._task.config):
+            return self._by.mean_loss(rows)
+
     def gradient(self, weights: Weights) -> Trained:
         """The gradient of the mean loss of one batch at `weights`, which stay as they are. No optimiser takes part.
 
         The batch is the first of the epoch that `train` would run now. It has train.batch-size rows; train.accumulate,
         train.epochs and train.max-steps play no part. A tensor that the loss does not reach has a gradient of zeros.
+        All lie on the parameters' device.
         The report has loss_received (of this batch), steps (1), tokens and train_seconds.
 
         Raises:
@@ -159,34 +130,21 @@ class LocalTraining:
         order = batches.order(self._rows, train.batch_size, self._rng.torch_generator(), train.bucketing)
         rows = [self._rows[i] for i in order[: train.batch_size]]
         progress = Progress(1, train.learning_rate, self._watch, lambda step: order[: train.batch_size])
-        with threads(task.config), task.training(self._dropout):
+        with threads(task.config), self._by.training(self._dropout):
             _forget(parameters)  # a training that an error ended may have left a part of a step's gradient
             ((batch,),) = batches.load([rows], self._collated, parameters[0].device)
-            progress.add(self._backward([batch]), batch.tokens)
+            progress.add(self._by.backward([batch]), batch.tokens)
             progress.read()
-        found = {
-            name: torch.zeros_like(weights[name]) if p.grad is None else p.grad.to(weights[name].device)
-            for name, p in task.trained.items()
-        }
+        found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in task.trained.items()}
         _forget(parameters)
         report = {"loss_received": progress.losses[0], "steps": 1.0, "tokens": float(batch.tokens)}
         report["train_seconds"] = time.perf_counter() - started
         return Trained(found, report, Looked.of([order[: train.batch_size]]))
 
-    def _backward(self, step: list[AnyBatch]) -> Tensor:
-        """Adds the gradient of the mean loss over the terms of all batches of a step; that loss, on the device."""
-        terms = sum(batch.terms for batch in step)
-        losses: list[Tensor] = []
-        for batch in step:
-            loss = self._task.loss_sum(batch) / terms
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-        return reduce(torch.add, losses)
-
-    def _steps(self, frozen: Weights, penalty: Penalty | None) -> tuple[list[float], int]:
+    def _steps(self, frozen: Sequence[Weights], penalty: Penalty | None) -> tuple[list[float], int]:
         """The loss of each step, and the tokens that all of them read."""
-        held = _Held(self._task.trained, frozen)
         train, task = self._task.config.train, self._task
+        sets = [_Held(task.trained, each) for each in frozen]
         parameters = list(task.trained.values())
         optimiser = optimisers.create(parameters, train)
         optimiser.zero_grad()  # a training that an error ended may have left a part of a step's gradient
@@ -196,9 +154,11 @@ class LocalTraining:
             for number, step in enumerate(steps):
                 if schedule:
                     optimisers.set_rate(optimiser, schedule.rate(self._round, number, planned))
-                loss = self._backward(step)
+                loss = self._by.backward(step)
                 if penalty:
                     penalty(self._task.trained).backward()  # type: ignore[no-untyped-call]
+                held = sets[number % len(sets)]
+                held.begin(moved=len(sets) > 1)
                 if train.max_gradient_norm:
                     held.quieten()
                     torch.nn.utils.clip_grad_norm_(parameters, train.max_gradient_norm)
@@ -214,7 +174,7 @@ class LocalTraining:
     def _collated(self, rows: Rows) -> list[AnyBatch]:
         """The batches of one step."""
         size = self._task.config.train.batch_size
-        return [self._task.training_batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+        return [self._by.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     @property
     def _planned(self) -> int:
@@ -242,26 +202,40 @@ class LocalTraining:
 
 @final
 class _Held:
-    """Entries that stay as they are: AdamW treats each entry by itself, so putting them back after a step is exact."""
+    """Entries that stay as they are.
+
+    A tensor that stays as a whole has no gradient, so the optimiser neither moves it nor makes states for it. Of others
+    entries are put back after the step: AdamW treats each entry by itself, so this is exact.
+    """
 
     def __init__(self, trained: Mapping[str, Tensor], frozen: Weights) -> None:
         if unknown := sorted(set(frozen) - set(trained)):
             raise TaskError(f"frozen: expected tensors of the spec, found {unknown[0]}; use one adapter on both sides")
-        self._held = [
-            (p, mask := frozen[name].to(p.device), p.detach().masked_select(mask))
-            for name, p in trained.items()
-            if name in frozen
-        ]
+        masks = [(p, frozen[name].to(p.device)) for name, p in trained.items() if name in frozen]
+        whole = [bool(mask.all()) for _, mask in masks]
+        self._whole = [p for (p, _), all_of_it in zip(masks, whole, strict=True) if all_of_it]
+        self._masked = [pair for pair, all_of_it in zip(masks, whole, strict=True) if not all_of_it]
+        self._kept = self._now()
+
+    def begin(self, moved: bool) -> None:
+        """Before a step, when its gradients are there. `moved`: other steps may have moved what this one holds."""
+        for parameter in self._whole:
+            parameter.grad = None
+        if moved:
+            self._kept = self._now()
+
+    def _now(self) -> list[Tensor]:
+        return [p.detach().masked_select(mask) for p, mask in self._masked]
 
     def quieten(self) -> None:
         """Their part of a gradient does not count for its norm: it moves nothing."""
-        for parameter, mask, _ in self._held:
+        for parameter, mask in self._masked:
             if parameter.grad is not None:
                 parameter.grad.masked_fill_(mask, 0.0)
 
     @torch.no_grad()
     def restore(self) -> None:
-        for parameter, mask, kept in self._held:
+        for (parameter, mask), kept in zip(self._masked, self._kept, strict=True):
             parameter.masked_scatter_(mask, kept)
 
 

@@ -12,7 +12,7 @@ backward pass, and n + m numbers a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -30,7 +30,7 @@ from fedveil.training.threads import threads
 
 @runtime_checkable
 class SampleLoss(Protocol):
-    """What a task offers beside `Trainable` where rows can be told apart."""
+    """What a task offers beside `computing.Trainable` where rows can be told apart."""
 
     def samples(self, rows: Rows) -> tuple[Tensor, ...]:
         """The rows as tensors on the model's device, each with the rows as its first dimension."""
@@ -63,10 +63,14 @@ class FeatureLoss(Protocol):
 
 @final
 class LocalRows(RowGradients):
-    """The row gradients of one client. train.accumulate has no part in them."""
+    """The row gradients of one client. train.accumulate has no part in them.
 
-    def __init__(self, task: Any, rows: Rows) -> None:
+    `by` computes those of whole weights: `gradients`, where it is None.
+    """
+
+    def __init__(self, task: Any, rows: Rows, by: Callable[[Rows, Weights], PerSample] | None = None) -> None:
         self._task, self._rows = task, rows
+        self._by = by or (lambda chosen, weights: gradients(task, task.spec, chosen, weights))
 
     @property
     @override
@@ -92,7 +96,7 @@ class LocalRows(RowGradients):
     @override
     def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
         with threads(self._task.config):
-            return gradients(self._task, self._task.spec, [self._rows[i] for i in batch.rows], weights)
+            return self._by([self._rows[i] for i in batch.rows], weights)
 
     @override
     def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
@@ -146,13 +150,18 @@ def gradients(task: object, spec: Spec, rows: Rows, weights: Weights) -> PerSamp
         return PerSample(
             {n: torch.zeros((0, *t.shape), device=home) for n, t in spec.items()}, torch.zeros(0, device=home)
         )
-    inputs = task.samples(rows)
-    there = {name: w.detach().to(inputs[0].device) for name, w in weights.items()}
+    found = of_samples(task, task.samples(rows), weights)
+    return PerSample({name: g.to(home) for name, g in found.gradients.items()}, found.losses.to(home))
+
+
+def of_samples(task: SampleLoss, samples: Sequence[Tensor], weights: Weights) -> PerSample:
+    """As `gradients`, of what `SampleLoss.samples` made of the rows, on its device."""
+    there = {name: w.detach().to(samples[0].device) for name, w in weights.items()}
     each: Any = torch.func.vmap(
-        torch.func.grad_and_value(task.sample_loss), in_dims=(None, *(0 for _ in inputs)), randomness="error"
+        torch.func.grad_and_value(task.sample_loss), in_dims=(None, *(0 for _ in samples)), randomness="error"
     )
-    found, losses = each(there, *inputs)
-    return PerSample({name: g.detach().to(home) for name, g in found.items()}, losses.detach().to(home))
+    found, losses = each(there, *samples)
+    return PerSample({name: g.detach() for name, g in found.items()}, losses.detach())
 
 
 def feature_gradients(task: object, spec: Spec, rows: Rows, weights: Weights) -> FeatureGradients:

@@ -25,6 +25,8 @@ from collections.abc import Iterable, Sequence
 Gram = tuple[str, ...]
 
 MAX_N = 4
+SCORES = ("bleu", "rouge_l", "nist", "meteor", "cider")
+CAPTIONS = (*(f"bleu_{n}" for n in range(1, MAX_N + 1)), "rouge_l", "cider")
 SIGMA = 6.0
 
 _WORD = re.compile(r"[^\W_]+(?:[-.,:/][^\W_]+)*|'[^\W\d_]+|[^\w\s]|_")

@@ -8,7 +8,7 @@ after the last entry, at most 7, are 0. Bits per entry: 1, plus less than one by
 | empty tensor | 0 bytes |
 | 0-d tensor | one byte, 0 or 1 |
 | non-contiguous input | copied once, in row-major order of the view |
-| CUDA tensor | copied to the CPU once; decoded tensors lie on the CPU |
+| CUDA tensor | packed there, and copied to the CPU once; decoded tensors lie on the CPU |
 | a pad bit that is 1 | WireError: two messages must not mean the same tensor |
 """
 
@@ -35,8 +35,10 @@ class Bits:
 
     def encode(self, value: Value) -> list[Buffer]:
         """The packed bits."""
-        entries = np.frombuffer(raw(_checked(value)), dtype=bool)
-        return [np.packbits(entries, bitorder="little").data]
+        entries = _checked(value)
+        if entries.device.type != "cpu":
+            return [raw(_pack_there(entries.reshape(-1)))]
+        return [np.packbits(np.frombuffer(raw(entries), dtype=bool), bitorder="little").data]
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
         """A new boolean tensor."""
@@ -63,3 +65,10 @@ def _checked(value: Value) -> Tensor:
     if value.dtype != torch.bool:
         raise WireError(f"expected dtype bool, found {str(value.dtype).removeprefix('torch.')}")
     return value
+
+
+def _pack_there(entries: Tensor) -> Tensor:
+    """The bytes, packed on the device of the flat entries."""
+    padded = torch.zeros(-(-len(entries) // 8) * 8, dtype=torch.uint8, device=entries.device)
+    padded[: len(entries)] = entries
+    return (padded.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=entries.device)).sum(1, dtype=torch.uint8)

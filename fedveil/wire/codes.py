@@ -25,7 +25,8 @@ bits a code. Bits per entry: b / k + 32 / block, plus less than one byte per ten
 | empty tensor | 0 bytes, no scale |
 | 0-d tensor | one scale, one code |
 | non-contiguous input | copied once, in row-major order of the view |
-| CUDA tensor | copied to the CPU once; decoded tensors lie on the CPU |
+| CUDA tensor | packed there, and copied to the CPU once |
+| decoded tensors | on the CPU; `decode_on` unpacks the same on another device |
 | scale 0 or -0.0 | kept, bit for bit |
 | scale negative, infinite or NaN; a code of L or more; a pad bit that is 1 | WireError, on both ends |
 | decoded tensors | codes are new; scales are a view of the received bytes: not to be written to |
@@ -47,6 +48,7 @@ from fedveil.contract.codec import Buffer, Coded, Value, numel, raw, view
 from fedveil.errors import ConfigError, WireError
 
 _CHUNK_CODES = 1 << 17
+_CODES_THERE = 1 << 24  # at a time on a GPU: what is computed with is some 20 bytes a code
 _MAX_DIGITS = 11  # the smallest limit with which every L is within 2 %
 _MIN_BITS = 8  # 8 words then fill at least 8 bytes, see `_window`
 _MAX_BITS = 56  # a word that starts inside a byte still ends within 64 bits of that byte's start
@@ -85,17 +87,30 @@ class Codes:
         if tuple(coded.scales.shape) != (expected := (self._blocks(coded.codes.numel()),)):
             raise WireError(f"scales: expected shape {expected}, found {tuple(coded.scales.shape)}")
         _check_scales(coded.scales)
-        return [raw(coded.scales), _pack(np.frombuffer(raw(coded.codes), dtype=np.uint8), self.levels).data]
+        scales = raw(coded.scales)
+        if coded.codes.device.type != "cpu" and coded.codes.numel():
+            return [scales, raw(_pack_there(coded.codes.reshape(-1), self.levels))]
+        return [scales, _pack(np.frombuffer(raw(coded.codes), dtype=np.uint8), self.levels).data]
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Coded:
         """New codes; the scales are a view of `data`."""
+        scales, packed = self._parts(data, shape)
+        codes = _unpack(np.frombuffer(packed, dtype=np.uint8), numel(shape), self.levels)
+        return Coded(torch.from_numpy(codes).reshape(shape), scales)
+
+    def decode_on(self, data: memoryview, shape: tuple[int, ...], device: torch.device) -> Coded:
+        """The same on another device, to which the packed codes are copied. Raises WireError."""
+        scales, packed = self._parts(data, shape)
+        there = view(packed, torch.uint8, (len(packed),)).to(device)
+        return Coded(_unpack_there(there, numel(shape), self.levels).view(shape), scales.to(device))
+
+    def _parts(self, data: memoryview, shape: tuple[int, ...]) -> tuple[Tensor, memoryview]:
         if len(data) != (expected := self.nbytes(shape)):
             raise WireError(f"expected {expected} bytes for {self.name} of shape {shape}, found {len(data)}")
         blocks = self._blocks(numel(shape))
         scales = view(data[: 4 * blocks], torch.float32, (blocks,))
         _check_scales(scales)
-        codes = _unpack(np.frombuffer(data[4 * blocks :], dtype=np.uint8), numel(shape), self.levels)
-        return Coded(torch.from_numpy(codes).reshape(shape), scales)
+        return scales, data[4 * blocks :]
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """4 bytes a scale, and the packed codes."""
@@ -218,3 +233,52 @@ def _unpack_words(packed: NDArray[np.uint8], rows: int, b: int) -> NDArray[np.ui
 def _window(packed: NDArray[np.uint8], rows: int, b: int, i: int) -> NDArray[np.uint64]:
     """A view of 8 bytes of each row (of b bytes), from the byte in which word i starts. As b >= 8, none overlaps."""
     return np.ndarray((rows,), "<u8", packed, b * i // 8, (b,))
+
+
+def _pack_there(codes: Tensor, levels: int) -> Tensor:
+    """`_pack` of flat codes in operations of torch, on their device."""
+    (k, b), width = word_of(levels), _rows(levels)[0]
+    powers = torch.tensor([levels**j for j in range(k)], device=codes.device)
+    bit = 8 * torch.arange(b, device=codes.device)  # of a row, where each byte begins
+    word, shift = bit // b, bit % b
+    packed = []
+    for part in torch.split(codes, _CODES_THERE // width * width):
+        if (found := int(part.max())) >= levels:
+            raise WireError(f"codes: expected below {levels}, found {found}")
+        digits = torch.zeros(-(-len(part) // width) * width, dtype=torch.int64, device=codes.device)
+        digits[: len(part)] = part
+        words = (digits.view(-1, k) * powers).sum(1).view(-1, 8)
+        after = words.roll(-1, 1)  # the first one, after the last, is shifted out of its byte
+        packed.append((words[:, word] >> shift | after[:, word] << (b - shift)).to(torch.uint8).view(-1))
+    return torch.cat(packed)[: _packed_bytes(len(codes), levels)]
+
+
+def _unpack_there(packed: Tensor, count: int, levels: int) -> Tensor:
+    """`_unpack` in operations of torch, on the device of the packed codes."""
+    (k, b), (width, row_bytes, _) = word_of(levels), _rows(levels)
+    if not count:
+        return packed
+    bit = b * torch.arange(8, device=packed.device)  # of a row, where each word begins
+    codes = torch.empty(-(-count // width) * width, dtype=torch.uint8, device=packed.device)
+    rows = _CODES_THERE // width
+    for part, out in zip(torch.split(packed, rows * row_bytes), torch.split(codes, rows * width), strict=True):
+        padded = torch.zeros(len(out) // width * row_bytes, dtype=torch.uint8, device=packed.device)
+        padded[: len(part)] = part
+        row, words = (
+            padded.view(-1, row_bytes),
+            torch.zeros(len(out) // width, 8, dtype=torch.int64, device=packed.device),
+        )
+        for byte in range((b + 14) // 8):  # beyond the row are bits that no word has
+            words |= row[:, (bit // 8 + byte).clamp_(max=row_bytes - 1)].long() << 8 * byte
+        words = (words >> bit % 8 & ((1 << b) - 1)).view(-1)
+        if (found := int(words.max())) >= levels**k:
+            raise WireError(
+                f"codes: expected {k} codes below {levels} in a word of {b} bits, found the word {found:#x}"
+            )
+        digits = out.view(-1, k)
+        for j in range(k):
+            digits[:, j] = words % levels
+            words //= levels
+    if codes[count:].any():
+        raise WireError(f"codes: expected zero bits after the last of {count} codes below {levels}, found others")
+    return codes[:count]

@@ -19,7 +19,7 @@ form is refused. Free is only how zlib cuts the same text, for versions of zlib 
 from __future__ import annotations
 
 import hashlib
-import math
+import json
 import mmap
 import zlib
 from collections.abc import Mapping, Sequence
@@ -29,19 +29,19 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
 
+from fedveil.contract import held_out
 from fedveil.contract.address import Address
 from fedveil.contract.codec import Buffer, Value
-from fedveil.contract.layout import Direction, Field, Layout, Payload
+from fedveil.contract.layout import Direction, Layout, Payload
 from fedveil.contract.method import Method
+from fedveil.contract.spec import Made
 from fedveil.errors import WireError
 from fedveil.wire import conformity
 from fedveil.wire import header as header_
+from fedveil.wire.fields import Job
 from fedveil.wire.parked import ParkedFields
 
-_BLOCK_BYTES = 1 << 22  # such a block stays in cache from the checksum to the norm
-_HALF_BLOCK_BYTES = 1 << 19  # of half precision, which is widened to twice as much for the norm
 _PARALLEL_BYTES = 8 << 20  # below this a thread costs more than it saves
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="fedveil-wire")
 
@@ -154,7 +154,7 @@ def packed(
     prefix = header_.MAGIC + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1]
     prefix += (stamp.address or Address()).digest
     parts = [prefix, header, bytes(-(header_.PREFIX + len(header)) % 8), *parts]
-    return Packed(parts, _disclosed(payload.variant, entries, payload.scalars, sum(map(len, parts))))
+    return Packed(parts, _disclosed(payload.variant, entries, payload.scalars, report or {}, sum(map(len, parts))))
 
 
 def _header(
@@ -168,11 +168,12 @@ def _header(
     return zlib.compress(header_.written(content), 6)
 
 
-def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
+def unpack(data: Buffer, layout: Layout, stamp: Stamp, device: torch.device | None = None) -> Message:
     """The message in `data`, which must have this stamp and layout.
 
     No field is copied: dense fields are views of `data`, which must not change. Of a message in a file (`parked`), each
-    access to a field lets go of what was read of the others.
+    access to a field lets go of what was read of the others. With a `device`, fields of codecs that can are decoded
+    there, and anew at every access; such an access raises WireError for what only decoding shows.
 
     Raises:
         WireError: names the field, what was expected and what was found.
@@ -205,50 +206,19 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp) -> Message:
     jobs, sizes = [], {}
     for entry in header["fields"]:
         name, size = entry[0], entry[3]
-        jobs.append((whole[offset : offset + size], declared[name], entry))
+        jobs.append(Job(whole[offset : offset + size], declared[name], entry, device))
         sizes[name] = size
         end = offset + size + -size % 8
         header_.check_padding(name, whole[offset + size : end])
         offset = end
-    read = list(_POOL.map(_read_field, jobs)) if offset > _PARALLEL_BYTES else [_read_field(job) for job in jobs]
-    found = {entry[0]: value for (_, _, entry), (value, _) in zip(jobs, read, strict=True)}
-    norms = {entry[0]: norm for (_, _, entry), (_, norm) in zip(jobs, read, strict=True) if norm is not None}
-    fields: Mapping[str, Value] = {name: found[name] for name in declared}  # in the layout's order
+    read = list(_POOL.map(Job.read, jobs)) if offset > _PARALLEL_BYTES else [job.read() for job in jobs]
+    found = {job.name: give for job, (give, _) in zip(jobs, read, strict=True)}
+    norms = {job.name: norm for job, (_, norm) in zip(jobs, read, strict=True) if norm is not None}
+    made = Made(declared, lambda name: found[name]())  # in the layout's order
+    fields: Mapping[str, Value] = dict(made) if device is None else made
     payload = Payload(ParkedFields(fields, data) if isinstance(data, mmap.mmap) else fields, variant, header["scalars"])
-    disclosed = _disclosed(variant, header["fields"], header["scalars"], len(whole))
+    disclosed = _disclosed(variant, header["fields"], header["scalars"], header["report"], len(whole))
     return Message(payload, header["num_examples"], header["report"], header["turn"], sizes, norms, disclosed)
-
-
-def _read_field(job: tuple[memoryview, Field, list[Any]]) -> tuple[Value, float | None]:
-    """The value of one field, and its norm if it is floating-point. One pass reads the bytes for checksum and norm."""
-    data, declared, (name, codec_name, shape, _, checksum) = job
-    shape = tuple(shape)
-    if codec_name != declared.codec.name:
-        raise WireError(f"{name}: expected codec {declared.codec.name}, found {header_.shown(codec_name)}")
-    conformity.check_shape(declared, shape)
-    if len(data) != (size := declared.codec.nbytes(shape)):
-        raise WireError(f"{name}: expected {size} bytes for shape {shape}, found {len(data)}")
-    try:
-        value = declared.codec.decode(data, shape)
-    except WireError as error:
-        raise WireError(f"{name}: {error}") from None
-    floats = value.flatten() if isinstance(value, Tensor) and value.is_floating_point() else None
-    is_half = floats is not None and floats.itemsize == 2
-    block_bytes = _HALF_BLOCK_BYTES if is_half else _BLOCK_BYTES
-    wide = torch.empty(min(len(data), block_bytes) // 2 if is_half else 0)  # once a field, for allocating faults pages
-    found, squares = xxhash.xxh3_64(), 0.0
-    for start in range(0, len(data), block_bytes):
-        found.update(data[start : start + block_bytes])
-        if floats is not None:
-            block = floats[start // floats.itemsize : (start + block_bytes) // floats.itemsize]
-            block = wide[: len(block)].copy_(block) if is_half else block.float()
-            squares += float(torch.dot(block, block))
-    if found.hexdigest() != checksum:
-        raise WireError(
-            f"{name}: expected checksum {header_.shown(checksum)}, found {found.hexdigest()}: "
-            "the field was damaged on the way"
-        )
-    return value, None if floats is None else math.sqrt(squares)
 
 
 def _check_length(entries: list[list[Any]], offset: int, found: int) -> None:
@@ -277,16 +247,20 @@ def _explain_layout(layout: Layout, direction: Direction, header: Mapping[str, A
 def describe(data: Buffer) -> dict[str, Any]:
     """What a message discloses, from its header alone, for the run folder's record of it.
 
-    Returns the keys bytes (of the whole message), payload_bytes, variant, scalars, and fields as [name, codec, shape,
-    bytes].
+    Returns the keys bytes (of the whole message), payload_bytes, variant, scalars, fields as [name, codec, shape,
+    bytes], and figures: of those on held-out rows, which not every run has, the bytes by name.
     """
     whole = memoryview(data).cast("B")
     header, _ = header_.read(whole)
-    return _disclosed(header["variant"], header["fields"], header["scalars"], len(whole))
+    return _disclosed(header["variant"], header["fields"], header["scalars"], header["report"], len(whole))
 
 
 def _disclosed(
-    variant: str, entries: Sequence[Sequence[Any]], scalars: Mapping[str, Any], total_bytes: int
+    variant: str,
+    entries: Sequence[Sequence[Any]],
+    scalars: Mapping[str, Any],
+    report: Mapping[str, Any],
+    total_bytes: int,
 ) -> dict[str, Any]:
     return {
         "variant": variant,
@@ -294,4 +268,5 @@ def _disclosed(
         "payload_bytes": sum(entry[3] for entry in entries),
         "fields": [list(entry[:4]) for entry in entries],
         "scalars": dict(scalars),
+        "figures": {name: len(json.dumps(value)) for name, value in held_out.figures(report).items()},
     }

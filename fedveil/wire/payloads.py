@@ -43,6 +43,9 @@ def as_spec(weights: Weights, spec: Spec) -> dict[str, Tensor]:
     return {name: w.to(spec[name].dtype) for name, w in weights.items()}
 
 
-def lazy_spec(weights: Weights, spec: Spec) -> Weights:
-    """The same, cast at every access: no copy is held, and a message on disk is read tensor by tensor."""
-    return MadeWeights(weights, lambda name: weights[name].to(spec[name].dtype))
+def lazy_spec(weights: Weights, spec: Spec, device: torch.device | None = None) -> Weights:
+    """The same, cast at every access: no copy is held, and a message on disk is read tensor by tensor.
+
+    With a `device`, on that: what travels there is as narrow as it was received.
+    """
+    return MadeWeights(weights, lambda name: weights[name].to(device).to(spec[name].dtype))

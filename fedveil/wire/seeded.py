@@ -1,44 +1,30 @@
-"""Seeded: a key in place of a Bernoulli mask.
+"""Seeded: a key in place of Bernoulli masks.
 
-Bytes: the 32 bytes of the key. Both ends expand them to the same mask, entries in row-major order, by
-`fedveil.rng.Stream.bernoulli` under the key (AES-256 in counter mode; one byte an entry, and 4 more for one entry in
-256). Bits per entry: 256 / entries of the mask, against 1 for `Bits`.
+Bytes: the 32 bytes of the key. Both ends expand them to the same masks (`fedveil.algebra.masks.expand`: ChaCha20, one
+byte an entry, and 4 more for one entry in 256). Bits per entry: 256 / entries of the masks, against 1 for `Bits`.
 
-The value is the key alone, so its shape is (32,) for a mask of any shape; the caller of `expand` names the mask's
-shape. Whoever sees the key knows the mask, so send a key only where the mask need not be secret.
+The value is the key alone, so its shape is (32,) for masks of any shape. Whoever sees the key knows the masks, so send
+a key only where they need not be secret.
 
 | case | what happens |
 |---|---|
-| empty mask | still 32 bytes; `expand` gives an empty tensor |
-| 0-d mask | one draw |
-| keep = 0, keep = 1 | all False, all True, exactly |
-| non-contiguous or CUDA tensor | WireError: a mask is not a key; draw a key and expand it |
-| a larger shape, same key | its first entries are those of the smaller one |
-| expanded mask | on the CPU, new |
+| empty mask | still 32 bytes |
+| a tensor | WireError: a mask is not a key; draw a key and expand it |
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtyping import Bool
-from torch import Tensor
-
 from fedveil.contract.codec import Buffer, Value
 from fedveil.errors import ConfigError, WireError
-from fedveil.rng import Stream
 
 KEY_BYTES = 32
 
 
-def expand(key: bytes, keep: float, shape: tuple[int, ...]) -> Bool[Tensor, "..."]:
-    """The mask that a key stands for: each entry is True with probability `keep`, and equal on every machine."""
-    return Stream(key).bernoulli(keep, shape)
-
-
 @dataclass(frozen=True)
 class Seeded:
-    """The key of a mask whose entries are True with probability `keep`."""
+    """The key of masks whose entries are True with probability `keep`."""
 
     keep: float
 
@@ -48,8 +34,8 @@ class Seeded:
 
     @property
     def name(self) -> str:
-        """Such as "seeded keep 0.25", with every digit of `keep`, because each of them changes masks."""
-        return f"seeded keep {float(self.keep)!r}"
+        """Such as "seeded chacha20 keep 0.25": cipher and every digit of `keep`, because each of them changes masks."""
+        return f"seeded chacha20 keep {float(self.keep)!r}"
 
     def encode(self, value: Value) -> list[Buffer]:
         """The key."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedveil.attacks import audit, controls, unseen
+from fedveil.attacks import controls, unseen
 from fedveil.attacks.base import Knowledge
 from fedveil.attacks.hidden_model import factor_pairing
 from fedveil.attacks.membership.alignment import alignment_scores
@@ -169,12 +169,12 @@ def test_a_tap_of_another_ring_is_refused_with_its_file(federate):
 def test_an_audit_reads_a_secure_run_as_its_server_could(federate):
     twins = Twins(federate, "fedavg")
     asked = twins.secure.tap, twins.secure.exchange, twins.secure.config, twins.secure.deployed()["server"]
-    view, sums, said = audit._views(*asked)
+    view, sums, said = unseen.views(*asked)
     assert isinstance(view, UnseenView)
     assert isinstance(sums, SumView)
     assert "could NOT see a single upload" in said[0]
     assert "own mask stayed on" in said[1]
-    clear = audit._views(twins.clear.tap, twins.clear.exchange, twins.clear.config, asked[3])
+    clear = unseen.views(twins.clear.tap, twins.clear.exchange, twins.clear.config, asked[3])
     assert clear[1:] == (None, ())
     assert [u.site for u in clear[0].uploads()] == list(SITES)
 

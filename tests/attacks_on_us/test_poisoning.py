@@ -170,7 +170,7 @@ def test_robust_means_count_entry_by_entry_who_sent_it():
     assert sums.means(other)["v"] is other["v"]
 
 
-WITHOUT_COMMON_ENTRIES = {"fedper", "fedqsn", "fedrand", "random_binary"}
+WITHOUT_COMMON_ENTRIES = {"fedper", "fedqsn", "fedrand", "random_binary", "rolora"}
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed", "multi-krum"])

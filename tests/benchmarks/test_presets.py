@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
 from fedveil import places, strategies
 from fedveil.benchmarks import run
+from fedveil.benchmarks.common import resampling, verdicts
+from fedveil.errors import ConfigError
 
 
 def preset(name: str) -> dict:
@@ -37,6 +40,49 @@ def test_methods_and_claims_of_dp_fpl_exist(name):
     assert set(found.get("paper", {})) <= set(rows)
 
 
+@pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["runner"] == "fedqsn.proxies"])
+def test_a_gap_s_control_trains_as_its_method_does_and_hides_nothing(name):
+    """FedAvg of the same weights, under the same settings; so what is left of its gap is training alone."""
+    found = preset(name)
+    for settings in (found["settings"], run._merged(found["settings"], found["quick"])):
+        methods = settings["methods"]
+        for label, row in methods.items():
+            made = strategies.create(row["name"], row.get("fields", ""))
+            if "control" not in row:
+                assert row["name"] in ("fedavg", "fedsp") or name in ("fedqsn/private", "fedqsn/table6"), label
+                continue
+            control = methods[row["control"]]
+            assert control["name"] == "fedavg"
+            assert strategies.create("fedavg", control.get("fields", "")).adapter == made.adapter
+            assert control.get("config", {}) == row.get("config", {})
+
+
+def test_the_tables_of_fedqsn_have_the_paper_s_rates_and_the_embeddings_apart():
+    """Rates on both sides and on one, at w = 2; masks beside 4 bits; the head whole, as the paper's code leaves it."""
+    shown, both = {}, ("fedqsn/table3", "fedqsn/table8")
+    for name in both:
+        methods = preset(name)["settings"]["methods"].values()
+        made = [strategies.create(row["name"], row["fields"]) for row in methods if row["name"] == "fedqsn"]
+        bits = [m.bits if m.quantiser != "none" else 0 for m in made]
+        shown[name] = {(m.server_rate, m.client_rate, w, m.embeddings) for m, w in zip(made, bits, strict=True)}
+    rates = [(0.1, 0.0), (0.0, 0.1), (0.1, 0.1), (0.1, 0.2), (0.2, 0.1), (0.2, 0.2)]
+    assert shown["fedqsn/table3"] >= {(*p, 2, "masked") for p in rates}
+    assert shown["fedqsn/table3"] >= {(0.1, 0.1, 2, "open"), (0.1, 0.1, 2, "quantised")}
+    assert shown["fedqsn/table8"] >= {(p, p, w, "masked") for p in (0.1, 0.2) for w in (0, 4)}
+    assert shown["fedqsn/table8"] >= {(p, p, 0, "open") for p in (0.1, 0.2)} | {(0.0, 0.0, 2, "quantised")}
+    assert {preset(name)[part]["seeds"] for name in both for part in ("settings", "quick")} == {3}
+
+
+@pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["settings"].get("claims")])
+def test_claims_of_the_presets_can_be_judged(name):
+    """A claim of equality has its margin."""
+    for claim in preset(name)["settings"]["claims"]:
+        assert verdicts.claimed(resampling.fixed(0.0), claim).word in (verdicts.HOLDS, verdicts.FAILS)
+        unbounded = claim | {"margin": 0.0 if "margin" in claim else 1.0}
+        with pytest.raises(ConfigError, match="margin"):
+            verdicts.claimed(resampling.fixed(0.0), unbounded)
+
+
 @pytest.mark.parametrize("name", ["april", "adaptive"])
 def test_cases_of_the_presets_have_a_model_and_a_name_of_their_own(name):
     settings = preset(f"random_binary/{name}")
@@ -46,8 +92,40 @@ def test_cases_of_the_presets_have_a_model_and_a_name_of_their_own(name):
     assert set(settings["quick"].get("skip", [])) <= {c["name"] for c in cases}
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_methods_and_claims_of_random_binary_exist_and_every_claim_has_its_rows(quick):
+    """In the quick form some bases have no rows, but the control has both, and seeds to decide it."""
+    found = preset("random_binary/accuracy")
+    settings = run._merged(found["settings"], found["quick"] if quick else {})
+    for row in settings["methods"].values():
+        strategies.create(row["name"], settings["fields"] + row.get("fields", ""))
+    rows = {(base, method) for base, of in settings["bases"].items() for method in of["methods"]}
+    assert {method for _, method in rows} <= set(settings["methods"])
+    pairs = [
+        [(base, claim[side]) for side in ("row", "than")] for claim in settings["claims"] for base in claim["bases"]
+    ]
+    assert quick or all(set(pair) <= rows for pair in pairs)
+    (control,) = (c for c in settings["claims"] if c.get("control") and c["is"] == "lower")
+    assert {("position", control["row"]), ("position", control["than"])} <= rows
+    assert settings["bases"]["position"]["seeds"] >= resampling.SEEDS_TO_DECIDE
+
+
 def test_quick_settings_replace_values_and_add_to_tables_also_to_one_that_is_not_there():
     changed = run._merged(
         {"a": 1, "config": {"x": 1, "y": 1}}, {"a": 2, "config": {"y": 2}, "called": {"cat": "animal"}}
     )
     assert changed == {"a": 2, "config": {"x": 1, "y": 2}, "called": {"cat": "animal"}}
+
+
+def test_a_result_has_its_preset_its_form_and_the_seconds_of_the_whole(monkeypatch):
+    seen = []
+
+    def runs(settings, options):
+        seen.append(settings["seeds"])
+        return run.Outcome([{"name": "x"}])
+
+    monkeypatch.setattr(run, "runner", lambda preset: SimpleNamespace(run=runs))
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=iter([5.0, 7.5]).__next__))
+    result, files = run.run_preset("fedrand/e2e", run.Options(quick=True))
+    assert (result["preset"], result["quick"], result["seconds"], files) == ("fedrand/e2e", True, 2.5, {})
+    assert seen == [1]

@@ -7,6 +7,7 @@ import stat
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fedveil import rng, strategies, tasks
 from fedveil.client_app import turn
@@ -14,11 +15,13 @@ from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.data_sets import ID_FILE, DataSet, shelf_of
 from fedveil.config import parse
 from fedveil.contract.address import Address
+from fedveil.contract.codec import raw
 from fedveil.contract.method import RoundContext, fields_of
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.rows.tokens import Tokens
 from fedveil.sealed import new_key
+from fedveil.training.adapted import AdaptedTask
 from fedveil.training.schedule import Schedule
 
 CTX = RoundContext(0, "s", True, bytes(32), address=Address("r"))
@@ -35,12 +38,12 @@ def data(tmp_path):
 
 def upload(data, state, round_=0, config=None, **node) -> bytes:
     flat = FLAT | (config or {})
-    parsed = parse(flat)
-    method = strategies.create("fedavg", "")
+    parsed, name = parse(flat), flat["method.name"]
+    method = strategies.create(name, "")
     task = tasks.load(parsed, method.adapter, "cpu")
-    exchange = Exchange(method, "fedavg", task.spec)
+    exchange = Exchange(method, name, task.spec)
     server = method.init(task.spec, task.initial(rng.initial(0, "w")), rng.initial(0, "m"))
-    order = {"round": round_, "is-new": True, "site": "s", "run": "r", "method": "fedavg"}
+    order = {"round": round_, "is-new": True, "site": "s", "run": "r", "method": name}
     node = {"state-dir": str(state), "data": str(data), "device": "cpu", **node}
     asked = Assignment.of(order | {"fields": json.dumps(fields_of(method))}, flat, node)
     found = turn.Turns().take(lambda: exchange.broadcast(server, replace(CTX, round=round_)), asked)
@@ -92,3 +95,46 @@ def test_a_turn_trains_at_the_rates_of_its_round(tmp_path, data, monkeypatch):
 def test_keys_of_steps_that_no_client_makes_are_refused_at_the_site_too(tmp_path, data):
     with pytest.raises(ConfigError, match=r"train\.schedule: expected 'constant', found 'linear' with dp"):
         upload(data, tmp_path / "state", 0, {"train.schedule": "linear", "dp.clip": 1.0})
+
+
+@pytest.mark.parametrize(
+    "config,named",
+    [
+        ({"method.name": "fedqsn"}, True),
+        ({"method.name": "random_binary"}, True),
+        ({"method.name": "fedavg"}, False),
+        ({"method.name": "fedqsn", "dp.clip": 1.0, "dp.noise": 0.1}, False),
+    ],
+)
+def test_the_task_s_device_is_named_to_methods_that_use_one_and_steps_are_not_noisy(
+    tmp_path, data, monkeypatch, config, named
+):
+    """Decoded there, codes and uploads are what they are without a device, which here is the CPU by another name."""
+    expected, contexts = upload(data, tmp_path / "state", 0, config), []
+    participate = Exchange.participate
+    monkeypatch.setattr(AdaptedTask, "accelerator", torch.device("cpu"))
+    monkeypatch.setattr(
+        Exchange, "participate", lambda self, *given: (contexts.append(given[3]), participate(self, *given))[1]
+    )
+    found = upload(data, tmp_path / "other", 0, config)
+    assert [ctx.device for ctx in contexts] == [torch.device("cpu") if named else None]
+    assert {n: raw_of(v) for n, v in found.items()} == {n: raw_of(v) for n, v in expected.items()}
+
+
+def test_what_is_summed_unseen_is_made_on_the_cpu(monkeypatch):
+    config, method = parse({"method.name": "random_binary"}), strategies.create("random_binary", "")
+    task = tasks.load(config, method.adapter, "cpu")
+    task.device = torch.device("cuda")
+    assert turn.device_for(method, task, config, False) == torch.device("cuda")
+    assert turn.device_for(method, task, config, True) is None
+
+
+def raw_of(value) -> bytes:
+    return bytes(value) if isinstance(value, bytes) else raw(value).tobytes()
+
+
+def test_a_task_on_the_cpu_names_no_device():
+    task = tasks.load(parse(FLAT), strategies.create("fedavg", "").adapter, "cpu")
+    assert task.accelerator is None
+    task.device = torch.device("cuda")
+    assert task.accelerator == torch.device("cuda")

@@ -14,8 +14,8 @@ from fedveil.console.commands.running import status
 from fedveil.console.main import main
 from fedveil.console.report import page, run_page
 from fedveil.console.runs import workers
-from fedveil.console.runs.ending import until_ended
 from fedveil.console.runs.folder import load
+from fedveil.console.runs.following import until_ended
 from fedveil.console.runs.progress import RunProgress
 from fedveil.console.runs.workers import WorkerStatus
 from fedveil.console.terminal import terminal

@@ -13,6 +13,7 @@ from flwr.supercore.superexec.executor import factory, kubernetes_executor
 from flwr.supercore.superexec.executor.types import ExecutionSpec
 
 from fedveil.console.provisioning import compose
+from fedveil.console.provisioning.federation import FederationFile
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "docker" / "k8s"
@@ -69,8 +70,9 @@ def test_every_pod_is_locked_down():
 
 
 def test_the_programs_are_those_of_the_compose_files():
-    services = yaml.safe_load(compose.server("p", "i", 9092, "/f"))["services"]
-    services |= yaml.safe_load(compose.site("p", "north", "i", "fl.example.org:9092"))["services"]
+    federation = FederationFile(name="p", server=["fl.example.org"], sites=["north", "south", "west"])
+    services = yaml.safe_load(compose.server(federation, "/f"))["services"]
+    services |= yaml.safe_load(compose.site(federation, "north"))["services"]
     found = {c["name"]: c["command"] for spec in [*pods(SERVER), *pods(SITE)] for c in spec["containers"]}
 
     def flags(command: list[str]) -> set[str]:

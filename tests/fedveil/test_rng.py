@@ -46,6 +46,34 @@ def test_bernoulli_at_its_ends_and_in_between():
         stream.bernoulli(1.1, (1,))
 
 
+def test_ties_are_decided_by_a_stream_of_their_own():
+    """Some 80 of 20,000 bytes tie with the threshold's first, in two blocks of draws that go on as one."""
+    keep = 0.7312345
+    digest = hashlib.blake2b(b"".join(len(p).to_bytes(8, "little") + p for p in (SECRET, b"ties")), digest_size=32)
+    drawn = naive_mask(counter_bytes(SECRET, 20_000), counter_bytes(digest.digest(), 80_000), keep)
+    stream = Stream(SECRET)
+    parts = [stream.bernoulli(keep, (n,)).tolist() for n in (7_001, 12_999)]
+    assert parts[0] + parts[1] == drawn
+    assert drawn != [byte < 0.7312345 * 256 for byte in counter_bytes(SECRET, 20_000)]
+
+
+def counter_bytes(key, count):
+    ecb = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
+    return b"".join(ecb.update(i.to_bytes(16, "big")) for i in range(count // 16 + 1))[:count]
+
+
+def naive_mask(entries, words, keep):
+    """A byte decides an entry; if it is the threshold's first byte, the next three bytes of `words` decide."""
+    threshold, at, mask = round(keep * 2**32), 0, []
+    for byte in entries:
+        value = byte << 24
+        if byte == threshold >> 24 and threshold % 2**24:
+            value |= int.from_bytes(words[at : at + 4], "little") >> 8
+            at += 4
+        mask.append(value < threshold)
+    return mask
+
+
 def test_choice_is_uniform_without_replacement():
     """Each of 6 sites is in 2,000 of 4,000 draws of 3, within 5 sigma; and no draw repeats a site."""
     counts = [0] * 6

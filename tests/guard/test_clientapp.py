@@ -11,6 +11,7 @@ import types
 import warnings
 import zipfile
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -134,11 +135,18 @@ class Site:
         return self.sent[-1]
 
 
-def upload(lora_spec, lora_weights) -> bytes:
+class Tells(ToyTrainer):
+    """A bundle's own trainer, which says what it likes."""
+
+    def train(self, *given, **named):
+        return replace(super().train(*given, **named), report={"loss_held_out": 0.5, "rows_held_out": 64.0})
+
+
+def upload(lora_spec, lora_weights, trainer=ToyTrainer) -> bytes:
     exchange = Exchange(FedAvg(), "fedavg", lora_spec)
     state = FedAvg().init(spec_of(lora_weights), lora_weights, rng.initial(0, "weights"))
     ctx = RoundContext(0, "north", True, b"s" * 32)
-    _, parts = exchange.participate(exchange.broadcast(state, ctx), None, ToyTrainer(lora_spec, 3), ctx)
+    _, parts = exchange.participate(exchange.broadcast(state, ctx), None, trainer(lora_spec, 3), ctx)
     return b"".join(parts)
 
 
@@ -163,6 +171,7 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
     assert admitted["policy"] == hashlib.sha256(policy.encode()).hexdigest()
     assert (sent["event"], sent["up_bytes"]) == ("sent", len(data))
     assert sent["fields"] == [[name, 4 * w.numel()] for name, w in lora_weights.items()]
+    assert sent["figures"] == ["loss_trained", "steps"]
     assert str(reply.content["log"]["head"]) == str(audit_log.verify(site.log))
     assert {"FEDVEIL_APP_DIGEST": digest, "FEDVEIL_APP_SIGNER": PUBLIC}.items() <= dict(clientapp.os.environ).items()
 
@@ -260,6 +269,17 @@ def test_an_upload_beyond_the_bounds_is_withheld(tmp_path, monkeypatch, fab, lor
     site = Site(tmp_path, monkeypatch, fab, f"max-bytes-a-round = {1000 + len(data)}\nmin-examples = 3")
     site.install()
     assert not site.push(data).has_error()
+
+
+def test_a_score_of_held_out_rows_that_the_site_has_not_counted_is_withheld(
+    tmp_path, monkeypatch, fab, lora_spec, lora_weights
+):
+    for policy in ("", "max-scores = 3"):
+        site = Site(tmp_path, monkeypatch, fab, policy)
+        site.install()
+        reply = site.push(upload(lora_spec, lora_weights, Tells))
+        assert "loss_held_out: this site permits" in reply.error.reason
+        assert audit_log.read(site.log)[-1]["event"] == "withheld"
 
 
 def test_something_else_than_an_upload_is_withheld_and_the_server_learns_no_text(tmp_path, monkeypatch, fab):

@@ -46,11 +46,25 @@ def test_it_begins_anew_when_what_was_waited_for_has_come():
     assert sleeps.for_seconds(3.0, 0.01) == [0.2]
 
 
-def test_a_first_wait_as_long_as_flowers_leaves_flowers():
-    sleeps = Sleeps({3.0: 3.0, 0.5: 0.75})
-    assert {*sleeps.for_seconds(3.0, 30.0)} == {3.0}
-    assert {*sleeps.for_seconds(0.5, 30.0)} == {0.5}
-    assert {*sleeps.for_seconds(7.0, 30.0)} == {7.0}  # a sleep of Flower's that nothing is said of
+def test_a_sleep_of_flowers_that_nothing_is_said_of_stays():
+    assert {*Sleeps({3.0: 0.2}).for_seconds(7.0, 30.0)} == {7.0}
+
+
+def test_a_first_wait_as_long_as_flowers_leaves_flowers(monkeypatch):
+    monkeypatch.setenv(pace.VARIABLE, "3")
+    flowers = importlib.import_module("flwr.supernode.start_client_internal")
+    monkeypatch.setattr(flowers, "time", flowers.time)  # put back afterwards
+    pace.of_supernode()
+    assert flowers.time.first == {3: 3.0, 0.5: 0.5}
+
+
+@pytest.mark.parametrize("sites", [1, 40, 41, 1000, 10_000])
+def test_all_sites_together_ask_a_server_no_more_than_200_times_a_second(sites):
+    first = pace.for_sites(sites)
+    assert first >= 0.2
+    slept = Sleeps({3.0: first}).for_seconds(3.0, 60.0)
+    assert sites / min(slept) <= 200.0 + 1e-9
+    assert max(slept) == max(3.0, first)
 
 
 @pytest.mark.parametrize("text", ["soon", "", "nan", "inf", "-1", "0", "0.001"])

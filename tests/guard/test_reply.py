@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
+from fedveil.client_app.site import cause
 from fedveil.errors import PolicyError
 from fedveil.guard import reply
 from fedveil.records import audit_log
@@ -114,3 +115,17 @@ def test_the_reason_of_an_error_is_short_and_printable(site):
     assert len(error.reason) < 550
     assert error.reason.isprintable()
     assert audit_log.read(site.log)[-1]["event"] == "failed"
+
+
+def test_why_a_turn_failed_stays_at_the_site(site):
+    """In its audit log, once, as text; the reply has what the ClientApp said to the server, and no more."""
+    cause.note(KeyError("the column 'diagnosis'\x1b[2J of row 4711" + "x" * 2000))
+    for _ in range(2):
+        site.runtime.push_message(
+            None, Message(Error(2, "KeyError at the site; its log has the text"), reply_to=site.message), None
+        )
+    first, second = audit_log.read(site.log)[-2:]
+    assert first["cause"].startswith("KeyError: \"the column 'diagnosis'\\x1b[2J")
+    assert len(first["cause"]) < 1100
+    assert second["cause"] == ""
+    assert [message.error.reason for message in site.sent] == ["KeyError at the site; its log has the text"] * 2

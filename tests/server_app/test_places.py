@@ -10,6 +10,7 @@ from fedveil.errors import ConfigError
 from fedveil.server_app.app import prepare
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.strategy import MethodStrategy
+from fedveil.training.adapted import AdaptedTask
 from tests.conftest import ROOT
 
 
@@ -21,6 +22,13 @@ def test_fedqsn_starts_on_the_server_with_the_tasks_places(tmp_path):
     bare = MethodStrategy(strategy.rounds.method)
     with pytest.raises(ConfigError, match="linear"):
         bare.rounds.initialise(weights)
+
+
+def test_the_server_works_where_its_task_computes(tmp_path, monkeypatch):
+    monkeypatch.setattr(AdaptedTask, "accelerator", torch.device("meta"))
+    for name, named in (("fedqsn", True), ("fedavg", False)):
+        strategy = prepare(parse({"method.name": name, "run.name": "r"}), RunFolder(tmp_path / name), "r")
+        assert strategy.rounds._device == (torch.device("meta") if named else None)
 
 
 FEDSP = {"method.name": "fedsp", "run.name": "r", "train.batch-size": 2}

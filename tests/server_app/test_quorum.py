@@ -10,6 +10,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from fedveil.client_app.app import app
 from fedveil.errors import QuorumError
 from fedveil.records.state import digest
+from fedveil.server_app import rounds
 from fedveil.strategies.fedavg import FedAvg
 from tests.server_app.grid import LocalGrid, use_toy_task
 from tests.server_app.test_strategy import RUN_CONFIG, initial, strategy
@@ -43,7 +44,7 @@ def test_with_too_few_sites_nobody_is_asked_to_train(grid, task):
     ours = strategy(FedAvg(), cohort={"min_sites": 3, "repeats": 2})
     with pytest.raises(
         QuorumError,
-        match=r"round 1: expected at least 3 .* found 2 \(connected: east, north; 2 of them",
+        match=r"round 2: expected at least 3 .* found 2 \(connected: east, north; 2 of them",
     ):
         ours.start(grid, initial(task), num_rounds=2)
     assert len(grid.pushed) == 3
@@ -88,3 +89,51 @@ def test_repeats_are_apart(grid, task, monkeypatch):
     with pytest.raises(QuorumError, match="found 2 in the last of 3 attempts"):
         ours.start(grid, initial(task), num_rounds=1)
     assert [seconds for seconds in waited if seconds >= 1] == [2.0, 3.0]
+
+
+def test_a_site_that_died_in_its_turn_is_waited_for_until_it_is_back(grid, task):
+    """For a minute Flower has it as connected; the others would train for it in vain."""
+    lost, looks, pushed = [], [], []
+
+    def away(grid):
+        if not lost:
+            return []
+        looks.append(len(looks))
+        if 10 <= len(looks) < 13:
+            pushed.append(len(grid.pushed))
+            return ["south"]
+        return []
+
+    def once(message, reply):
+        lost.append(reply)
+        return None if len(lost) == 1 else reply
+
+    grid.away, grid.tamper = away, {"south": once}
+    ours = strategy(FedAvg(), cohort={"min_sites": 3, "repeats": 2, "wait_seconds": 30.0, "deadline_seconds": 0.5})
+    ours.start(grid, initial(task), num_rounds=1)
+    assert pushed == [3, 3, 3]
+    assert len(grid.pushed) == 6
+
+
+def test_a_site_that_is_silent_and_stays_is_asked_again_once_flower_would_have_noticed(grid, task, monkeypatch):
+    monkeypatch.setattr(rounds, "_GONE_SECONDS", 1.0)
+    monkeypatch.setattr(rounds, "_BACK_OFF_SECONDS", 0.0)
+    began, lost = time.monotonic(), []
+    grid.tamper = {"south": lambda message, reply: lost.append(time.monotonic())}
+    ours = strategy(FedAvg(), cohort={"min_sites": 3, "repeats": 2, "wait_seconds": 60.0, "deadline_seconds": 0.01})
+    with pytest.raises(QuorumError, match="found 2 in the last of 3 attempts"):
+        ours.start(grid, initial(task), num_rounds=1)
+    assert len(grid.pushed) == 9
+    assert time.monotonic() - began >= 2.0
+
+
+@pytest.mark.parametrize("seconds", [900.0, 7200.0])
+def test_a_round_has_the_seconds_that_the_config_gives_it(grid, task, monkeypatch, seconds):
+    """Flower's own bound of an hour is one of `start` alone."""
+    given = []
+    monkeypatch.setattr(
+        rounds.Rounds, "run_round", lambda self, grid, number, total, deadline, config: given.append(deadline)
+    )
+    ours = strategy(FedAvg(), cohort={"deadline_seconds": seconds})
+    ours.run(grid, 2)
+    assert given == [seconds, seconds]

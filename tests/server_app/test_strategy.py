@@ -27,12 +27,13 @@ from fedveil.federation.exchange import Exchange
 from fedveil.records import disclosure
 from fedveil.records.state import digest, load_state
 from fedveil.sealed import VARIABLE, is_sealed, new_key
-from fedveil.server_app import ending, rounds, sites
+from fedveil.server_app import ending, record, sites
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.strategy import MethodStrategy
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.strategies.fedrand import FedRand
+from fedveil.strategies.random_binary import RandomBinary
 from fedveil.wire import header, slices
 from fedveil.wire.dense import Dense
 from fedveil.wire.envelope import Stamp, pack
@@ -85,6 +86,16 @@ def test_it_is_a_flower_strategy_for_anybody_s_serverapp(grid, task):
     assert result.train_metrics_clientapp[1]["num-examples"] == 3 + 4 + 5 + 6
     assert result.train_metrics_clientapp[1]["loss_trained"] == 0.25
     assert {n: tuple(a.shape) for n, a in result.arrays.items()} == SHAPES
+
+
+@pytest.mark.parametrize("method,named", [(RandomBinary(), True), (FedAvg(), False)])
+def test_the_server_s_device_is_named_to_methods_that_use_one(grid, task, monkeypatch, method, named):
+    contexts, made = [], Exchange.packed
+    monkeypatch.setattr(
+        Exchange, "packed", lambda self, server, ctx: (contexts.append(ctx), made(self, server, ctx))[1]
+    )
+    strategy(method, device=torch.device("cpu")).start(grid(), initial(task), num_rounds=1)
+    assert {ctx.device for ctx in contexts} == {torch.device("cpu") if named else None}
 
 
 @pytest.mark.parametrize("method", [FedAvg(), FedRand(), FedRand(downlink="selected"), FedRand(cold="initial")])
@@ -251,7 +262,7 @@ def test_below_the_quorum_the_round_is_repeated_and_the_run_then_ends_with_the_r
     ours = strategy(FedAvg(), cohort={"repeats": 2}, folder=folder)
     with pytest.raises(
         QuorumError,
-        match=r"round 0: expected at least 2 accepted uploads, found 1 in the last of 3 attempts \(east: refused",
+        match=r"round 1: expected at least 2 accepted uploads, found 1 in the last of 3 attempts \(east: refused",
     ):
         ours.start(grid(tamper=broken), initial(task), num_rounds=1)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -315,7 +326,7 @@ def test_what_flower_says_of_a_lost_reply_is_put_in_words(code, words, grid, tas
 
 def test_a_run_that_ends_for_sites_out_of_memory_says_so_and_what_to_lower(grid, task, tmp_path, monkeypatch):
     ended = "WorkerError: the site's worker ended: probably out of memory"
-    monkeypatch.setattr(rounds, "_NAMED", 2)
+    monkeypatch.setattr(record, "_NAMED", 2)
     ours = strategy(FedAvg(), cohort={"repeats": 0, "min_sites": 3})
     g = grid(tamper={site: lambda m, r: Message(Error(2, ended), reply_to=m) for site in ("east", "north", "west")})
     with pytest.raises(QuorumError) as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fedveil.contract.spec import TensorSpec
-from fedveil.contract.task import Example, Step, Task
+from fedveil.contract.task import Example, Step, Task, TaskInfo
 from fedveil.contract.trainer import Trained
 from fedveil.errors import TaskError
 
@@ -32,6 +32,8 @@ DEFAULTS = {
     "raises": "",
     "words": "row 4711 of the ward",
 }
+
+INFO = TaskInfo(mounts=("layers",), columns=lambda task: (), tiny=lambda: None)
 
 
 def create(config, adapter, device):

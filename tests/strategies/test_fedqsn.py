@@ -159,6 +159,25 @@ def test_proxy_is_mask_scale_codes(quantiser):
     assert torch.equal(method.deployed(state)["server"]["out.weight"], w["out.weight"])
 
 
+@pytest.mark.parametrize("embeddings", ["masked", "quantised", "open"])
+def test_embeddings_and_head_are_sent_as_the_field_says(embeddings):
+    """A tied head is the embedding, so that a mask on it is one on the head; open leaves both whole."""
+    method, w = FedQSN(0.2, 0.25, embeddings=embeddings, block=16), weights()
+    state, down, _, _ = turn(method, CTX)
+    proxy = method.deployed(state, down=down)["proxy"]
+    assert ("visible.wte" in down.fields) == (embeddings != "open")
+    for name in ("wte.weight", "head.weight"):
+        assert isinstance(down.fields[name], Coded) == (embeddings == "quantised")
+        if embeddings == "open":
+            assert torch.equal(proxy[name], w[name])
+            continue
+        visible = down.fields["visible.wte"]
+        assert bool((proxy[name][:, ~visible] == 0).all())
+        is_exact = torch.allclose(proxy[name][:, visible], w[name][:, visible] / (0.8 * 0.75))
+        assert is_exact == (embeddings == "masked")
+    assert not down.fields["visible.out"].all()  # layers are masked in every case
+
+
 def test_upload_is_what_training_changed_and_masked_columns_stay_frozen():
     method = FedQSN(0.2, 0.25)
     _, down, up, _ = turn(method, CTX)

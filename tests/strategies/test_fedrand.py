@@ -95,6 +95,12 @@ def test_newcomer_starts_at_both_server_factors(round_, lora_spec, lora_weights)
     assert all(torch.equal(local.started_from[0][n], w) for n, w in lora_weights.items())
 
 
+def test_without_past_no_site_starts_from_the_initial_factor():
+    """w/o past: both factors come from the server, a late newcomer's as well."""
+    with pytest.raises(ConfigError, match='cold: expected "server" with past = false .* found "initial"'):
+        FedRand(past=False, cold="initial")
+
+
 def test_cold_initial_gives_a_late_newcomer_the_initial_factor(lora_spec, lora_weights, random_weights):
     method = FedRand(cold="initial")
     state = method.init(lora_spec, lora_weights, rng.initial(0, "method init"))

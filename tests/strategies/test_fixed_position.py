@@ -113,3 +113,10 @@ def test_hiding_everything_changes_nothing():
     server, sent = run(FixedPosition(hidden=".", learning_rate=1.0), "fixed_position")
     assert all(torch.equal(server.tensors[n], w) for n, w in random(0).items())
     assert len(sent[0]) < 500
+
+
+@pytest.mark.parametrize("method", [FixedPosition, RandomBinary])
+def test_half_precision_which_makes_zeros_that_count_is_refused(method):
+    with pytest.raises(ConfigError, match='wire_dtype: expected "float32" or "bfloat16" where gradients are sent'):
+        method(wire_dtype="float16")
+    assert float(torch.tensor(2e-8).half()) == 0.0 != float(torch.tensor(2e-8).bfloat16())

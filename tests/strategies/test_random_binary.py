@@ -11,6 +11,7 @@ from scipy import stats
 from fedveil import rng, strategies
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.lora import Lora
+from fedveil.algebra import masks
 from fedveil.algebra.sums import RunningSums
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext, State, Upload
@@ -18,7 +19,6 @@ from fedveil.contract.spec import TensorSpec
 from fedveil.contract.trainer import Trained
 from fedveil.errors import ConfigError, WireError
 from fedveil.federation.exchange import Exchange
-from fedveil.rng import Stream
 from fedveil.strategies.random_binary import RandomBinary
 from fedveil.wire import header
 from fedveil.wire.envelope import Stamp, pack
@@ -208,7 +208,7 @@ def test_a_count_that_does_not_match_the_mask_is_refused_before_it_is_folded(cou
     assert message("explicit", {"h.w": torch.ones(3), "mask.h.w": mask}).num_examples == 3
     with pytest.raises(WireError, match=f"h.w: expected 3 values, as many as its mask has ones, found {count}"):
         message("explicit", {"h.w": torch.ones(count), "mask.h.w": mask})
-    ones = int(Stream(bytes(32)).bernoulli(0.5, (6,)).sum())
+    ones = int(masks.expand(bytes(32), 0.5, (6,)).sum())
     assert message("seeded", {"h.w": torch.ones(ones), "key.0.5": bytes(32)}).num_examples == 3
     with pytest.raises(WireError, match=f"h.w: expected {ones} values, as many as its mask has ones, found {ones + 1}"):
         message("seeded", {"h.w": torch.ones(ones + 1), "key.0.5": bytes(32)})
@@ -218,6 +218,16 @@ def test_a_count_that_does_not_match_the_mask_is_refused_before_it_is_folded(cou
             State({"h.w": torch.zeros(6)}),
             iter([Upload(Payload({"h.w": torch.ones(count), "mask.h.w": mask}), 1, CTX)]),
         )
+
+
+def test_an_end_that_draws_other_masks_is_refused():
+    """Version 1 drew them from AES."""
+    exchange = Exchange(RandomBinary(), "random_binary", {"h.w": TensorSpec((6,))})
+    fields = {"h.w": torch.ones(6), "mask.h.w": torch.ones(6, dtype=torch.bool)}
+    stamp = Stamp.of(exchange.method, "random_binary", 0, "up")
+    assert exchange.receive(pack(exchange.layout, stamp, Payload(fields), 3), 0).num_examples == 3
+    with pytest.raises(WireError, match="version: expected 2, found 1"):
+        exchange.receive(pack(exchange.layout, replace(stamp, version=1), Payload(fields), 3), 0)
 
 
 @pytest.mark.parametrize("length", [5, 7, 600])

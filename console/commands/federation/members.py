@@ -1,4 +1,4 @@
-"""`fedveil members`: lets keys in and out, renews the server's, writes the roster.
+"""`fedveil members`: adds sites, lets keys in and out, renews the server's.
 
 The registry is changed after Flower has been: what it says of a key is what Flower does. Flower is asked through its
 command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database
@@ -8,7 +8,9 @@ is lost or not there yet; `fedveil members sync` then brings Flower to what the 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 from cryptography import x509
@@ -16,8 +18,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedveil.console.flower import keys
-from fedveil.console.flower.command_line import Flower
-from fedveil.console.provisioning import enrol
+from fedveil.console.flower.command_line import Flower, Unreachable
+from fedveil.console.provisioning import enrol, kit
 from fedveil.console.provisioning.federation import Members, roster_file
 from fedveil.errors import ConfigError
 from fedveil.federation.secure.membership import Roster, roster_digest
@@ -32,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listed = actions.add_parser("list", help="each site with its state and its last day; 1 where one is soon or over")
     listed.set_defaults(run=_list)
+    add = actions.add_parser("add", help="one more site: its start-up kit")
+    add.set_defaults(run=_add)
     register = actions.add_parser("register", help="let a site's key in, from the request that fedveil site init made")
     register.set_defaults(run=_register)
     revoke = actions.add_parser("revoke", help="shut a site's key out for good")
@@ -44,11 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     roster.set_defaults(run=_roster)
     renew = actions.add_parser("renew-server", help="a new key and certificate for the server, from the same CA")
     renew.set_defaults(run=_renew)
-    for action in (listed, register, revoke, expire, sync, roster, renew):
+    for action in (listed, add, register, revoke, expire, sync, roster, renew):
         action.add_argument("folder", type=Path, help="what fedveil provision made")
     roster.add_argument(
         "--out", type=Path, metavar="FILE", help="where the keys go; default: server/roster/roster.json in FOLDER"
     )
+    add.add_argument("site", metavar="SITE", help="its name")
     register.add_argument("request", type=Path, help="request.json")
     register.add_argument(
         "--fingerprint", required=True, help="SHA256:..., as the site read it to you; - to register without"
@@ -59,6 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--offline", action="store_true", help="change the registry alone: the server is not running"
         )
+        action.set_defaults(run=partial(_asking, action.get_default("run")))
+
+
+def _asking(act: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """An action that asks the server, with what to do where there is none. Raises Unreachable."""
+    try:
+        return act(args)
+    except Unreachable:
+        raise Unreachable(
+            f"members: expected the running server of {args.folder}, which does not answer; start it with fedveil "
+            f"server start {args.folder}, or change the registry alone with --offline, and once the server runs "
+            f"fedveil members sync {args.folder}"
+        ) from None
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -76,6 +94,19 @@ def _list(args: argparse.Namespace) -> int:
             line += f" until {ends:%Y-%m-%d}{_remark(ends, now)}"
         print(line)
     return int(over)
+
+
+def _add(args: argparse.Namespace) -> int:
+    members = Members(args.folder)
+    federation, ca = members.with_site(args.site), args.folder / "server" / "ca.crt"
+    _certificate(ca)  # there, or an error that names it
+    file = args.folder / "kits" / f"{args.site}.tar.gz"
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    kit.write(file, federation, args.site, ca.read_bytes())
+    members.add(args.site)
+    print(f"{args.site}: added; its kit is {file}")
+    print(f"next: send it there; what comes back goes to fedveil members register {args.folder} request.json")
+    return 0
 
 
 def _certificate(file: Path) -> x509.Certificate:

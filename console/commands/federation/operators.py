@@ -58,9 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise ConfigError(f"--out: expected a file that does not exist yet, found {args.out}; name another")
-    found = Operators(registry(args.folder))
-    token = found.add(args.name, args.role, args.days, args.renew)
-    write_atomic(args.out.absolute(), token.encode())
+    found, out = Operators(registry(args.folder)), args.out.absolute()
+    write_atomic(out, b"")  # where that cannot be, nobody is let in
+    try:
+        token = found.add(args.name, args.role, args.days, args.renew)
+    except BaseException:  # Ctrl-C and a full disk too: no empty token stays
+        out.unlink()
+        raise
+    write_atomic(out, token.encode())
     print(f"{args.name}: {args.role}, until {found.entries[args.name]['until'][:10]}; the token is in {args.out}")
     return 0
 

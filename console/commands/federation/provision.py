@@ -22,7 +22,6 @@ from fedveil.console.provisioning.operators import Operators
 from fedveil.errors import ConfigError
 
 _CA_LASTS = 3  # times the server's certificate
-_CONTROL = "127.0.0.1:8000"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +36,10 @@ def run(args: argparse.Namespace) -> int:
     federation = parse(args.file)
     out = (args.out or args.file.parent / federation.name).absolute()
     if out.exists():
-        raise ConfigError(f"--out: expected a folder that does not exist yet, found {out}; fedveil members changes one")
+        raise ConfigError(
+            f"--out: expected a folder that does not exist yet, found {out}; one that is there gets another "
+            f"site by fedveil members add {out} SITE"
+        )
     partial = out.with_name(f".{out.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -47,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
         shutil.rmtree(partial, ignore_errors=True)
     print(f"{out}: certificates, the server's folder and {len(federation.sites)} kits under kits/")
     print(
-        f"next: move {out / 'ca' / 'ca.key'} to a safe place, start the server (docs/deploy.md), send each site its "
-        "kit,"
+        f"next: move {out / 'ca' / 'ca.key'} to a safe place, start the server (fedveil server start {out}, or "
+        "docs/deploy.md),"
     )
-    print(f"      and register what comes back: fedveil members register {out} request.json")
+    print(f"      send each site its kit, and register what comes back: fedveil members register {out} request.json")
     return 0
 
 
@@ -69,12 +71,11 @@ def make(folder: Path, federation: FederationFile, final: Path) -> None:
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_hex(32))
     home = folder / "server" / "flower"
-    write_connection(home, _CONTROL, final / "server" / "ca.crt")
-    write_login(home, _CONTROL, Operators.create(registry(folder), federation.days))
-    text = compose.server(federation.name, federation.image, federation.fleet_port, str(final))
-    (folder / "server" / "compose.yaml").write_text(text)
+    write_connection(home, federation.control, final / "server" / "ca.crt")
+    write_login(home, federation.control, Operators.create(registry(folder), federation.days))
+    (folder / "server" / "compose.yaml").write_text(compose.server(federation, str(final)))
     (folder / "server" / "compose.gpu.yaml").write_text(compose.gpu("serverapp"))
-    (folder / "server" / "compose.operators.yaml").write_text(compose.operators())
+    (folder / "server" / "compose.operators.yaml").write_text(compose.operators(federation))
     for site in federation.sites:
         kit.write(folder / "kits" / f"{site}.tar.gz", federation, site, (folder / "ca" / "ca.crt").read_bytes())
     Members.create(folder, federation)

@@ -2,7 +2,8 @@
 
 The run must have recorded a tap (run.tap = true). The auditor needs the rows that the sites trained on, and rows of
 the same distribution that none of them had. An attack counts only where it wins against the overfitted control and
-loses against the untrained one. The result goes to RUN/audit.json, which `fedveil report` shows.
+loses against the untrained one and one that was taught other rows. Verdicts are corrected for their number. The result
+goes to RUN/audit.json, which `fedveil report` shows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from fedveil.attacks import findings
 from fedveil.attacks.audit import audit_run
-from fedveil.attacks.findings import Finding
+from fedveil.attacks.findings import Finding, strongest, verdict
 from fedveil.attacks.samples import Source
 from fedveil.config import parse
 from fedveil.console.runs.folder import load
@@ -24,6 +25,8 @@ from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError, StateError
 from fedveil.foreign import shown
 from fedveil.records.files import write_atomic
+
+_SHOWN = 5  # findings on a terminal; the file has all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Attacks the run, prints a table and writes RUN/audit.json."""
+    """Attacks the run, prints the verdicts and the strongest findings, and writes RUN/audit.json."""
     console = terminal()
 
     def say(text: str) -> None:
@@ -68,30 +71,23 @@ def run(args: argparse.Namespace) -> int:
         write_atomic(args.folder / findings.PICTURES, sheet)
     file = args.folder / findings.FILE
     write_atomic(file, json.dumps(result.to_json(), indent=1).encode())
-    console.width = max(console.width, 150)
-    console.print(table(result.findings, found.name))
+    console.print(shown(verdict(result.findings), 2000), style="bold", soft_wrap=True)
     for note in result.notes:
-        console.print(f"- {shown(note, 2000)}")
-    console.print(f"Result: {file}; fedveil report {args.folder} shows it", soft_wrap=True)
+        console.print(f"- {shown(note, 2000)}", soft_wrap=True)
+    if ordered := strongest(result.findings)[:_SHOWN]:
+        console.print(table(ordered, found.name))
+    left = len(result.findings) - len(ordered)
+    console.print(f"The other {left} findings: {file}; fedveil report {args.folder} draws all", soft_wrap=True)
     return 0
 
 
 def table(found: Sequence[Finding], name: str) -> Table:
-    """The findings, a row each."""
-    listed = Table("model", "attack", title=f"{shown(name, 80)}: membership attacks (95 % intervals)")
-    for head in ("AUROC", "TPR at 1 % FPR", "TPR at 0.1 % FPR", "epsilon at least", "members / non-members", "0.5"):
-        listed.add_column(head, justify="right")
-    last = ""
+    """Findings, a row each; narrow, for any terminal."""
+    listed = Table("model", "attack", title=f"{shown(name, 40)}: the strongest findings (95 %)")
+    listed.add_column("AUROC", justify="right", no_wrap=True)
+    listed.add_column("0.5", no_wrap=True)
     for f in found:
-        listed.add_row(
-            f.model if f.model != last else "",
-            f.attack,
-            *(_interval(value) for value in (f.auroc, f.tpr_at_1, f.tpr_at_01)),
-            f"{f.epsilon_bound:.2f}",
-            f"{f.members} / {f.non_members}",
-            f.verdict,
-        )
-        last = f.model
+        listed.add_row(shown(f.model, 80), f.attack, _interval(f.auroc), f.verdict)
     return listed
 
 

@@ -7,12 +7,23 @@ written anew as a whole, then no longer fits.
 from __future__ import annotations
 
 import argparse
+import json
+import re
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from fedveil.errors import ConfigError
 from fedveil.foreign import shown
 from fedveil.records import audit_log
 from fedveil.records.audit_log import Head
+
+_OWN = ("n", "time", "event", "previous", "hash")
+_FIRST = ("run", "round", "site", "operator", "call")
+_BYTES = ("down_bytes", "up_bytes")
+_LAST = ("cause", "reason")
+_HEX = re.compile(r"(\d+:)?[0-9a-f]{40,}")
+_HASH = 12  # characters of a hash that people see
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.set_defaults(run=_verify)
     anchor = actions.add_parser("anchor", help="print the log's anchor: keep it where the log's owner cannot write")
     anchor.set_defaults(run=_anchor)
-    show = actions.add_parser("show", help="the lines in words")
+    show = actions.add_parser("show", help="the lines in words, times in this machine's zone")
+    show.add_argument("--json", action="store_true", help="for programs: the lines as they are, rounds from 0")
     show.set_defaults(run=_show)
     for action in (verify, anchor, show):
         action.add_argument(
@@ -71,9 +83,30 @@ def _anchor(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     for line in audit_log.read(args.file):
-        about = {key: value for key, value in line.items() if key not in ("n", "time", "event", "previous", "hash")}
-        fields = about.pop("fields", None)
-        words = [f"{shown(key, 80)}={shown(value)}" for key, value in about.items() if value not in ("", None)]
-        words += [f"fields={len(fields)}"] if fields is not None else []
-        print(f"{line['n']:>5} {shown(line['time'], 40)} {shown(line['event'], 40):<9} {' '.join(words)}")
+        print(json.dumps(line, sort_keys=True) if args.json else _words(line))
     return 0
+
+
+def _words(line: dict[str, Any]) -> str:
+    """One line for people: rounds counted from 1, bytes with commas, long hashes cut, the reason last."""
+    about = {key: value for key, value in line.items() if key not in _OWN and value not in ("", None)}
+    said = [f"{shown(line['n'], 20):>5} {_time(line['time'])} {shown(line['event'], 40):<9}"]
+    for key in [key for key in _FIRST if key in about]:
+        value = about.pop(key)
+        counted = key == "round" and isinstance(value, int)
+        said.append(f"round {value + 1}" if counted else shown(value, 80))
+    for key in [key for key in _BYTES if isinstance(about.get(key), int)]:
+        said.append(f"{key.removesuffix('_bytes')} {about.pop(key):,} B")
+    why = [shown(about.pop(key)) for key in _LAST if key in about]
+    for key, value in about.items():
+        text = f"{len(value)}" if isinstance(value, list) else shown(value)
+        said.append(f"{shown(key, 80)}={text[:_HASH] + '...' if _HEX.fullmatch(text) else text}")
+    return "  ".join(said + ([f": {'; '.join(why)}"] if why else []))
+
+
+def _time(value: object) -> str:
+    """In the zone of who reads, to the second; text that is no time stays what it is."""
+    try:
+        return datetime.fromisoformat(str(value)).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError):
+        return shown(value, 40)

@@ -14,6 +14,7 @@ from typing import Any
 from fedveil.console.provisioning.federation import Members
 from fedveil.console.provisioning.presence import absent
 from fedveil.console.runs.folder import load
+from fedveil.console.runs.progress import underway
 from fedveil.errors import FedVeilError
 from fedveil.foreign import shown
 
@@ -22,7 +23,9 @@ _SILENT_SECONDS = 1800.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="run.dir of the runs; default: runs")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", help="run.dir of the runs; default: runs, in --federation if it is there"
+    )
     parser.add_argument(
         "--federation", type=Path, metavar="FOLDER", help="what fedveil provision made: shows its sites too"
     )
@@ -31,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 where a run failed, went silent or cannot be read, or a registered site is not online."""
-    lines, well = runs(args.folder)
+    own = args.federation / "runs" if args.federation else Path("runs")
+    lines, well = runs(args.folder or (own if own.is_dir() else Path("runs")))
     if args.federation:
         more, all_online = _sites(args.federation)
         lines, well = lines + more, well and all_online
@@ -59,8 +63,10 @@ def runs(folder: Path, now: float | None = None) -> tuple[list[str], bool]:
             state = "silent"
         well &= state in ("running", "completed")
         done = f"{found.rounds_done}/{shown(found.status.get('rounds', '?'), 20)} rounds"
-        why = found.status.get("reason") or _last_failures(found.attempts)
+        why = found.status.get("reason") or _last_failures(found.attempts) or found.of_round
         why = _silent(quiet) if state == "silent" else shown(why)
+        if state == "running" and (now_at := underway(file.parent)):
+            why = f"{now_at}; last attempt: {why}" if why else now_at
         lines.append(f"{name:<24} {state:<10} {done:<14} {why}".rstrip())
     return lines, well
 

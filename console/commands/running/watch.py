@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from fedveil.console.flower.command_line import CONNECTION, Flower
-from fedveil.console.runs.ending import until_ended
 from fedveil.console.runs.folder import status_of
-from fedveil.console.runs.progress import RunProgress
+from fedveil.console.runs.following import Followed
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
 
@@ -50,28 +48,12 @@ def run(args: argparse.Namespace) -> int:
     flower = Flower(home, args.connection or CONNECTION) if home else None
     if number and flower is None:
         raise ConfigError("RUN: a number needs --federation or --flower-home to ask Flower, found neither; name one")
-    if not number and not folder.is_dir():
+    places = [folder, *([args.federation / folder] if args.federation else [])]
+    if not number and not any(place.is_dir() for place in places):
         raise ConfigError(
             f"RUN: expected a run folder or a number, found neither at {folder}; fedveil status lists runs"
         )
-    code, word = _watched(args, folder, number, flower)
-    print(word)
-    return code
-
-
-def _watched(args: argparse.Namespace, folder: Path, number: str, flower: Flower | None) -> tuple[int, str]:
-    if number and flower is not None:
-        return until_ended(dict, lambda: flower.run_status(number), args.timeout)
-    shown = terminal()
-    with RunProgress(shown, folder, folder.name, int(status_of(folder).get("rounds", 1))) as progress:
-
-        def read() -> dict[str, Any]:
-            status = status_of(folder)
-            progress.tick(status)
-            return status
-
-        def ask() -> str:
-            file = folder / "flower-run"
-            return flower.run_status(file.read_text().strip()) if flower is not None and file.is_file() else ""
-
-        return until_ended(read, ask, args.timeout)
+    found = next((place for place in places if place.is_dir()), folder)
+    if not number:
+        status_of(found)  # of a run, or an error that names it
+    return Followed(terminal(), number, [] if number else [found], flower).to_its_end(args.timeout)

@@ -9,9 +9,10 @@ With `--set task.model=FOLDER` it plans a run on that base before anything is lo
 from __future__ import annotations
 
 import argparse
-import tomllib
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fedveil.console.provisioning import checks, host_checks
 from fedveil.console.provisioning.checks import Check
@@ -20,8 +21,6 @@ from fedveil.errors import ConfigError
 from fedveil.foreign import shown
 from fedveil.records import audit_log
 
-_CONTROL_PORT = 8000
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
@@ -29,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keys", type=Path, metavar="FOLDER", help="with --kit: where the keys are; default: keys, in it"
     )
+    parser.add_argument("--node-config", type=Path, metavar="FILE", help="with --kit: default: node-config.toml, in it")
     parser.add_argument("--federation", type=Path, metavar="FOLDER", help="at the server: what fedveil provision made")
     parser.add_argument("--health", default="", metavar="HOST:PORT", help="ask a --health-server-address")
     parser.add_argument(
@@ -56,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 where a check fails. With --health alone, that check alone."""
+    config = overrides(None, args.set)
+    if "task.model" not in config and (args.gpu_gb or args.gpus != 1 or args.tflops or args.rows):
+        raise ConfigError(
+            "--gpu-gb, --gpus, --tflops, --rows: expected --set task.model=FOLDER beside them, found none"
+        )
     found: list[Check] = []
     if args.kit:
         found += _site(args)
@@ -71,14 +76,9 @@ def run(args: argparse.Namespace) -> int:
         ]
     if args.health:
         found.append(checks.health(args.health))
-    config = overrides(None, args.set)
     plan: list[str] = []
-    if "task.model" not in config and (args.gpu_gb or args.gpus != 1 or args.tflops or args.rows):
-        raise ConfigError(
-            "--gpu-gb, --gpus, --tflops, --rows: expected --set task.model=FOLDER beside them, found none"
-        )
     if "task.model" in config:
-        found.append(checks.guarded("memory", lambda: _planned(args, plan)))
+        found.append(checks.guarded("memory", lambda: _planned(args, config, plan)))
     for finding in found:
         print(f"{finding.verdict:<5} {finding.name:<22} {shown(finding.text)}")
     for line in plan:
@@ -86,12 +86,12 @@ def run(args: argparse.Namespace) -> int:
     return int(any(finding.verdict == "fail" for finding in found))
 
 
-def _planned(args: argparse.Namespace, plan: list[str]) -> Check:
+def _planned(args: argparse.Namespace, flat: Mapping[str, Any], plan: list[str]) -> Check:
     """Whether the run fits; its lines go into `plan`."""
     from fedveil.config import parse  # as in _site
     from fedveil.console.provisioning import planned
 
-    config = parse(overrides(None, args.set))
+    config = parse(flat)
     run = planned.Planned.of(config)
     machine = planned.machine(args.gpu_gb, args.gpus, args.tflops, config.train.precision == "bf16")
     found = planned.verdict(run, machine)
@@ -108,18 +108,11 @@ def _registered(folder: Path) -> Check:
 def _site(args: argparse.Namespace) -> list[Check]:
     # Not above, for pydantic: --health, which a container asks every ten seconds, does without.
     from fedveil import tasks
-    from fedveil.client_app.site.node_config import parse_site
     from fedveil.config import parse
-    from fedveil.console.provisioning import secure_checks
+    from fedveil.console.provisioning import secure_checks, unpacked
 
-    try:
-        about = tomllib.loads((args.kit / "site.toml").read_text())
-        site = parse_site(tomllib.loads((args.kit / "node-config.toml").read_text()))
-        superlink = str(about["superlink"])
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"--kit: expected site.toml and node-config.toml in {args.kit}, found none ({error}); unpack the kit"
-        ) from None
+    kit, site = unpacked.read(args.kit), unpacked.node_config(args.kit, args.node_config)
+    superlink = kit.superlink
     task, ca, state = parse(overrides(None, args.set)).task, args.kit / "ca.crt", site.state_dir.expanduser()
     host, keys = superlink.rpartition(":")[0].strip("[]"), args.keys or args.kit / "keys"
     todo = {
@@ -127,8 +120,8 @@ def _site(args: argparse.Namespace) -> list[Check]:
         "key": lambda: checks.private_key(keys / "node.key"),
         "signing key": lambda: secure_checks.signing_key(site, keys),
         "fleet port": lambda: checks.fleet(superlink, ca),
-        "control port": lambda: checks.closed(host, _CONTROL_PORT, "control port"),
-        "gpu": lambda: checks.gpu(site.device),
+        "control port": lambda: checks.closed(host, kit.control_port, "control port"),
+        "gpu": lambda: checks.gpu(site.device, site.processes),
         "cpus": host_checks.cpus,
         "other users": host_checks.other_users,
         "disk": lambda: checks.disk(state),

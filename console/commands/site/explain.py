@@ -22,6 +22,7 @@ from fedveil.console.flower.bundle import built
 from fedveil.console.run_config import overrides
 from fedveil.console.runs.disclosure import words_of
 from fedveil.console.runs.masked import Masked
+from fedveil.contract import held_out
 from fedveil.contract.budget import stated
 from fedveil.contract.layout import Direction
 from fedveil.contract.method import REPORT_FIELDS, fields_of
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     exchange = Exchange(method, config.method.name, task.spec)
     roster = args.policy is not None and bool(policies.of_site(_site(args.policy)).roster)
     masked = Masked.of(exchange, config, args.sites) if config.secure.enabled else None
-    print("\n".join(shown(line, 4000) for line in explained(exchange, config, args.delta, masked, roster)))
+    lines = [*explained(exchange, config, args.delta, masked, roster), *_scores(config, args.policy)]
+    print("\n".join(shown(line, 4000) for line in lines))
     if args.policy is None:
         return 0
     try:
@@ -118,10 +120,29 @@ def explained(
 
 
 def _in_the_clear(exchange: Exchange) -> list[str]:
+    figures = REPORT_FIELDS - held_out.FIELDS  # those apart: `_scores`
     return [
         "What would leave this site each time:",
         *_variants(exchange, "up"),
-        f"  beside it the number of examples, and of the training: {', '.join(sorted(REPORT_FIELDS))}",
+        f"  beside it the number of examples, and of the training: {', '.join(sorted(figures))}",
+    ]
+
+
+def _scores(config: RunConfig, policy: Path | None) -> list[str]:
+    """What scores of held-out rows would tell; nothing where none are asked for."""
+    part, most = config.evaluate.held_out, policies.of_site(_site(policy)).max_scores if policy else 0
+    if not part:
+        return []
+    asked = (
+        f"It asks this site to hold out {100 * part:g} of 100 of its rows, and to say how the weights that it "
+        f"received do on them: {held_out.LOSS} and {held_out.ROWS}, in the report of each upload."
+    )
+    if not most:
+        return [asked, f"This site would not: {held_out.REFUSALS[held_out.NOT_PERMITTED]}. It trains on all its rows."]
+    return [
+        asked,
+        f"This site would, {most} times at most (max-scores). Whoever chooses the weights can learn by their scores "
+        "whether a row that they know is among those held out.",
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         local = shared = args.noise * math.sqrt(2)
     needed = [0.0] * len(plans)
     if args.epsilon is not None:
-        needed = [accounting.multiplier_for(c, args.epsilon, args.delta, args.neighbours) for c in costs]
+        needed = list(_needed(args, plans, costs))
         local = shared = _rounded_up(max(needed) * math.sqrt(2))  # two releases a step share it
     elif min(local, shared) < 0 or not math.isfinite(local + shared):
         raise ConfigError(f"--noise-local: expected finite numbers of at least 0, found {local} and {shared}")
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     for plan, cost, z in zip(plans, costs, needed, strict=True):
         figures = [cost(joint(local, shared)), *(cost(_own(args, local, shared)) for _ in seconds)]
         found = [
-            stated(accounting.epsilon(c, args.delta, args.neighbours), args.delta, args.neighbours) for c in figures
+            stated(accounting.printed(c, args.delta, args.neighbours), args.delta, args.neighbours) for c in figures
         ]
         needs = f"{z * math.sqrt(2):.4f}" if z else "-"
         table.add_row(str(plan.examples), str(plan.batch), needs, *found)
@@ -106,6 +106,14 @@ def run(args: argparse.Namespace) -> int:
         f"steps, {args.sampling} batches{alone if (args.sampling, args.exchange) == ('poisson', 'epoch') else ''}"
     )
     return 0
+
+
+def _needed(args: argparse.Namespace, plans: list[Plan], costs: list[Callable[[float], Any]]) -> Iterator[float]:
+    """The multiplier of one release a step that each site needs; a terminal shows which one is looked for."""
+    with Console(stderr=True).status("") as shown:
+        for number, (plan, cost) in enumerate(zip(plans, costs, strict=True), 1):
+            shown.update(f"site {number} of {len(plans)}, {plan.examples:,} rows: noise for epsilon {args.epsilon:g}")
+            yield accounting.multiplier_for(cost, args.epsilon, args.delta, args.neighbours)
 
 
 def _cost(args: argparse.Namespace, plan: Plan) -> Callable[[float], Any]:

@@ -7,23 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
-import time
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from fedveil import places
 from fedveil.client_app.site.node_config import parse_site
-from fedveil.client_app.site.secure import read_key
-from fedveil.console.flower.keys import write_secret
-from fedveil.console.flower.machine import free_ports, toml
-from fedveil.console.flower.processes import Processes, environment
-from fedveil.console.flower.programs import ONLINE, supernode
-from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare, write_programs
-from fedveil.console.provisioning import enrol
+from fedveil.console.flower.site_process import start_spare, write_programs
+from fedveil.console.provisioning import enrol, unpacked
 from fedveil.console.runs import sealing
 from fedveil.console.runs.kept import kept
 from fedveil.console.runs.prepared import prepared
@@ -31,6 +21,7 @@ from fedveil.console.runs.purging import line, offer
 from fedveil.console.runs.spent import spent
 from fedveil.console.runs.unseen import of_site
 from fedveil.console.runs.workers import described, follow, last_failures, workers
+from fedveil.console.starting import site as site_start
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
 from fedveil.foreign import shown
@@ -38,20 +29,12 @@ from fedveil.guard import pace
 from fedveil.sealed import Seal, new_key
 
 _STATE = Path("~/.local/state/fedveil")
-_POLL_SECONDS = 0.5
-_SAID = re.compile(r'details = "(fedveil: [^"\n]{1,400})|^(fedveil: .{1,400})$', re.MULTILINE)  # by guard/members.py
-_EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
-_MEANINGS = {
-    "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
-    "305": "the server does not know the key, or has it online already, or does not answer at that address; "
-    "the operator registers a key with fedveil members, and fedveil doctor says what answers",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    start = _starting(actions)
+    _starting(actions)
     init = actions.add_parser("init", help="make this site's keys, and the request that the operator registers")
     init.add_argument("--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default .")
     init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go; default: keys, in the kit")
@@ -89,41 +72,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     key.add_argument("file", type=Path, metavar="NEWFILE", help="of 32 bytes that only this user can read")
     key.set_defaults(run=_key)
     seal, purge = _keeping(actions)
-    for action in (start, status, warm, seal, purge):
+    dashboard = actions.add_parser(
+        "dashboard", help="in a browser on this machine: what left, what was refused, ledger and worker"
+    )
+    dashboard.add_argument("--policy", default="", metavar="FILE", help="where fedveil site start has not noted it")
+    dashboard.add_argument("--key-file", default="", metavar="FILE", help="the same, where what it keeps is sealed")
+    dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any that is free")
+    dashboard.add_argument("--host", default="127.0.0.1", help="127.0.0.1, and nothing else")
+    dashboard.set_defaults(run=_dashboard)
+    for action in (status, warm, seal, purge, dashboard):
         action.add_argument("--state-dir", type=Path, default=_STATE, help=f"the site's own folder; default {_STATE}")
 
 
-def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     start = actions.add_parser("start", help="start the site's SuperNode and a warm worker; Ctrl-C stops both")
-    start.add_argument("--superlink", required=True, metavar="HOST:PORT", help="the server's fleet port")
-    start.add_argument("--ca", required=True, type=Path, help="the server's ca.crt")
     start.add_argument(
-        "--key", required=True, type=Path, help="this site's private key, whose public half is registered"
+        "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit: it has all that follows, which overrides"
     )
-    start.add_argument("--name", required=True, help="the site's name, as registered")
-    start.add_argument("--data", default="", help="folder of the site's rows; else the run config names it")
-    start.add_argument("--policy", default="", help="TOML file that says what the site permits")
-    start.add_argument("--key-file", default="", metavar="FILE", help="seal what the site keeps under the key in it")
+    start.add_argument("--superlink", metavar="HOST:PORT", help="the server's fleet port")
+    start.add_argument("--ca", metavar="FILE", help="the server's ca.crt")
+    start.add_argument("--key", metavar="FILE", help="this site's private key, whose public half is registered")
+    start.add_argument("--name", help="the site's name, as registered")
+    start.add_argument("--data", metavar="FOLDER", help="of the site's rows; else the run config names it")
+    start.add_argument("--policy", metavar="FILE", help="TOML file that says what the site permits")
+    start.add_argument("--key-file", metavar="FILE", help="seal what the site keeps under the key in it")
     start.add_argument(
-        "--signing-key",
-        default="",
-        metavar="FILE",
-        help="by which other sites know this one: made by fedveil site init",
+        "--signing-key", metavar="FILE", help="by which other sites know this one: made by fedveil site init"
     )
     start.add_argument(
         "--permit-everything", action="store_true", help="run whatever the server sends, in place of a policy"
     )
-    start.add_argument("--device", default="auto", help='"auto", "cpu", "cuda" or "cuda:1"')
+    start.add_argument("--device", help='"auto", "cpu", "cuda" or "cuda:1"; default: auto')
+    start.add_argument("--processes", type=int, metavar="N", help="that train together, each on a GPU; default: 1")
     start.add_argument(
-        "--worker-idle-seconds", type=float, default=900.0, help="a worker without a turn ends after so long"
+        "--shard-base", action="store_true", default=None, help="divide a frozen base among them: too large for one"
     )
-    start.add_argument("--worker-memory-mb", type=int, default=0, help="bound on the worker's memory; 0 = none")
     start.add_argument(
-        "--poll-seconds", type=float, default=pace.DEFAULT, metavar="S",
+        "--worker-idle-seconds", type=float, metavar="S", help="a worker without a turn ends then; default: 900"
+    )
+    start.add_argument("--worker-memory-mb", type=int, metavar="MB", help="bound on the worker's memory; 0 = none")
+    start.add_argument(
+        "--poll-seconds", type=float, metavar="S",
         help=f"first wait between two questions to the server; default {pace.DEFAULT}; for N > 40 sites N / 200",
     )  # fmt: skip
+    start.add_argument(
+        "--state-dir", metavar="FOLDER", help=f"the site's own folder; default: state in the kit, or {_STATE}"
+    )
     start.set_defaults(run=_start)
-    return start
 
 
 def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Sequence[argparse.ArgumentParser]:
@@ -140,70 +135,9 @@ def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Se
 
 
 def _start(args: argparse.Namespace) -> int:
-    for option in ("ca", "key", "policy", "key_file", "signing_key"):
-        if (file := getattr(args, option)) and not Path(file).is_file():
-            raise ConfigError(
-                f"--{option.replace('_', '-')}: expected a file, found none at {file}; see docs/deploy.md"
-            )
-    if args.data and not Path(args.data).exists():
-        raise ConfigError(f"--data: expected a folder of rows, or a file, found none at {args.data}; correct the path")
-    state = args.state_dir.expanduser().absolute()
-    node: dict[str, Any] = {"site": args.name, "state-dir": str(state), "device": args.device}
-    files = ("data", "policy", "key_file", "signing_key")
-    node |= {name.replace("_", "-"): str(Path(value).absolute()) for name in files if (value := getattr(args, name))}
-    node |= {"worker-idle-seconds": args.worker_idle_seconds, "worker-memory-mb": args.worker_memory_mb}
-    site = parse_site(node)
-    if site.signing_key:
-        read_key(Path(site.signing_key))
-    if not pace.LEAST <= args.poll_seconds <= 60.0:
-        raise ConfigError(f"--poll-seconds: expected {pace.LEAST} to 60, found {args.poll_seconds}")
-    if bool(args.policy) == args.permit_everything:
-        raise ConfigError(
-            "--policy: expected a policy file, or --permit-everything in place of one, found "
-            f"{'both' if args.policy else 'neither'}; `fedveil explain --permits` prints what a run needs"
-        )
-    places.private_folder(state).chmod(0o700)  # also one that was there before
-    sealing.require(state, Seal.of(site.key_file))
-    config = state / f"{args.name}.toml"
-    config.write_text(toml(node))
-    (state / "logs").mkdir(mode=0o700, exist_ok=True)
-    processes = Processes(state / "logs")
-    log = processes.log(args.name)
-    env = alone({**environment(state / "flower"), pace.VARIABLE: str(args.poll_seconds)}, state / "guard")
-    env = guarded(env, state / "guard", require_policy=bool(args.policy))
-    (port,), secret = free_ports(1), write_secret(state / f"{args.name}.superexec")
-    command = supernode(args.superlink, args.ca.absolute(), args.key.absolute(), port, config, secret)
-    try:
-        began = log.stat().st_size if log.exists() else 0
-        superexec = start_isolated(processes, args.name, command, env, port, secret)
-        print(f"site {args.name}: SuperNode for {args.superlink}, log {log}", flush=True)
-        card = start_spare(site, superexec, env)
-        print(f"site {args.name}: worker {card.pid} is warm; fedveil site status --follow shows it", flush=True)
-        return _watch(processes, args.name, began)
-    finally:
-        processes.stop()
-
-
-def _watch(processes: Processes, name: str, began: int) -> int:
-    """Until the SuperNode ends. Its log of this start begins at byte `began`."""
-    online = False
-    while (code := processes.ended(name)) is None:
-        if not online and ONLINE.encode() in processes.log(name).read_bytes()[began:]:
-            online = True
-            print(f"site {name}: online", flush=True)
-        time.sleep(_POLL_SECONDS)
-    log = processes.log(name).read_bytes()[began:].decode(errors="replace")
-    if said := _SAID.findall(log):
-        raise ConfigError(f"site {name}: the server serves it no more: {shown(max(said[-1]), 500)}")
-    if found := _EXIT_CODE.findall(log):
-        meaning = _MEANINGS.get(found[-1], f"its log ends: {processes.tail(name)}")
-        raise ConfigError(f"site {name}: its SuperNode ended with Flower's exit code {found[-1]}: {meaning}")
-    if code == 0 and online:
-        raise ConfigError(
-            f"site {name}: the server has ended the connection: its key is past its last day, or was shut out; "
-            "start it again, and the server says which"
-        )
-    raise ConfigError(f"site {name}: its SuperNode ended with exit code {code}; its log ends: {processes.tail(name)}")
+    names = ("superlink", "ca", "key", "name", "poll-seconds", *site_start.NODE_OPTIONS)
+    given = {name: getattr(args, name.replace("-", "_")) for name in names}
+    return site_start.run(site_start.settled(given, args.kit, args.permit_everything))
 
 
 def _warm(args: argparse.Namespace) -> int:
@@ -214,13 +148,12 @@ def _warm(args: argparse.Namespace) -> int:
 
 
 def _init(args: argparse.Namespace) -> int:
+    kit = unpacked.read(args.kit)
+    about = {"federation": kit.federation, "site": kit.site}
     try:
-        about = tomllib.loads((args.kit / "site.toml").read_text())
-        about, ca = {key: about[key] for key in ("federation", "site")}, (args.kit / "ca.crt").read_bytes()
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"--kit: expected site.toml and ca.crt in {args.kit}, found none ({error}); unpack it"
-        ) from None
+        ca = (args.kit / "ca.crt").read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--kit: expected ca.crt in {args.kit}, found none ({error}); unpack it") from None
     folder = args.out or args.kit / "keys"
     places_ = enrol.Places(folder, args.secret or folder / "superexec-secret")
     request, fingerprint = enrol.make(places_, about, ca, args.renew, args.renew_signing)
@@ -228,7 +161,8 @@ def _init(args: argparse.Namespace) -> int:
     if args.print:
         print(request.read_text())
     print(f"site {shown(about['site'], 80)} of {shown(about['federation'], 80)}: keys made; they stay here", file=words)
-    print(f"send {request.name} to the operator, and read them this over the telephone: {fingerprint}", file=words)
+    what = request.name if args.print else request  # in a container, printed, it lies where nobody looks
+    print(f"send {what} to the operator, and read them this over the telephone: {fingerprint}", file=words)
     return 0
 
 
@@ -250,6 +184,12 @@ def _seal(args: argparse.Namespace) -> int:
     written = sealing.reseal(args.state_dir, Seal.of(args.old_key_file), new)
     print(f"{len(written)} files {f'sealed under key {new.id}' if new.id else 'brought into the clear'}")
     return 0
+
+
+def _dashboard(args: argparse.Namespace) -> int:
+    from fedveil.console.dashboard import opened  # with all that draws and serves
+
+    return opened.site(args.state_dir, args.policy, args.key_file, args.host, args.port)
 
 
 def _purge(args: argparse.Namespace) -> int:

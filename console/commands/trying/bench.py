@@ -1,6 +1,7 @@
 """`fedveil bench`: runs a benchmark beside its paper's numbers.
 
-A benchmark is one of the presets that --list names. Its result also goes to a JSON file.
+A benchmark is one of the presets that --list names. Its result also goes to a JSON file. With --dry-run nothing runs:
+it says what is missing, and how long the preset took where it ran last.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedveil import places
+from fedveil.benchmarks import ready
 from fedveil.benchmarks import run as benchmarks
 from fedveil.console.flower import local_federation
 from fedveil.console.flower.simulation import LocalSimulation
@@ -27,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("preset", nargs="?", help='"<paper>/<table>"')
     parser.add_argument("--list", action="store_true", help="list the presets")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check data, packages and device, of all presets where none is named"
+    )
     parser.add_argument("--quick", action="store_true", help="the smallest run that still shows the effect")
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="number of seeds; default: the preset's own")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
@@ -43,10 +48,12 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         console.print("\n".join(benchmarks.names()) or "no presets", markup=False)
         return 0
-    if args.preset is None:
-        raise ConfigError(f"preset: expected one of {benchmarks.names()}, found none; name one")
     if args.seeds < 0:
         raise ConfigError(f"--seeds: expected 0 or more, found {args.seeds}")
+    if args.dry_run:
+        return _dry_run(args, console)
+    if args.preset is None:
+        raise ConfigError(f"preset: expected one of {benchmarks.names()}, found none; name one")
     file: Path = args.out or _results() / f"{args.preset.replace('/', '_')}.json"
     options = benchmarks.Options(
         quick=args.quick,
@@ -69,6 +76,25 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"Beside it: {beside}", soft_wrap=True)
     console.print(f"Result: {file}", soft_wrap=True)
     return 0
+
+
+def _dry_run(args: argparse.Namespace, console: Console) -> int:
+    """1 where something is missing, else 0."""
+    lacks = 0
+    options = benchmarks.Options(quick=args.quick, seeds=args.seeds, device=args.device)
+    for name in [args.preset] if args.preset else benchmarks.names():
+        found = ready.look(name, options, _results())
+        console.print(f"{_command(name, args)}: {'NOT READY' if found.missing else 'ready'}", markup=False)
+        for line in [*found.there, *(f"MISSING {text}" for text in found.missing), found.time]:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+        lacks += bool(found.missing)
+    return 1 if lacks else 0
+
+
+def _command(name: str, args: argparse.Namespace) -> str:
+    seeds = f" --seeds {args.seeds}" if args.seeds else ""
+    device = "" if args.device == "auto" else f" --device {args.device}"
+    return f"fedveil bench {name}{' --quick' if args.quick else ''}{seeds}{device}"
 
 
 def _results() -> Path:

@@ -1,21 +1,26 @@
-"""`fedveil demo`: runs methods side by side on this machine, on real text.
+"""`fedveil demo`: runs methods side by side on this machine, and attacks each one.
 
-One SuperLink and a SuperNode for each site, over gRPC with TLS and node authentication. It ends with a table and a
-report, and leaves no process behind. With the defaults it takes some minutes on two cores.
+One SuperLink and a SuperNode for each site, over gRPC with TLS and node authentication. It ends with one picture of
+quality, what an attacker could tell and bytes, with a report, and leaves no process behind. With the defaults it takes
+some minutes on two cores. "+secure" after a method stands for secure aggregation.
 
     fedveil demo
-    fedveil demo --methods fedavg,fedrand,fedpara --rounds 6
+    fedveil demo --methods fedavg,fedrand,fedpara+secure --rounds 6
     fedveil demo --set train.max-steps=40 --set 'method.fields="rho = 0.3"' --methods fedrand
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import sys
 import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -23,30 +28,61 @@ from fedveil import config, places
 from fedveil.console.flower.local_federation import Ended, LocalFederation, LocalSite
 from fedveil.console.run_config import overrides
 from fedveil.console.runs import folder as runs
-from fedveil.console.runs import summary
+from fedveil.console.runs import summary, workers
 from fedveil.console.runs.progress import RunProgress
 from fedveil.console.terminal import terminal
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, FedVeilError
 from fedveil.foreign import shown
+
+if TYPE_CHECKING:
+    from fedveil.attacks.side_by_side import Common
+
+    Measured = Future[Common | None]
 
 DATA = places.folder("data/e2e")
 RUN_TIMEOUT = 1800.0
-# Small enough for two cores, long enough for the curves to show learning.
+_STEPS_SECONDS = 2.0
+_LEAST_SUMMED = 3  # secure.min-sites, by default
+# Small enough for two cores, long enough for the curves to show learning, and rows few enough for attacks to win.
 SETTINGS: dict[str, Any] = {
     "task.evaluation": str(DATA),
+    "task.max-examples": 100,
     "train.batch-size": 8,
     "train.learning-rate": 3e-3,
     "train.max-steps": 20,
-    "cohort.fraction": 0.75,
-    "evaluate.max-examples": 40,
+    "evaluate.max-examples": 30,
+    "evaluate.generate": "never",
+    "run.tap": True,
 }
+DEFENCES: dict[str, dict[str, Any]] = {
+    "": {},
+    "secure": {"secure.enabled": True},
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run of the demo: a method, perhaps with a defence."""
+
+    method: str
+    defence: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its run folder."""
+        return f"{self.method}-{self.defence}" if self.defence else self.method
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the run config; what was `given` counts."""
+        return {"method.name": self.method, **DEFENCES[self.defence], **given}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    parser.add_argument("--methods", default="fedavg,fedrand", metavar="NAMES", help="default: fedavg,fedrand")
-    parser.add_argument("--rounds", type=_positive, default=4, metavar="N", help="of each method; default: 4")
-    parser.add_argument("--sites", type=_positive, default=4, metavar="N", help="default: 4")
+    default = "fedavg,fedrand,fedrand+secure"
+    parser.add_argument("--methods", default=default, metavar="NAMES", help=f"default: {default}")
+    parser.add_argument("--rounds", type=_positive, default=2, metavar="N", help="of each method; default: 2")
+    parser.add_argument("--sites", type=_positive, default=3, metavar="N", help="default: 3")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), metavar="FOLDER",
         help="for the runs, the summary and the report; default: runs/demo",
@@ -63,51 +99,80 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """One federation, one run a method; then a table, summary.json and report.html."""
-    methods, settings = _methods(args.methods), SETTINGS | overrides(None, args.set)
+    """One federation, one run a method, an attack on each; then the picture, summary.json and report.html."""
+    arms, settings = _arms(args.methods, args.sites), SETTINGS | overrides(None, args.set)
     if args.set:
-        _check(methods, settings)
+        _check(arms, settings)
     console, out, started = terminal(), args.out.absolute(), time.monotonic()
     console.print(f"Starting one SuperLink and {args.sites} SuperNodes: gRPC, TLS, node authentication")
     data = Path(settings.get("task.data", DATA))
     federation = LocalFederation([LocalSite(f"site-{i}", data) for i in range(args.sites)])
     failed = False
-    with federation:
+    measured: list[Measured] = []
+    # An attack on a run takes the time in which the next one waits for its processes.
+    with ThreadPoolExecutor(1) as aside, federation:
         console.print(f"All {args.sites} sites online after {time.monotonic() - started:.1f} s")
-        for method in methods:
-            failed = not _run_method(federation, console, out, method, args.rounds, settings)
+        if words := _drawn(args.sites, float(settings.get("cohort.fraction", 1.0))):
+            console.print(words, soft_wrap=True)
+        for arm in arms:
+            failed = not _run_arm(federation, console, out, arm, args.rounds, settings)
             if failed:
                 break
+            measured.append(aside.submit(_measure, out / arm.name, data, measured[-1:]))
         if args.keep_logs or failed:
             shutil.copytree(federation.processes.logs, out / "logs", dirs_exist_ok=True)
     left = federation.processes.alive()
-    _results(console, out, methods)
+    _results(console, out, arms, measured)
     console.print(f"Processes left: {', '.join(str(p.pid) for p in left) or 'none'}.", end=" ")
     console.print(f"Total {time.monotonic() - started:.0f} s.")
     return 1 if failed or left else 0
 
 
-def _run_method(
-    federation: LocalFederation, console: Console, out: Path, method: str, rounds: int, settings: dict[str, Any]
+def _run_arm(
+    federation: LocalFederation, console: Console, out: Path, arm: Arm, rounds: int, settings: dict[str, Any]
 ) -> bool:
-    _forget(out / method)
+    _forget(out / arm.name)
     run = federation.run(
         None,
         {
-            "method.name": method,
-            **settings,
+            **arm.settings(settings),
             "run.dir": str(out),
-            "run.name": method,
+            "run.name": arm.name,
             "run.rounds": rounds,
             "cohort.sites": len(federation.sites),
             "cohort.min-sites": min(2, len(federation.sites)),
         },
     )
-    with RunProgress(console, out / method, method, rounds) as progress:
+    with RunProgress(console, out / arm.name, arm.name, rounds, _steps(federation)) as progress:
         ended = federation.wait(run, RUN_TIMEOUT, progress.tick)
     if not ended.completed:
-        _explain(federation, run, method, ended, out)
+        _explain(federation, run, arm.name, ended, out)
     return ended.completed
+
+
+def _drawn(sites: int, fraction: float) -> str:
+    """Why not every site is in a round; "" where each is."""
+    drawn = math.ceil(round(fraction * sites, 9))  # as federation/cohort.py, which needs torch
+    if drawn == sites:
+        return ""
+    return (
+        f"Each round draws {drawn} of the {sites} sites (cohort.fraction = {fraction:g}), for real federations seldom "
+        "have all of theirs at once; --set cohort.fraction=1 asks all"
+    )
+
+
+def _steps(federation: LocalFederation) -> Callable[[], str]:
+    """What the sites' workers say of their steps, asked every other second: they are this machine's own."""
+    folders = [federation.folder / "sites" / name for name in federation.sites]
+    said, asked = "", 0.0
+
+    def steps() -> str:
+        nonlocal said, asked
+        if time.monotonic() - asked >= _STEPS_SECONDS:
+            said, asked = workers.steps(folders), time.monotonic()
+        return said
+
+    return steps
 
 
 def _explain(federation: LocalFederation, run: int, method: str, ended: Ended, out: Path) -> None:
@@ -119,16 +184,29 @@ def _explain(federation: LocalFederation, run: int, method: str, ended: Ended, o
     print("\n".join(map(shown, federation.server_log(run).splitlines())), file=sys.stderr)
 
 
-def _results(console: Console, out: Path, methods: list[str]) -> None:
-    from fedveil.console.report import run_page  # needs torch, which takes a second that the start shall not wait for
+def _measure(folder: Path, data: Path, before: list[Measured]) -> Common | None:
+    from fedveil.console.report import gained  # needs torch, a second for which the start shall not wait
 
-    found = [runs.load(out / method) for method in methods if (out / method / "status.json").is_file()]
+    return gained.measure(folder, data, before[0].result() if before else None)
+
+
+def _results(console: Console, out: Path, arms: list[Arm], measured: list[Measured]) -> None:
+    from fedveil.console.report import gained
+
+    found = [runs.load(out / arm.name) for arm in arms if (out / arm.name / "status.json").is_file()]
     if not found:
         return
-    summary.write(out / "summary.json", "demo", found)
-    run_page.write(out / "report.html", found)
+    for arm, done in zip(arms, measured, strict=False):  # a run that failed is not measured
+        try:
+            done.result()
+        except FedVeilError as error:  # what was trained is worth showing all the same
+            console.print(f"{arm.name}: not attacked: {shown(error)}", soft_wrap=True)
+    gained.write(out, found)
     console.print(summary.table(found))
-    console.print(f"Summary: {out / 'summary.json'}\nReport:  {out / 'report.html'}", soft_wrap=True)
+    for line in gained.said(found):
+        console.print(line, style="bold", soft_wrap=True)
+    console.print(f"Picture: {out / gained.PICTURE}\nReport:  {out / 'report.html'}", soft_wrap=True)
+    console.print(f"Summary: {out / 'summary.json'}", soft_wrap=True)
 
 
 def _forget(folder: Path) -> None:
@@ -137,22 +215,29 @@ def _forget(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _methods(text: str) -> list[str]:
-    """The names, checked against the files of strategies/ without importing them."""
+def _arms(text: str, sites: int) -> list[Arm]:
+    """The runs, checked against the files of strategies/ without importing them."""
     known = sorted(f.stem for f in places.folder("strategies").glob("*.py") if f.stem != "__init__")
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    if not found or set(found) - set(known) or len(set(found)) != len(found):
-        raise ConfigError(f"--methods: expected names out of {known}, each once, found {text!r}")
+    parts = [name.strip().partition("+") for name in text.split(",") if name.strip()]
+    found = [Arm(method, defence) for method, _, defence in parts]
+    wrong = [arm for arm in found if arm.method not in known or arm.defence not in DEFENCES]
+    if not found or wrong or len(set(found)) != len(found):
+        defences = " or ".join(f'"+{name}"' for name in DEFENCES if name)
+        raise ConfigError(
+            f"--methods: expected names out of {known}, perhaps with {defences}, each once, found {text!r}"
+        )
+    if sites < _LEAST_SUMMED and any(arm.defence == "secure" for arm in found):
+        raise ConfigError(f"--sites: expected at least {_LEAST_SUMMED} for a method +secure, found {sites}")
     return found
 
 
-def _check(methods: list[str], settings: dict[str, Any]) -> None:
+def _check(arms: list[Arm], settings: dict[str, Any]) -> None:
     """What the ServerApp would refuse, refused before anything is started."""
     from fedveil import strategies, tasks  # torch, only where there is something to check
 
-    for method in methods:
-        parsed = config.parse(settings | {"method.name": method})
-        task = tasks.load(parsed, strategies.create(method, parsed.method.fields).adapter)
+    for arm in arms:
+        parsed = config.parse(arm.settings(settings))
+        task = tasks.load(parsed, strategies.create(arm.method, parsed.method.fields).adapter)
         task.examples(Path(parsed.task.data or DATA), "train")
         task.examples(Path(parsed.task.evaluation), "test")
 

@@ -9,27 +9,42 @@ import argparse
 import dataclasses
 import importlib
 import inspect
+import math
+import re
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.table import Table
 
 from fedveil import strategies
+from fedveil.console.terminal import markdown
 from fedveil.contract.budget import Claim
 from fedveil.contract.layout import Direction, Layout
 from fedveil.contract.method import Method
 from fedveil.contract.spec import Spec
 
+_FP32 = 4  # bytes
+_COMPARED = (
+    "down, up: the most bytes of a message's fields in any round, in % of the trained tensors in fp32, for a small "
+    "model. Quality and attacks: benchmarks/README.md. In full: fedveil methods NAME"
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("name", nargs="?", help="a method's name")
+    parser.add_argument("--table", action="store_true", help="which one? what the server learns, guarantee, bytes")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the list or one method."""
     console = Console(highlight=False)
+    if args.table:
+        console.print(_compared())
+        console.print(_COMPARED, style="dim")
+        return 0
     if args.name is None:
         console.print(_list())
         console.print("One of them in full: fedveil methods NAME")
@@ -48,12 +63,53 @@ def _list() -> Table:
     return table
 
 
+def _compared() -> Table:
+    """A row a method: what the server learns and what is guaranteed, in its own words, and bytes by its layout."""
+    table = Table("method", "the server learns", "guarantee", show_lines=True)
+    for name in ("down", "up"):
+        table.add_column(name, justify="right")
+    for name in strategies.names():
+        words = " ".join((inspect.getdoc(importlib.import_module(strategies.load(name).__module__)) or "").split())
+        method = strategies.create(name)
+        spec = method.adapter.example_spec()
+        layout = method.layout(spec)
+        dense = sum(math.prod(tensor.shape) * _FP32 for tensor in spec.values())
+        costs = [_part(layout, direction, dense) for direction in ("down", "up")]
+        guarantee = "epsilon, in the modes that its page names" if isinstance(method, Claim) else "none by itself"
+        table.add_row(name, _sentence(words, "The server learns: "), guarantee, *costs)
+    return table
+
+
+def _sentence(words: str, head: str) -> str:
+    """The sentence after `head`, "see its page" where a method of another package has none."""
+    found = re.search(re.escape(head) + r"(.{1,300}?)(?=\. |\.$|$)", words)
+    return found[1] if found else "see its page"
+
+
+def _part(layout: Layout, direction: Direction, dense: int) -> str:
+    """Bytes of a message's largest variant, in percent of all trained tensors in fp32."""
+    sizes: dict[str, int] = {}
+    for field in layout.fields:
+        if field.direction == direction:
+            if None in field.shape:
+                return "varies"
+            nbytes = field.codec.nbytes(tuple(n for n in field.shape if n is not None))
+            for variant in field.variants or ("",):
+                sizes[variant] = sizes.get(variant, 0) + nbytes
+    most = sizes.pop("", 0) + max(sizes.values(), default=0)
+    return f"{100 * most / dense:.0f} %"
+
+
 def _show(console: Console, name: str) -> None:
     cls = strategies.load(name)
-    console.print(inspect.getdoc(importlib.import_module(cls.__module__)), markup=False)
+    words = inspect.getdoc(importlib.import_module(cls.__module__)) or ""
+    if console.is_terminal:
+        console.print(Markdown(f"# {markdown(words)}"))
+    else:  # a pipe, a file: as it stands in the code
+        console.print(words, markup=False, soft_wrap=True)
     console.print(_fields(cls))
     method = strategies.create(name)
-    if not isinstance(method, Claim) and method.sends != "gradients":
+    if not isinstance(method, Claim) and not method.asks_gradient:
         console.print("Clients may train by noisy steps: dp.clip, dp.noise, dp.learning-rate, dp.epsilon", markup=False)
     spec = method.adapter.example_spec()
     layout = method.layout(spec)

@@ -13,7 +13,9 @@ Both are of one sum. Two sums of nearly the same sites from the same weights dif
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fedveil.federation.secure.parts import fewest_honest
 
@@ -80,6 +82,19 @@ class Claim:
         if not self.all_pairs:
             return "with neighbours no holder sees the whole sum, so each can be told of another one"
         return "no roster in the policy, so the server could put keys of its own in the place of the sites'"
+
+
+def weakest(attempts: Iterable[Mapping[str, Any]], least: int) -> Claim | None:
+    """What a run held against in its weakest attempt, for sites whose policy names no roster; None without attempts.
+
+    Args:
+        attempts: what each noted as `unseen` (server_app/record.py).
+        least: secure.min-sites.
+    """
+    found = [
+        Claim(int(a["holders"]), int(a["threshold"]), least, with_roster=False) for a in attempts if "holders" in a
+    ]
+    return min(found, key=lambda claim: claim.curious, default=None)
 
 
 def _with(sites: int) -> str:

@@ -64,10 +64,12 @@ class Slots:
     @classmethod
     def of(cls, exchange: Exchange, round_: int) -> Slots:
         """Of a method on its spec, in one round."""
+        shapes = {field.name: field.largest for field in exchange.layout.fields if field.direction == "up"}
+        shapes |= {name: tensor.shape for name, tensor in exchange.spec.items()}
         found: list[Slot] = []
         start = 0
         for name, weights_shape in sorted(exchange.method.summed(exchange.spec, round_).items()):
-            found.append(Slot(name, tuple(exchange.spec[name].shape), tuple(weights_shape), start))
+            found.append(Slot(name, tuple(shapes[name]), tuple(weights_shape), start))
             start = found[-1].end
         return cls(tuple(found))
 

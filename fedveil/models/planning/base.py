@@ -57,14 +57,12 @@ class Base:
         small: the layers that a quantised base has in fewer bits.
         multiplied: weights that a token is multiplied with: linear layers, and the head, tied or not.
         buffers: bytes of what is no parameter.
-        largest: entries of the largest tensor.
     """
 
     parts: Mapping[str, int]
     small: tuple[Layer, ...]
     multiplied: int
     buffers: int
-    largest: int
 
     @property
     def parameters(self) -> int:
@@ -115,9 +113,8 @@ def _of(kind: str, values: tuple[tuple[str, Any], ...]) -> Base:
     for name, parameter in model.named_parameters():
         is_head = head is not None and parameter is head.weight and parameter is not embedding
         parts["head" if is_head else _part(name)] += parameter.numel()
-    largest = max(parameter.numel() for parameter in model.parameters())
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
-    return Base(dict(parts), tuple(small), multiplied, buffers, largest)
+    return Base(dict(parts), tuple(small), multiplied, buffers)
 
 
 def of(settings: Settings) -> Base:

@@ -148,11 +148,10 @@ def plan(
         if adapter.trains_base:
             phases["first turn"] = (*under, held[0], Part("a copy of the base, to compare", weights))
     host = (*_under(messages[0]), Part("trained weights", 4 * trained), Part("upload", messages[1])) if on_gpu else ()
-    return Plan(phases, host, weights_of_a_layer(shape, settings, train, itemsize))
+    return Plan(phases, host, _of_a_layer(shape, settings, train, itemsize))
 
 
-def weights_of_a_layer(shape: Base, settings: Settings, train: TrainConfig, itemsize: int) -> int:
-    """Bytes of one block of the base, as it lies in memory."""
+def _of_a_layer(shape: Base, settings: Settings, train: TrainConfig, itemsize: int) -> int:
     outside = sum(shape.parts.get(part, 0) for part in ("embeddings", "head")) * itemsize
     return max(0, shape.nbytes(train.quantized_base, itemsize) - shape.buffers - outside) // settings.layers
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -180,8 +181,9 @@ def test_a_wire_of_half_precision_comes_back_in_fp32(dtype, walk, lora_spec, lor
 def test_a_coded_factor_is_read_as_the_method_reads_it(walk, lora_spec, lora_weights, bits, most):
     """Eight bits hide less than a percent of the factor; a payload of codes is no reason to attack nothing."""
     _, view, history, before = walk("fedrand", lora_spec, lora_weights, f"upload_bits = {bits}")
-    for site in SITES:
-        rebuilt = latest(view, site, before[-1])
+    for site, rebuild in itertools.product(SITES, (latest, merged)):
+        rebuilt = rebuild(view, site, before[-1])
+        assert rebuilt.coverage == (1.0 if rebuild is latest else 0.5)
         for name, round_ in rebuilt.seen.items():
             true = dict(history[site])[round_][name]
             assert float((rebuilt.weights[name] - true).norm() / true.norm()) <= most

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedveil.attacks.membership.lira import POOLED_BELOW, confidence, scores, train_shadows
-from fedveil.attacks.statistics import auroc
+from fedveil.attacks.statistics import auroc, rank_test
 
 
 def normal_log(x: float, mean: float, std: float) -> float:
@@ -189,3 +189,19 @@ def test_beats_the_plain_loss_where_rows_differ_in_difficulty(online, count):
     ratio, plain = scores(target, shadows, members), target
     assert auroc(ratio[truth], ratio[~truth]) > 0.75
     assert auroc(plain[truth], plain[~truth]) < 0.65
+
+
+@pytest.mark.parametrize(("other", "fails"), [(False, False), (True, True)])
+def test_its_control_to_lose_fails_where_non_members_are_of_another_distribution(other, fails):
+    """Shadows learn rows of the members' source without having them, and rows with drawn labels by heart alone."""
+    rng = np.random.default_rng(12)
+    had = np.zeros((16, 120), dtype=bool)
+    for first in range(0, 16, 2):
+        had[first] = rng.permutation(120) < 60
+        had[first + 1] = ~had[first]
+    without = np.where((np.arange(120) >= 60) & other, -2.0, 1.5)  # phi of a shadow that did not have the row
+    shadows = np.where(had, 2.0, without) + 0.5 * rng.standard_normal(had.shape)
+    untrained = 0.3 * rng.standard_normal(120)
+    found = scores(untrained, shadows, had)
+    told = abs(rank_test(found[:60], found[60:])) > 1.96
+    assert told == fails

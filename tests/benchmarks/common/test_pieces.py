@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import partial
+
 from fedveil.benchmarks.common import pieces
 from fedveil.benchmarks.run import commit
+
+OTHER = "from fedveil.benchmarks.common import pieces; from pathlib import Path; import sys; file = Path(sys.argv[1])\n"
+
+
+def said(code: str, *args: object) -> str:
+    """What another process prints: POSIX locks are of a process."""
+    command = [sys.executable, "-c", OTHER + code, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_a_case_is_measured_once_and_keeps_its_commit(tmp_path):
@@ -22,4 +34,30 @@ def test_a_case_is_measured_once_and_keeps_its_commit(tmp_path):
 
 def test_without_a_file_all_is_measured(tmp_path):
     assert [pieces.row(None, "a", lambda i=i: {"value": i})["value"] for i in range(2)] == [0, 1]
+    assert [row["value"] for row in pieces.rows(None, {n: partial(dict, value=n) for n in "ab"})] == ["a", "b"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_are_never_at_the_same_piece(tmp_path):
+    file, code = tmp_path / "new" / "x.pieces.jsonl", "with pieces.alone(file, int(sys.argv[2])) as mine: print(mine)"
+    with pieces.alone(file, 7) as mine:
+        assert mine
+        assert (said(code, file, 7), said(code, file, 8)) == ("False\n", "True\n")
+    assert said(code, file, 7) == "True\n"
+
+
+def test_of_rows_each_process_takes_what_no_other_is_at_or_has_measured(tmp_path):
+    """The other process comes while this one is at "b", finds "a", and measures "c"."""
+    file = tmp_path / "x.pieces.jsonl"
+    code = "print([r['by'] for r in pieces.rows(file, {n: lambda: {'by': 'other'} for n in 'abc'})])"
+    heard = []
+
+    def measure(name: str) -> dict[str, str]:
+        if name == "b":
+            heard.append(said(code, file))
+        return {"by": "this"}
+
+    found = pieces.rows(file, {name: partial(measure, name) for name in "abc"})
+    assert heard == ["['this', 'other']\n"]
+    assert [(row["name"], row["by"]) for row in found] == [("a", "this"), ("b", "this"), ("c", "other")]
+    assert [row["name"] for row in pieces.kept(file)] == ["a", "c", "b"]

@@ -51,29 +51,47 @@ def test_paired_differences_are_narrower_than_unpaired_ones():
     assert unpaired["low"] < 0 < unpaired["high"]
 
 
-def test_seeds_are_averaged_and_from_three_on_drawn():
+def test_an_interval_over_seeds_is_student_s_t_where_rows_have_no_part():
+    """Of 1, 2 and 6: mean 3, standard error sqrt(7 / 3), t = 4.303; of two seeds t = 12.706; of one no width."""
     still = [resampling.fixed(v) for v in (1.0, 2.0, 6.0)]
-    two = resampling.interval(resampling.over_seeds(still[:2]))
-    assert (two["mean"], two["low"], two["high"]) == (1.5, 1.5, 1.5)
     three = resampling.interval(resampling.over_seeds(still))
-    assert three["mean"] == 3.0
-    assert three["low"] < 2.0
-    assert three["high"] > 4.0
+    assert (three["mean"], three["seeds"]) == (3.0, [1.0, 2.0, 6.0])
+    assert three["high"] - 3.0 == pytest.approx(3.0 - three["low"]) == pytest.approx(4.3027 * (7 / 3) ** 0.5, rel=1e-4)
+    two = resampling.interval(resampling.over_seeds(still[:2]))
+    assert two["high"] - 1.5 == pytest.approx(12.706 * 0.5, rel=1e-4)
+    one = resampling.interval(resampling.over_seeds(still[:1]))
+    assert (one["mean"], one["low"], one["high"]) == (1.0, 1.0, 1.0)
+    assert "seeds" not in one
 
 
-def around(value: float) -> Figure:
-    return Figure(value, value + 0.01 * np.random.default_rng(int(value * 1000)).normal(size=resampling.REPLICATES), 10)
+def test_rows_and_seeds_add_as_legs_of_a_triangle_on_either_side():
+    lopsided = np.linspace(-2.0, 4.0, resampling.REPLICATES)
+    figure = resampling.over_seeds([Figure(v, v + lopsided, 10) for v in (1.0, 2.0, 6.0)])
+    rows, apart = resampling.interval(resampling.of_rows(figure)), 4.3027 * (7 / 3) ** 0.5
+    shown = resampling.interval(figure)
+    assert 3.0 - shown["low"] == pytest.approx(np.hypot(3.0 - rows["low"], apart), rel=1e-4)
+    assert shown["high"] - 3.0 == pytest.approx(np.hypot(rows["high"] - 3.0, apart), rel=1e-4)
 
 
-def test_ordering_says_what_the_intervals_say():
-    figures = {"a": around(0.9), "b": around(0.7), "c": around(0.5)}
-    assert resampling.ordering(figures, ["a", "b", "c"], "x").endswith("holds in all 3 pairs.")
-    wrong = resampling.ordering(figures, ["b", "a", "c"], "x")
-    assert "does not hold: 2 of 3 pairs hold, 1 are reversed: b over a (-0.2 [" in wrong
-    same = {"a": around(0.9), "b": around(0.901)}
-    assert "can neither be confirmed nor refused: no pair of 1" in resampling.ordering(same, ["a", "b"], "x")
-    part = resampling.ordering(figures | {"d": around(0.501)}, ["a", "d", "c"], "x")
-    assert "holds in part: 2 of 3 pairs hold, 0 are reversed, 1 cannot be told apart." in part
+def test_rows_that_all_seeds_score_count_once():
+    values = list(np.random.default_rng(7).normal(0.0, 1.0, 200))
+    one = resampling.mean(values, 1)
+    both = resampling.over_seeds([resampling.mean(values, 1), resampling.mean([v + 0.1 for v in values], 1)])
+    assert both.replicates.std() == pytest.approx(one.replicates.std())
+
+
+def test_differences_are_paired_by_seed():
+    mine, other = (
+        resampling.over_seeds([resampling.fixed(v) for v in vs]) for vs in ((1.0, 5.0, 9.0), (0.9, 5.0, 8.8))
+    )
+    d = resampling.less(mine, other)
+    assert d.value == pytest.approx(0.1)
+    assert d.seeds == pytest.approx((0.1, 0.0, 0.2))
+    assert resampling.less(mine, resampling.fixed(4.0)).seeds == (-3.0, 1.0, 5.0)
+    assert resampling.negated(mine).seeds == (-1.0, -5.0, -9.0)
+    assert resampling.average([mine, other]).seeds == pytest.approx((0.95, 5.0, 8.9))
+    with pytest.raises(ValueError, match="expected figures of the same seeds, found 3 and 1"):
+        resampling.less(mine, resampling.over_seeds([resampling.fixed(1.0)]))
 
 
 def test_bleu_of_summed_statistics_is_that_of_the_corpus():

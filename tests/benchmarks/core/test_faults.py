@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+import threading
 import time
 
 import pytest
 
-from fedveil.benchmarks.core import killer
-from fedveil.benchmarks.core.faults import _alone, _Bench, _compared, _kept, _outcome
+from fedveil.benchmarks.core import faults, killer
+from fedveil.benchmarks.core.faults import _Bench, _compared, _kept, _outcome
 from fedveil.benchmarks.core.killer import SITES, VICTIMS, Killer, Point, drawn
 from fedveil.benchmarks.run import commit
 
@@ -57,42 +57,60 @@ def test_the_turn_that_a_killed_worker_began_is_charged_and_so_is_its_repetition
 
 
 class Federation:
-    """What was started, and whether a site's SuperNode has ended by itself."""
+    """What was started, and which sites' SuperNodes have ended."""
 
     def __init__(self):
-        self.did, self.code, self.processes = [], None, self
+        self.did, self.codes, self.processes = [], {}, self
 
-    def kill_site(self, site):
-        self.did.append(f"kill {site}")
+    def kill(self, name):
+        self.did.append(f"kill {name}")
+
+    kill_site = kill
 
     def start_site(self, site):
         self.did.append(f"start {site}")
 
+    def start_superlink(self):
+        self.did.append("start superlink")
+
     def ended(self, site):
-        return self.code
+        return self.codes.get(site)
 
 
-def test_a_site_is_started_again_as_often_as_its_supernode_is_sent_away(tmp_path):
+def test_a_site_is_started_again_as_often_as_its_supernode_is_sent_away_also_in_the_next_run(tmp_path, monkeypatch):
     federation = Federation()
     bench = _Bench(federation, tmp_path, tmp_path, {})
     found = Killer(Point(0, "fedrand", "site", "north", "kept", 1, 0.0), list, lambda: iter(()))
     bench._restored(found)
-    assert federation.did == []  # nothing was killed yet
+    assert federation.did == []  # nothing has ended yet
+    federation.codes = {"north": 49}
+    bench._restored(found)
+    bench._restored(found)  # not at once
+    assert federation.did == ["kill north", "start north"]
+    monkeypatch.setattr(faults, "_PAUSE_SECONDS", -1.0)
+    bench._restored(None)  # an undisturbed run
+    assert federation.did == ["kill north", "start north"] * 2
+
+
+def test_the_superlink_is_started_again_once(tmp_path):
+    federation = Federation()
+    bench = _Bench(federation, tmp_path, tmp_path, {})
+    found = Killer(Point(0, "fedrand", "superlink", "north", "kept", 1, 0.0), list, lambda: iter(()))
+    bench._restored(found)
+    assert federation.did == []
     found.killed = True
     bench._restored(found)
     bench._restored(found)
-    assert federation.did == ["kill north", "start north"]
-    federation.code = 49
-    bench._restored(found)
-    assert federation.did[2:] == ["kill north", "start north"]
+    assert federation.did == ["kill superlink", "start superlink"]
 
 
 def test_the_killer_kills_what_it_is_shown_once_the_event_is_seen_as_often_as_asked(tmp_path):
     point = Point(0, "fedrand", "worker", "north", "kept", 2, 0.0)
+    looked = threading.Event()
     with subprocess.Popen(["sleep", "60"]) as victim:
-        found = Killer(point, lambda: [victim.pid], lambda: tmp_path.glob("turn-*"))
+        found = Killer(point, lambda: looked.set() or [victim.pid], lambda: tmp_path.glob("turn-*"))
         found.start()
-        time.sleep(0.2)  # what is there when it starts does not count
+        assert looked.wait(60)  # what is there before does not count
         (tmp_path / "turn-0").write_bytes(b"x")
         time.sleep(0.2)
         assert victim.poll() is None
@@ -131,19 +149,3 @@ def test_pieces_add_up_and_those_that_differed_at_another_commit_are_run_again(t
     ]
     assert outcome.rows[0]["metrics"]["different"]["mean"] == 1
     assert killer.ROUNDS == 3
-
-
-def test_two_processes_are_never_at_the_same_point(tmp_path):
-    """POSIX locks are of a process, so the other one must be one."""
-    file = tmp_path / "x.pieces.jsonl"
-    ask = "from fedveil.benchmarks.core.faults import _alone; from pathlib import Path; import sys\n"
-    ask += f"with _alone(Path({str(file)!r}), int(sys.argv[1])) as mine: print(mine)"
-
-    def said(number: int) -> str:
-        done = subprocess.run([sys.executable, "-c", ask, str(number)], capture_output=True, text=True, check=True)
-        return done.stdout
-
-    with _alone(file, 7) as mine:
-        assert mine
-        assert (said(7), said(8)) == ("False\n", "True\n")
-    assert said(7) == "True\n"

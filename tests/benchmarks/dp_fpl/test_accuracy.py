@@ -15,44 +15,47 @@ from tests.benchmarks.dp_fpl.small import settings as small
 def test_accuracy_is_the_mean_over_sites_of_own_or_other_classes():
     right = [np.array([1.0, 0.0, 1.0, 1.0]), np.array([0.0, 0.0, 1.0, 0.0])]
     labels, classes = [0, 0, 1, 2], [{0}, {1, 2}]
-    local = accuracy.accuracy(right, labels, classes, True, 0)
-    other = accuracy.accuracy(right, labels, classes, False, 0)
+    local = accuracy.accuracy(right, labels, classes, True)
+    other = accuracy.accuracy(right, labels, classes, False)
     assert local.value == 100 * (1 / 2 + 1 / 2) / 2
     assert other.value == 100 * (2 / 2 + 0 / 2) / 2
     assert (local.count, other.count) == (4, 4)
-    drawn = np.repeat(np.arange(4), resampling.counts(4, accuracy._TEST, 0)[7].astype(int))
+    drawn = np.repeat(np.arange(4), resampling.counts(4, accuracy._TEST)[7].astype(int))
     by_hand = [np.mean([right[s][i] for i in drawn if labels[i] in classes[s]] or [0.0]) for s in range(2)]
     assert local.replicates[7] == pytest.approx(100 * np.mean(by_hand))
 
 
 def test_a_site_with_every_class_has_no_neighbours():
-    found = accuracy.accuracy([np.ones(2), np.zeros(2)], [0, 1], [{0, 1}, {0}], False, 0)
+    found = accuracy.accuracy([np.ones(2), np.zeros(2)], [0, 1], [{0, 1}, {0}], False)
     assert (found.value, found.count) == (0.0, 1)
 
 
 @pytest.mark.parametrize(
     ("mine", "asked", "said"),
     [
-        (9.0, "higher", "higher; the paper has it higher: holds here."),
-        (1.0, "higher", "lower; the paper has it higher: does not"),
-        (5.0, "not lower", "not told apart; the paper has it not lower: holds"),
-        (1.0, "not lower", "does not hold here."),
+        (9.0, {"is": "higher"}, "the paper has it higher: holds here."),
+        (1.0, {"is": "higher"}, "the paper has it higher: does not hold here."),
+        (5.0, {"is": "higher"}, "the paper has it higher: not decided."),
+        (5.0, {"is": "not lower", "margin": 1.0}, "the paper has it not lower (within 1): holds here."),
+        (5.0, {"is": "not lower", "margin": 0.01}, "the paper has it not lower (within 0.01): not decided."),
+        (1.0, {"is": "not lower", "margin": 1.0}, "does not hold here."),
     ],
 )
-def test_claims_are_judged_by_paired_intervals(mine, asked, said):
+def test_claims_are_judged_by_paired_differences(mine, asked, said):
     figures = {"a": {"local": around(mine)}, "b": {"local": around(5.001)}}
-    settings = {"rows": {}, "claims": [{"row": "a", "than": "b", "side": "local", "is": asked}]}
-    (sentence,) = accuracy.verdicts(figures, settings)
-    assert said in sentence
+    settings = {"rows": {}, "claims": [{"row": "a", "than": "b", "side": "local", **asked}]}
+    sentence, _ = accuracy.verdicts(figures, settings)
+    assert sentence.endswith(said)
 
 
 def test_a_row_stands_beside_both_controls():
     figures = {n: {"local": around(v)} for n, v in (("x", 9.0), ("zero-shot", 5.0), ("x, noise only", 9.001))}
-    first, second = accuracy.verdicts(figures, {"rows": {"x": {}}})
+    first, second, how = accuracy.verdicts(figures, {"rows": {"x": {}}})
     assert "of x less that of zero-shot" in first
     assert first.endswith("higher.")
     assert "of x less that of x, noise only" in second
     assert second.endswith("not told apart.")
+    assert "corrected for 2 comparisons" in how
     assert accuracy.verdicts(figures, {"rows": {"x": {"learns": False}}}) == []
 
 

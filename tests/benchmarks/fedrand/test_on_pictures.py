@@ -40,11 +40,13 @@ def test_a_small_table_from_end_to_end():
     }  # fmt: skip
     answer = on_pictures._from_json(on_pictures.of_seed(settings, 0, Options()))
     assert set(answer) == {
-        "round 0", "overfitted FedAvg", "FedAvg server", "FedAvg client", "FedRand server", "FedRand client",
-        "FedRand client, merged",
+        "round 0", "other rows", "overfitted FedAvg", "FedAvg server", "FedAvg client", "FedRand server",
+        "FedRand client", "FedRand client, merged",
     }  # fmt: skip
     assert answer["FedAvg client"].figures["reconstruction error"].value == 0.0
     assert answer["FedRand client"].figures["reconstruction error"].value > 0
     assert answer["overfitted FedAvg"].figures["loss"].value > 0.8
     assert answer["round 0"].figures["calibrated"].value == 0.5
+    assert answer["other rows"].figures["calibrated"].count == 30
+    assert "LiRA" in answer["other rows"].figures
     assert answer["FedRand server"].upload_bytes < 0.7 * answer["FedAvg server"].upload_bytes

@@ -1,52 +1,113 @@
-"""Accuracy by epoch, and how often entries move by Eq. 13."""
+"""The table of accuracy: its order, its pieces, its claims and its counts."""
 
 from __future__ import annotations
 
-import pytest
-import torch
+import base64
+import json
 
+import numpy as np
+import pytest
+
+from fedveil.benchmarks.common import pieces
 from fedveil.benchmarks.random_binary import accuracy
 from fedveil.benchmarks.run import Options
-from tests.benchmarks.random_binary.noise import VIT
+from tests.benchmarks.random_binary.small import settings
+
+LOWER = {"bases": ["scratch"], "row": "fixed", "than": "plain", "is": "lower"}
+ALIKE = {"bases": ["scratch"], "row": "random", "than": "plain", "is": "equal", "margin": 8.0}
+ROWS = 400
 
 
-def federate(methods, **more):
-    settings = {
-        "data": "noise", "classes": 3, "clients": 2, "epochs": 2, "public": 4, "members": 8, "test_rows": 12,
-        "seeds": 1,
-        "bases": ["pre-trained", "scratch"], "fields": "optimiser = 'adam'\nlearning_rate = 1e-2\n", "model": VIT,
-        "config": {"train.batch-size": 2, "train.epochs": 2}, "methods": methods, **more,
+def piece(method, seed, right, counts=(0.0, 0.0, 1.0)):
+    """Of a method that names the class of the first `right` test pictures."""
+    bits = base64.b64encode(np.packbits(np.arange(ROWS) < right).tobytes()).decode()
+    return {
+        "name": f"{method} {seed}", "commit": "c", "base": "scratch", "method": method, "seed": seed,
+        "curve": [10.0, 20.0, right / ROWS * 100], "right": bits, "counts": list(counts), "upload_bytes": 8,
+        "seconds": 1.0,
     }  # fmt: skip
-    return accuracy.of_seed(settings, 0, Options())
 
 
-def test_accuracy_and_counts_of_a_small_federation():
-    random, locked = (
-        {"name": "random_binary", "fields": f"rate = 0.8\n{p}", "rate": 0.8} for p in ("", "mask_period = 'never'")
-    )
-    found = federate({"random": random, "locked": locked, "fixed": {"name": "fixed_position"}})
-    assert list(found) == [
-        f"{base}, {row}" for base in ("pre-trained", "scratch") for row in ("epoch 0", "random", "locked", "fixed")
+def said(found, claims):
+    return accuracy.outcome(found, settings(claims=claims, test_rows=ROWS), 9).verdicts
+
+
+def test_seed_0_of_all_comes_first_and_a_base_may_have_fewer():
+    bases = {"a": {"seeds": 2, "methods": ["x", "y"]}, "b": {"seeds": 1, "methods": ["x"]}}
+    asked = [("a", "x", 0), ("a", "y", 0), ("b", "x", 0), ("a", "x", 1), ("a", "y", 1)]
+    assert list(accuracy._asked({"bases": bases}, Options())) == asked
+    assert list(accuracy._asked({"bases": bases}, Options(seeds=1))) == asked[:3]
+
+
+def test_a_piece_is_of_every_setting_that_its_figures_hang_on():
+    name = accuracy._name(settings(), "scratch", "random", 0)
+    base = settings()["bases"]["scratch"]
+    same = [{"claims": [LOWER]}, {"bases": {"scratch": {**base, "seeds": 7, "methods": []}}}]
+    other = [{"epochs": 3}, {"fields": ""}, {"config": {}}, {"bases": {"scratch": {**base, "members": 7}}}]
+    other += [{"exchanges": 9}, {"model": {}}, {"test_rows": 1}, {"methods": {"random": {"name": "fixed_position"}}}]
+    assert all(accuracy._name(settings(**more), "scratch", "random", 0) == name for more in same)
+    assert all(accuracy._name(settings(**more), "scratch", "random", 0) != name for more in other)
+
+
+def test_a_table_in_pieces_is_the_one_at_once(tmp_path, monkeypatch):
+    """The second time nothing is trained."""
+    file, of = tmp_path / "x.pieces.jsonl", settings()
+    whole = accuracy.run(of, Options(device="cpu"))
+    first = accuracy.run(of, Options(device="cpu", pieces=file))
+    monkeypatch.setattr(accuracy.federated, "row", None)
+    again = accuracy.run(of, Options(device="cpu", pieces=file))
+    assert first.rows == again.rows
+    assert [row["name"] for row in again.rows] == ["scratch, random", "scratch, locked", "scratch, fixed"]
+    assert [{k: row[k] for k in ("metrics", "curve")} for row in whole.rows] == [
+        {k: row[k] for k in ("metrics", "curve")} for row in again.rows
     ]
-    assert [len(epoch) for epoch in found["scratch, random"]["right"]] == [12, 12, 12]
-    assert found["pre-trained, random"]["right"] != found["scratch, random"]["right"]
-    for name in ("random", "locked"):
-        row = found[f"scratch, {name}"]
-        assert row["expected"] == pytest.approx(1 - 0.8**2)
-        assert row["entries moved"] == pytest.approx(row["expected"], abs=0.03)
-        assert row["count distance"] < 0.03
-    assert "expected" not in found["scratch, fixed"]
+    assert again.files["png"].startswith(b"\x89PNG")
+    assert again.verdicts[-1].startswith("Trainings: 3 of 3; by commit: 3 of ")
+    assert {line["base"] for line in pieces.kept(file)} == {"scratch"}
+    json.dumps(again.rows)
 
 
-def test_count_distance_tells_the_two_laws_apart():
-    generator = torch.Generator().manual_seed(0)
-    often = {"w": torch.rand(4, 20_000, generator=generator).gt(0.3).sum(0).float()}
-    assert accuracy._counted(often, 4, 0.3, locked=False)["count distance"] < 0.02
-    assert accuracy._counted(often, 4, 0.3, locked=True)["count distance"] > 0.6
+def test_claims_are_judged_by_the_seeds_that_both_rows_have():
+    """Of four seeds of one row three have a partner."""
+    found = [piece("plain", seed, 200 + seed) for seed in (0, 1, 2)]
+    found += [piece("fixed", seed, 100 + seed) for seed in (0, 1, 2, 3)]
+    (lower, how, *_) = said(found, [LOWER])
+    assert lower.startswith("Accuracy of scratch, fixed less that of plain: -25.0")
+    assert "seeds: 3; the paper has it lower: holds here." in lower
+    assert "1 comparisons" in how
+    assert "not decided" in said(found[1:], [LOWER])[0]
+    assert "a control, which must have it lower: holds here." in said(found, [LOWER | {"control": True}])[0]
 
 
-def test_pre_training_leaves_no_head():
-    trained, other = ({n: torch.full((2,), v) for n in ("classifier.weight", "vit.x")} for v in (1.0, 2.0))
-    assert {n: float(w[0]) for n, w in accuracy._new_head(trained, other).items()} == {
-        "classifier.weight": 2.0, "vit.x": 1.0,
-    }  # fmt: skip
+def test_a_claim_that_is_wrong_does_not_hold():
+    found = [piece(m, seed, right + seed) for m, right in {"plain": 100, "fixed": 200}.items() for seed in range(3)]
+    assert said(found, [LOWER])[0].endswith("does not hold here.")
+    found = [piece(m, seed, right + seed) for m, right in {"plain": 200, "random": 202}.items() for seed in range(3)]
+    assert said(found, [ALIKE])[0].endswith("holds here.")
+
+
+def test_a_row_has_values_by_seed_a_curve_and_counts_beside_their_law():
+    counts = (0.1, 0.2, 0.7)
+    of = settings(test_rows=ROWS)
+    (row,) = accuracy.outcome([piece("random", seed, 200 + 4 * seed, counts) for seed in range(2)], of, 2).rows
+    assert row["metrics"]["accuracy"]["seeds"] == [50.0, 51.0]
+    assert [point["mean"] for point in row["curve"]] == [10.0, 20.0, 50.5]
+    assert row["metrics"]["entries moved"]["mean"] == pytest.approx((0.2 + 2 * 0.7) / 2)
+    missed = 0.8**2
+    law = [missed**2, 2 * missed * (1 - missed), (1 - missed) ** 2]
+    assert accuracy._law(of, "random") == pytest.approx(law)
+    assert accuracy._law(of, "locked") == pytest.approx([missed, 0, 1 - missed])
+    assert row["metrics"]["count distance"]["mean"] == pytest.approx(np.abs(np.subtract(counts, law)).sum() / 2)
+
+
+def test_counts_that_another_method_s_law_fits_better_are_said():
+    locked = (0.64, 0.0, 0.36)
+    right, wrong = ([piece(m, 0, 200, locked)] for m in ("locked", "random"))
+    assert "in 1 of 1 trainings" in said(right, [])[0]
+    assert "in 0 of 1 trainings" in said(wrong, [])[0]
+
+
+def test_a_table_without_a_piece_says_so():
+    found = accuracy.outcome([], settings(), 3)
+    assert (found.rows, found.files) == ([], {})
+    assert found.verdicts == ["Trainings: 0 of 3; by commit: none."]

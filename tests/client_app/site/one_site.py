@@ -36,18 +36,22 @@ class Server:
         ctx = RoundContext(round_, "s", round_ == 0, bytes(32), address=Address("r"))
         method = self.exchange.method
         state = method.init(self.task.spec, weights, rng.initial(0, "m"))
-        order = {"round": round_, "is-new": ctx.is_new, "site": "s", "run": "r", "method": self.name}
-        order |= {"fields": json.dumps(fields_of(method))}
+        asked = self.asked(round_)
+        (self.at / "r" / "s" / "served.json").unlink(missing_ok=True)  # another message for a round: test_served.py
+        taken = self.turns.take(lambda: self.exchange.broadcast(state, ctx), asked, self._count)
+        return b"".join(taken.parts)
+
+    def asked(self, round_: int = 0) -> Assignment:
+        """What the site is asked in a round."""
+        order = {"round": round_, "is-new": round_ == 0, "site": "s", "run": "r", "method": self.name}
+        order |= {"fields": json.dumps(fields_of(self.exchange.method))}
         node = {
             "state-dir": str(self.at),
             "data": str(self.at),
             "policy": str(self.at / "policy.toml"),
             "device": "cpu",
         }
-        asked = Assignment.of(order, self.flat, node)
-        (self.at / "r" / "s" / "served.json").unlink(missing_ok=True)  # another message for a round: test_served.py
-        taken = self.turns.take(lambda: self.exchange.broadcast(state, ctx), asked, self._count)
-        return b"".join(taken.parts)
+        return Assignment.of(order, self.flat, node)
 
     def _count(self, step) -> None:
         self.looked += 1

@@ -607,6 +607,7 @@ def test_a_turn_whose_caller_has_gone_is_given_up(bench):
         assert {k: shown[k] for k in expected} == expected
         assert shown["step"] >= 1
         assert shown["tokens_per_second"] == 200
+        assert shown["seconds_left"] == 0.5 * (1000 - shown["step"])  # half a second a step, so far
         assert shown["memory_mb"] > 50
         call.cancel()
         assert until(lambda: json.loads(status(b""))["state"] == "idle")

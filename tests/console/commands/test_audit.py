@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from fedveil import rng, strategies, tasks
-from fedveil.attacks.findings import PICTURES
+from fedveil.attacks.findings import PICTURES, Audit
 from fedveil.attacks.samples import Source, members_of, non_members_of
 from fedveil.config import parse
+from fedveil.console.commands.running import audit as command
 from fedveil.console.main import main
 from fedveil.console.report import findings
 from fedveil.console.report import run_page as report
@@ -23,6 +24,7 @@ from fedveil.records.disclosure import Disclosures
 from fedveil.records.state import save_state
 from fedveil.sealed import VARIABLE, new_key
 from fedveil.wire.tap import Tap
+from tests.console.report.made import controlled, found
 
 DATA = Path(__file__).parents[3] / "data" / "e2e"
 SITES = ["site-2", "site-10"]  # by their numbers the first and the second
@@ -30,7 +32,7 @@ SITES = ["site-2", "site-10"]  # by their numbers the first and the second
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory) -> Path:
-    """Two sites, two rounds of FedRand, known nearly by heart: 12 rows each, the rest of the data left out."""
+    """Two sites, two rounds of FedRand, known nearly by heart: 20 rows each, the rest of the data left out."""
     return made(tmp_path_factory.mktemp("runs") / "small", SITES, {})
 
 
@@ -38,7 +40,7 @@ def made(folder: Path, sites: list[str], more: dict[str, object]) -> Path:
     settings = {
         "method.name": "fedrand",
         "method.fields": "adapter = {rank = 4}",
-        "task.max-examples": 12,
+        "task.max-examples": 20,
         "train.batch-size": 8,
         "train.epochs": 4,
         "train.learning-rate": 5e-3,
@@ -77,19 +79,38 @@ def audited(run_folder) -> dict:
     """Of a tap that the server has sealed: the auditor names its key file as the server did."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(run_folder.parent / "key"))
-        assert main(["audit", str(run_folder), "--data", str(DATA), "--max-rows", "24"]) == 0
+        assert main(["audit", str(run_folder), "--data", str(DATA), "--max-rows", "40"]) == 0
     return json.loads((run_folder / "audit.json").read_text())
+
+
+def test_the_terminal_has_the_verdicts_and_the_five_strongest(make_run, monkeypatch, capsys):
+    told = controlled(*(found(f"site-{i}, merged", 0.6 + i / 50, "above") for i in range(9)))
+    monkeypatch.setattr(command, "audit_run", lambda *_, **__: (Audit(told, [], ["what a control says"]), None))
+    folder = make_run()
+    assert main(["audit", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Membership shows in 9 of 9 findings of 1 attacks whose controls hold. Strongest: align")
+    assert lines[1] == "- what a control says"
+    rows = [line for line in lines if line.startswith("\u2502")]
+    assert [row.split()[1] for row in rows] == [f"site-{i}," for i in (8, 7, 6, 5, 4)]
+    assert "0.760 [0.710, 0.810]" in rows[0]
+    assert f"The other 7 findings: {folder / 'audit.json'}" in lines[-1]
+    assert Audit.read(folder) == Audit(told, [], ["what a control says"])
 
 
 def test_controls_and_models_stand_beside_each_other(audited):
     by = {(f["model"], f["attack"]): f for f in audited["findings"]}
     assert by["overfitted FedAvg", "loss"]["verdict"] == "above"
     assert by["overfitted FedAvg", "alignment"]["verdict"] == "above"
-    assert by["round 0", "calibrated"]["auroc"] == [0.5, 0.5, 0.5]
+    assert ("round 0", "calibrated") not in by
     assert {f["model"] for f in audited["findings"]} >= {"round 0", "overfitted FedAvg", "server", *SITES}
+    assert by["other rows", "calibrated"]["members"] == by["other rows", "alignment"]["members"] == 20
+    assert any(
+        note.startswith("The control of other rows was taught 20 of the members to ") for note in audited["notes"]
+    )
     assert ("site-2", "alignment, wrong site") in by
-    assert by["server", "loss"]["members"] == 24
-    assert by["server", "loss"]["non_members"] == 24
+    assert by["server", "loss"]["members"] == 40
+    assert by["server", "loss"]["non_members"] == 40
     assert {r["site"]: r["coverage"] for r in audited["rebuilt"]}.keys() == set(SITES)
     assert any(note.startswith("loss: ") for note in audited["notes"])
 
@@ -105,7 +126,7 @@ def test_members_are_the_rows_of_the_site(run_folder):
     assert list(members) == list(SITES)
     others = non_members_of(source, config, members, len(asked))
     used = {row.origin for rows in members.values() for row in rows}
-    assert len(used) == 24
+    assert len(used) == 40
     assert not used & {row.origin for row in others}
     assert {row.origin.file for row in others} == {str(DATA / "train.jsonl")}
 
@@ -115,6 +136,17 @@ def test_the_report_has_a_section_of_it(run_folder, audited):
     assert "What attacks found" in page
     assert "overfitted FedAvg" in page
     assert "What the server could rebuild of each site" in page
+
+
+@pytest.mark.parametrize("model", ["round 0", "other rows"])
+@pytest.mark.parametrize(("verdict", "kind"), [("above", "failed"), ("below", "failed"), ("contains", "completed")])
+def test_the_report_marks_a_control_to_lose_by_whether_it_was_lost(tmp_path, model, verdict, kind):
+    interval = [0.6, 0.5, 0.7]
+    found = {"model": model, "attack": "loss", "verdict": verdict, "epsilon_bound": 0.0, "members": 9, "non_members": 9}
+    found |= {"p": 0.01}
+    found |= dict.fromkeys(("auroc", "tpr_at_1", "tpr_at_01"), interval)
+    (tmp_path / "audit.json").write_text(json.dumps({"findings": [found], "rebuilt": [], "notes": []}))
+    assert f'class="tag {kind}">{verdict}<' in str(findings.html(tmp_path))
 
 
 @pytest.mark.slow

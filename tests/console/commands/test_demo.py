@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 
+from fedveil import config
 from fedveil.console.commands.trying import demo
 from fedveil.console.main import main
+from fedveil.console.terminal import terminal
+from fedveil.errors import StateError
+from fedveil.federation import cohort
 
 
 @pytest.mark.parametrize(
@@ -31,3 +37,50 @@ def test_a_bad_setting_is_refused_before_anything_is_started(setting, line, caps
     assert line in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments,line",
+    [
+        (["--methods", "fedrand+magic"], "error: --methods: expected names out of"),
+        (["--methods", "fedrand,fedrand"], "each once, found 'fedrand,fedrand'"),
+        (["--sites", "2"], "error: --sites: expected at least 3 for a method +secure, found 2"),
+    ],
+)
+def test_bad_arms_are_refused_before_anything_is_started(arguments, line, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "LocalFederation", None)
+    assert main(["demo", *arguments]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_an_arm_is_a_method_and_perhaps_a_defence():
+    plain, summed = demo._arms("fedrand, fedrand+secure", 3)
+    assert plain.settings({}) == {"method.name": "fedrand"}
+    assert summed.settings({"train.epochs": 2}) == {"method.name": "fedrand", "secure.enabled": True, "train.epochs": 2}
+    assert summed.settings({"secure.enabled": False})["secure.enabled"] is False
+    assert [plain.name, summed.name] == ["fedrand", "fedrand-secure"]
+    for arm in (plain, summed):
+        assert config.parse({**arm.settings(demo.SETTINGS), "run.name": arm.name}).run.tap
+
+
+def test_a_run_that_cannot_be_attacked_is_shown_all_the_same(make_run, tmp_path, capsys):
+    failed: Future = Future()
+    failed.set_exception(StateError("there is no tap"))
+    make_run(method="fedavg")
+    make_run(method="fedrand")
+    demo._results(terminal(), tmp_path, [demo.Arm("fedavg"), demo.Arm("fedrand")], [failed])
+    said = capsys.readouterr().out
+    assert "fedavg: not attacked: there is no tap" in said
+    assert "upload / FedAvg" in said
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_it_says_why_not_every_site_is_in_a_round():
+    assert "draws 3 of the 4 sites (cohort.fraction = 0.75)" in demo._drawn(4, 0.75)
+    assert "--set cohort.fraction=1 asks all" in demo._drawn(4, 0.75)
+    assert "draws 3 of the 10 sites" in demo._drawn(10, 0.3)  # and 0.3 * 10 is a little more than 3
+    assert demo._drawn(4, 1) == ""
+    assert demo._drawn(2, 0.75) == ""  # both
+    for sites in range(1, 40):
+        said = demo._drawn(sites, 0.75)
+        assert (f"draws {cohort.size(0.75, sites)} of" in said) is (cohort.size(0.75, sites) < sites)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-import ssl
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -20,32 +16,15 @@ from fedveil.console.main import main
 from fedveil.console.provisioning import checks, host_checks
 from fedveil.records import audit_log
 from tests.conftest import ROOT
-
-
-@contextmanager
-def tls_server(folder: Path) -> Iterator[str]:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(folder / "server.pem", folder / "server.key")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            try:
-                connection, _ = listener.accept()
-                with context.wrap_socket(connection, server_side=True) as link:
-                    link.recv(1)
-            except OSError:
-                return  # the client hung up, as it must where it does not trust us
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield f"localhost:{listener.getsockname()[1]}"
-        thread.join(10)
+from tests.console.tls import tls_server
 
 
 def test_the_fleet_port_must_show_a_certificate_of_this_ca(tmp_path):
     write_tls(tmp_path)
     with tls_server(tmp_path) as address:
         assert checks.fleet(address, tmp_path / "ca.crt").verdict == "ok"
+    with tls_server(tmp_path, ("http/1.1",)) as address:  # as the control port is
+        assert "speaks no gRPC" in checks.fleet(address, tmp_path / "ca.crt").text
     other, _ = new_ca("FedVeil CA", timedelta(days=1))  # of the same name
     write_certificate(tmp_path / "other.crt", other)
     with tls_server(tmp_path) as address:

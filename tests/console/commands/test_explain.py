@@ -96,3 +96,19 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(l
     alone = accounting.epsilon({("summed", 0, 0, once / 2): 1}, 1e-5, Neighbours.REPLACE_ONE)
     assert f"together, rows so charged have about epsilon {alone:.4g}" in said
     assert "Its noise is in the sum" not in "\n".join(explain.explained(exchange, parse({}), 1e-5))
+
+
+def test_scores_of_held_out_rows_are_named_before_anyone_takes_part(tmp_path, capsys):
+    policy = tmp_path / "site-policy.toml"
+    asked = ["--set", "method.name=fedavg", "--set", "evaluate.held-out=0.25"]
+    policy.write_text('methods = ["fedavg"]\nmax-scores = 7\n')
+    assert main(["explain", *asked, "--policy", str(policy)]) == 0
+    shown = capsys.readouterr().out
+    assert "hold out 25 of 100 of its rows" in shown
+    assert "loss_held_out and rows_held_out, in the report of each upload" in shown
+    assert "This site would, 7 times at most (max-scores)." in shown
+    policy.write_text('methods = ["fedavg"]\n')
+    assert main(["explain", *asked, "--policy", str(policy)]) == 0
+    assert "This site would not: its policy permits no scores" in capsys.readouterr().out
+    assert main(["explain", "--set", "method.name=fedavg"]) == 0
+    assert "held_out" not in capsys.readouterr().out

@@ -2,10 +2,11 @@ import json
 
 import pytest
 
+from fedveil.console.commands.running.status import runs as listed
 from fedveil.console.main import main
 from fedveil.console.report import run_page as report
+from fedveil.console.runs import by_site, summary
 from fedveil.console.runs import folder as runs
-from fedveil.console.runs import summary
 from fedveil.errors import StateError
 
 # By hand: 2 layers, fp32, A 8 x 192 and B 576 x 8, 613 bytes around them. FedAvg: 11 uploads of both factors.
@@ -99,3 +100,58 @@ def test_summary_has_the_schema_of_all_results(run_folders, tmp_path):
     assert fedrand["metrics"]["bleu"]["mean"] == 21.25
     assert fedavg["upload_bytes"] == 11 * BOTH
     assert summary.upload_ratio(found[1], found) == fedrand["upload_bytes"] / fedavg["upload_bytes"]
+
+
+def _with(folder, name, change):
+    """The file of JSON lines with every line as `change` makes it."""
+    lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    (folder / name).write_text("".join(json.dumps(change(line)) + "\n" for line in lines))
+
+
+def test_scores_of_held_out_rows_stand_beside_their_counts(make_run):
+    folder = make_run()
+
+    def scored(line):
+        for site, told in line.get("reports", {}).items():
+            said = {"site-0": {"loss_held_out": 1.5, "rows_held_out": 300.0}, "site-1": {"held_out_refused": 1.0}}
+            told |= said.get(site, {"loss_held_out": 3.0, "rows_held_out": 100.0})
+        return line
+
+    assert "held-out rows" not in report.html([runs.load(folder)])
+    _with(folder, "metrics.jsonl", scored)
+    found = runs.load(folder)
+    names = set(found.attempts[-1]["reports"])
+    others = len(names - {"site-0", "site-1"})
+    mean, rows = (1.5 * 300 + 3.0 * 100 * others) / (300 + 100 * others), 300 + 100 * others
+    assert by_site.mean_scored(found.attempts[-1]["reports"]) == (pytest.approx(mean), rows, 1 + others)
+    page = report.html([found])
+    assert f"in round 3: {mean:.4f} ({rows} rows of {1 + others} sites)" in page
+    assert "its policy permits no scores of held-out rows (max-scores)" in page
+    assert by_site.note(found.attempts[-1]["reports"]).startswith(f"  held out: loss {mean:.4f}, {rows} rows")
+    assert by_site.note({"a": {"held_out_refused": 2.0}}) == ""
+    assert by_site.scored(0, {"held_out_refused": 77.0}).why == "of another version"
+
+
+def test_page_and_lists_say_which_round_was_kept_and_why_the_run_stopped(make_run):
+    folder = make_run()
+    loss = runs.load(folder).curve("loss")
+    status = json.loads((folder / "status.json").read_text())
+    status |= {"reason": "stopped early, after round <3>", "final": {"round": 0, "scores": {"server": {"bleu": 7.0}}}}
+    status["best"] = {"round": 0, "metric": "<loss>", "value": 0.5, "kept": True}
+    (folder / "status.json").write_text(json.dumps(status))
+    found = runs.load(folder)
+    assert found.final["loss"] == dict(loss)[1]
+    assert found.final["bleu"] == 7.0
+    page = report.html([found])
+    assert (
+        "the model is that of round 1, whose &lt;loss&gt; 0.5 was the best; stopped early, after round &lt;3&gt;"
+        in page
+    )
+    status["best"]["kept"] = False
+    (folder / "status.json").write_text(json.dumps(status))
+    assert "the best <loss> 0.5 was after round 1; the model is that of the last round" in runs.load(folder).of_round
+    del status["final"]
+    status["best"]["kept"] = True
+    (folder / "status.json").write_text(json.dumps(status))
+    assert "the model is so far that of round 1" in runs.load(folder).of_round
+    assert listed(folder.parent)[0][0].endswith("stopped early, after round <3>")

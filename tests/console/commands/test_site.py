@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
-import tomllib
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,12 +13,9 @@ from rich.console import Console
 
 from fedveil.client_app.worker.cards import Card, Folder
 from fedveil.client_app.worker.owner import Owner
-from fedveil.console.commands.site import site
-from fedveil.console.flower.processes import Processes
 from fedveil.console.main import main
 from fedveil.console.runs import workers
 from fedveil.console.runs.workers import WorkerStatus, described, follow
-from fedveil.errors import ConfigError
 from tests.conftest import ROOT
 
 CARD = Card("ab", 41, Owner(7, 1.0), "app", "key", 1_700_000_000.0)
@@ -31,7 +28,14 @@ RUN = {
     "memory_mb": 1234,
     "device": "cpu",
 }
-TRAINING = RUN | {"state": "training", "step": 3, "steps": 16, "loss": 2.5, "tokens_per_second": 5210}
+TRAINING = RUN | {
+    "state": "training",
+    "step": 3,
+    "steps": 16,
+    "loss": 2.5,
+    "tokens_per_second": 5210,
+    "seconds_left": 12.4,
+}
 IDLE = RUN | {"state": "idle", "last": {"seconds": 4.25, "load_seconds": 0.001}}
 
 
@@ -65,8 +69,10 @@ def test_following_prints_a_line_whenever_something_changes(monkeypatch):
     later = TRAINING | {"step": 4, "loss": 2.25}
     shown = followed(monkeypatch, [[status(s)] for s in (TRAINING, TRAINING, later, IDLE)] + [[]], terminal=False)
     assert shown.splitlines() == [
-        "north: training: pilot (fedrand), round 3 of 5  step 3/16  loss 2.5000, 5,210 tokens/s  tiny on cpu, 1,234 MB",
-        "north: training: pilot (fedrand), round 3 of 5  step 4/16  loss 2.2500, 5,210 tokens/s  tiny on cpu, 1,234 MB",
+        "north: training: pilot (fedrand), round 3 of 5  step 3/16  loss 2.5000, 5,210 tokens/s, "
+        "about 12 s left  tiny on cpu, 1,234 MB",
+        "north: training: pilot (fedrand), round 3 of 5  step 4/16  loss 2.2500, 5,210 tokens/s, "
+        "about 12 s left  tiny on cpu, 1,234 MB",
         "north: idle: pilot (fedrand), round 3 of 5  last turn 4.2 s, 0.00 s of it loading  tiny on cpu, 1,234 MB",
     ]
 
@@ -75,6 +81,16 @@ def test_on_a_terminal_there_is_a_bar_with_step_loss_speed_and_memory(monkeypatc
     shown = followed(monkeypatch, [[status(TRAINING)]], terminal=True)
     for text in ("north", "3/16 steps", "training", "loss 2.5000", "5,210 tokens/s", "1,234 MB", "━"):
         assert text in shown
+
+
+def test_how_far_trainings_are_in_one_line_for_the_demo(monkeypatch):
+    found = {"a": [status(TRAINING), status(IDLE)], "b": [status({"state": "does not answer (UNAVAILABLE)"})]}
+    monkeypatch.setattr(workers, "workers", lambda state_dir: found[state_dir.name])
+    assert workers.steps([Path("a"), Path("b")]) == "north step 3/16, loss 2.5000, about 12 s left"
+    assert workers.steps([]) == ""
+    found["a"] = [status(TRAINING)] * 11
+    assert len(lines := workers.steps([Path("a")]).splitlines()) == 9
+    assert lines[-1] == "and 3 more"
 
 
 def test_without_a_worker_it_says_why_there_may_be_none(tmp_path, capsys):
@@ -156,68 +172,3 @@ def test_bad_input_is_refused_in_one_line(arguments, reason, tmp_path, capsys):
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(error)
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "code,reason",
-    [
-        ("305", "Flower's exit code 305: the server does not know the key, or has it online already"),
-        ("302", "Flower's exit code 302: the key is of another kind than elliptic curve"),
-        ("600", "Flower's exit code 600: its log ends: .*could not"),
-    ],
-)
-def test_why_a_supernode_ended_is_said_in_words(code, reason, tmp_path):
-    """Of this start alone: the log has an earlier end too."""
-    earlier = "see ref-exit-codes/302.html\n" if code != "302" else "see ref-exit-codes/305.html\n"
-    processes = Processes(tmp_path)
-    processes.log("north").write_text(
-        earlier + f"could not start\n<https://flower.ai/docs/ref-exit-codes/{code}.html>\n"
-    )
-    processes.ended = lambda name: 1
-    with pytest.raises(ConfigError, match=reason):
-        site._watch(processes, "north", len(earlier))
-
-
-@pytest.mark.parametrize(
-    "log",
-    [
-        '\tdetails = "fedveil: the last day of this key was 2026-03-01\x1b[2J; a"\n\tdebug = "fedveil: x"\n',
-        "Failed to initialize the connection to the SuperLink.\nfedveil: the last day of this key was 2026-03-01\n"
-        "see ref-exit-codes/305.html\n",
-    ],
-)
-def test_the_reason_that_the_server_gives_is_shown_as_text(log, tmp_path):
-    processes = Processes(tmp_path)
-    processes.log("north").write_text(log)
-    processes.ended = lambda name: 0
-    with pytest.raises(
-        ConfigError, match="serves it no more: fedveil: the last day of this key was 2026-03-01"
-    ) as error:
-        site._watch(processes, "north", 0)
-    assert "\x1b" not in str(error.value)
-
-
-def test_a_supernode_that_the_server_ended_is_not_taken_for_one_that_was_stopped(tmp_path):
-    processes = Processes(tmp_path)
-    processes.log("north").write_text("SuperNode ID: 5\nSuperNode terminated gracefully.\n")
-    states = iter([None, 0])
-    processes.ended = lambda name: next(states)
-    with pytest.raises(ConfigError, match="the server has ended the connection: .*start it again"):
-        site._watch(processes, "north", 0)
-
-
-def test_the_node_config_of_a_start_names_policy_and_signing_key_where_they_are(tmp_path, monkeypatch):
-    for name, size in (("ca.crt", 1), ("node.key", 1), ("policy.toml", 0), ("signing.key", 32)):
-        (tmp_path / name).write_bytes(bytes(size))
-        (tmp_path / name).chmod(0o600)
-    monkeypatch.chdir(tmp_path)
-
-    def stopped(*args, **kwargs):
-        raise ConfigError("far enough")
-
-    monkeypatch.setattr(site, "start_isolated", stopped)
-    options = ["--superlink", "h:1", "--ca", "ca.crt", "--key", "node.key", "--name", "north", "--state-dir", "state"]
-    assert main(["site", "start", *options, "--policy", "policy.toml", "--signing-key", "signing.key"]) == 2
-    node = tomllib.loads((tmp_path / "state" / "north.toml").read_text())
-    assert (node["policy"], node["signing-key"]) == (str(tmp_path / "policy.toml"), str(tmp_path / "signing.key"))
-    assert "key-file" not in node

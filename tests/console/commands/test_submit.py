@@ -7,6 +7,7 @@ import json
 import pytest
 
 from fedveil.console.flower.bundle import copied
+from fedveil.console.flower.processes import LaunchError
 from fedveil.console.main import main
 
 
@@ -26,6 +27,11 @@ def flower(monkeypatch, tmp_path):
         def run_status(self, number):
             given.append(number)
             return "finished:failed"
+
+        def log(self, number):
+            return self.printed
+
+        printed = ""
 
     monkeypatch.setattr("fedveil.console.commands.running.submit.Flower", Fake)
     return given
@@ -55,8 +61,10 @@ def test_the_exit_code_is_what_the_run_says_of_itself(tmp_path, flower, capsys, 
     assert flower[1][1] == {"run.dir": str(tmp_path / "runs"), "run.name": "first", "run.rounds": 1}
     assert "77" not in flower
     shown = capsys.readouterr().out
-    assert "round 0: 1 of 2 sites, 3 s, up 27,182 bytes; b: PolicyError: no" in shown
-    assert shown.count("round 0: 1 of 2") == 1
+    assert "first: round 1/1    3.1 s  1 of 2 sites, too few  up 27,182 B; b: PolicyError: no" in shown
+    assert shown.count("round 1/1") == 1
+    assert f"its folder is {tmp_path / 'runs' / 'first'}" in shown
+    assert f"next: fedveil report {tmp_path / 'runs' / 'first'}" in shown
 
 
 def test_a_round_is_shown_once(tmp_path, flower, capsys, monkeypatch):
@@ -69,7 +77,7 @@ def test_a_round_is_shown_once(tmp_path, flower, capsys, monkeypatch):
 
     monkeypatch.setattr("fedveil.console.commands.running.submit.Flower.run_status", run_status)
     assert submitted(tmp_path, "--set", "run.name=first") == 0
-    assert capsys.readouterr().out.count("round 0: 1 of 2") == 1
+    assert capsys.readouterr().out.count("round 1/1") == 1
 
 
 def test_an_earlier_run_of_that_name_does_not_count(tmp_path, flower):
@@ -109,3 +117,48 @@ def test_flower_gets_a_copy_without_what_no_bundle_holds(tmp_path):
     assert not copy.exists()
     with copied(tmp_path) as same:
         assert same == tmp_path
+
+
+def test_a_run_that_left_no_folder_here_says_why_it_failed_and_where_the_server_has_it(
+    flower, tmp_path, capsys, monkeypatch
+):
+    """A used name, a folder that cannot be written, a server elsewhere: Flower has what the ServerApp printed."""
+    printed = (
+        "INFO : fedveil: the run folder is /srv/runs/first\x1b[2J\n"
+        "Traceback (most recent call last):\n  File x\n"
+        "fedveil.errors.StateError: run folder /srv/runs/first: expected a new one, found a run; choose\x1b[2J\n"
+    )
+    monkeypatch.setattr("fedveil.console.commands.running.submit.Flower.printed", printed)
+    assert submitted(tmp_path, "--set", "run.name=first") == 1
+    shown = capsys.readouterr().out
+    assert "failed: StateError: run folder /srv/runs/first: expected a new one, found a run; choose" in shown
+    assert "the run folder is /srv/runs/first" in shown
+    assert "\x1b" not in shown
+
+
+def test_where_flower_gives_no_log_the_end_is_said_all_the_same(flower, tmp_path, capsys, monkeypatch):
+    def log(self, number):
+        raise LaunchError("flwr log failed: not permitted")
+
+    monkeypatch.setattr("fedveil.console.commands.running.submit.Flower.log", log)
+    assert submitted(tmp_path, "--set", "run.name=first") == 1
+    assert "failed: so says Flower" in capsys.readouterr().out
+
+
+def test_the_folder_of_a_server_that_was_started_from_its_federation_is_found(flower, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pilot").mkdir()
+    folder(tmp_path / "pilot", "completed")
+    assert main(["submit", "--federation", "pilot", "--set", "run.name=first"]) == 0
+    assert f"its folder is {tmp_path}/pilot/runs/first" in capsys.readouterr().out
+
+
+def test_the_end_says_rounds_scores_model_and_the_next_command(flower, make_run, tmp_path, capsys):
+    made = make_run(method="first")
+    (made / "final").mkdir()
+    (made / "flower-run").write_text("77")
+    assert main(["submit", "--federation", "pilot", "--set", f"run.dir={tmp_path}", "--set", "run.name=first"]) == 0
+    *_, state, rounds, model, after = capsys.readouterr().out.splitlines()
+    assert (state, model) == ("completed", f"model: {made}/final")
+    assert rounds == "rounds: 3 of 5; last scores: bleu 21.2500, cider 0.8750, loss 3.1312"
+    assert after == f"next: fedveil report {made}"

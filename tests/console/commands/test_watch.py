@@ -15,14 +15,14 @@ from fedveil.console.main import main
 from fedveil.console.provisioning.presence import why_absent
 from fedveil.console.report import run_page
 from fedveil.console.runs import folder as folders
-from fedveil.console.runs.ending import until_ended
 from fedveil.console.runs.folder import load
+from fedveil.console.runs.following import until_ended
 from fedveil.console.runs.progress import RunProgress
 from fedveil.console.terminal import terminal
 from fedveil.records import process
 
 
-def ended(states, said=(), timeout=0.0):
+def ended(states, said=(), timeout=0.0, printed=""):
     """until_ended on a clock that goes as it sleeps; the last of `states` and of `said` stays."""
     now = [0.0]
     states, said, asked = list(states), list(said) or [""], []
@@ -38,7 +38,7 @@ def ended(states, said=(), timeout=0.0):
         now[0] += seconds
         assert now[0] < 1000
 
-    code, why = until_ended(read, ask, timeout, lambda: now[0], sleep)
+    code, why = until_ended(read, ask, timeout, lambda: printed, lambda: now[0], sleep)
     return code, why, asked
 
 
@@ -51,7 +51,7 @@ DIED = {"state": "died", "reason": "killed by the kernel"}
     "states,said,code,words",
     [
         ([RUNNING, DONE], [], 0, "completed"),
-        ([RUNNING, FAILED], [], 1, "failed round 1: too few"),
+        ([RUNNING, FAILED], [], 1, "failed: round 1: too few"),
         ([LONG], [], 1, "resume it: fedveil submit"),
         ([RUNNING], ["running", "finished:failed"], 1, "failed: so says Flower"),
         ([RUNNING], ["running", "finished:stopped"], 3, "stopped: so says Flower"),
@@ -70,6 +70,13 @@ DIED = {"state": "died", "reason": "killed by the kernel"}
 def test_the_exit_code_is_what_became_of_the_run(states, said, code, words):
     found, why, _ = ended(states, said)
     assert (found, words in why) == (code, True), why
+
+
+def test_the_cause_that_a_run_printed_is_said_where_it_failed_and_nowhere_else():
+    printed = "x\nfedveil.errors.ConfigError: run.dir: cannot\nthe end\n"
+    assert ended([{}], ["finished:failed"], printed=printed)[:2] == (1, "failed: ConfigError: run.dir: cannot")
+    assert ended([{}], ["finished:completed"], printed=printed)[:2] == (0, "completed: so says Flower")
+    assert ended([{}], ["finished:stopped"], printed=printed)[:2] == (3, "stopped: so says Flower")
 
 
 def test_flower_is_asked_seldom_and_time_may_run_out():
@@ -101,7 +108,7 @@ def test_watching_a_folder_ends_with_its_status(make_run, capsys):
     folder = make_run(method="fedrand", state="failed")
     assert main(["watch", str(folder)]) == 1
     shown = capsys.readouterr().out
-    assert "failed round 3: expected at least 2 accepted uploads" in shown
+    assert "failed: round 3: expected at least 2 accepted uploads" in shown
     assert "site-1: ValueError: <no rows>" in shown
 
 

@@ -8,12 +8,14 @@ import pytest
 import yaml
 
 from fedveil.console.provisioning import compose
+from fedveil.console.provisioning.federation import FederationFile
 from tests.conftest import ROOT
 
-SERVER = yaml.safe_load(compose.server("trial", "fedveil:0.2.0", 9092, "/federation/trial"))["services"]
-SITE = yaml.safe_load(compose.site("trial", "North.1", "fedveil:0.2.0", "superlink:9092"))
-TRIAL = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SITES = ("north", "south", "west")
+FEDERATION = FederationFile(name="trial", server=["superlink"], sites=list(SITES))
+SERVER = yaml.safe_load(compose.server(FEDERATION, "/federation/trial"))["services"]
+SITE = yaml.safe_load(compose.site(FEDERATION, "North.1"))
+TRIAL = yaml.safe_load((ROOT / "compose.yaml").read_text())
 LASTING = [name for name in TRIAL["services"] if name in SERVER or name.endswith(("-supernode", "-clientapp"))]
 
 
@@ -100,3 +102,20 @@ def test_gpus_are_an_override():
     ]["devices"]
     assert override["north-clientapp"]["deploy"]["resources"]["reservations"]["devices"] == [devices]
     assert devices == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+
+
+def test_sites_wait_the_longer_before_they_ask_again_the_more_there_are():
+    for sites, seconds in ((3, "0.2"), (40, "0.2"), (1000, "5")):
+        many = FEDERATION.model_copy(update={"sites": [f"s{i}" for i in range(sites)]})
+        services = yaml.safe_load(compose.site(many, "north"))["services"]
+        for name in ("supernode", "clientapp"):
+            assert services[name]["environment"]["FEDVEIL_POLL_SECONDS"] == f"${{FEDVEIL_POLL_SECONDS:-{seconds}}}"
+
+
+def test_another_control_port_is_that_of_every_service_of_the_server():
+    other = FEDERATION.model_copy(update={"control_port": 8765})
+    services = yaml.safe_load(compose.server(other, "/federation/trial"))["services"]
+    assert "--port=8765" in services["superlink"]["command"]
+    assert "--runtime-api-address=127.0.0.1:8765" in services["serverapp"]["command"]
+    assert yaml.safe_load(compose.operators(other))["services"]["pod"]["ports"] == ["127.0.0.1:8765:8765"]
+    assert "8000" not in compose.server(other, "/f") + compose.operators(other)

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import stat
+from argparse import Namespace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from cryptography.hazmat.primitives import serialization
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
+from fedveil.console.commands.federation import operators
 from fedveil.console.main import main
 from fedveil.console.provisioning import operators as kept
 from fedveil.console.provisioning.federation import Members, registry
@@ -93,6 +95,26 @@ def test_a_wrong_operator_is_refused(words, reason, pilot):
     with pytest.raises(ConfigError, match=reason):
         kept.Operators(registry(pilot)).add(*words)
     assert (registry(pilot) / "operators.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name,place", [("anna", "file/token"), ("owner", "token"), ("anna", "/proc/x")])
+def test_who_gets_no_token_is_not_let_in_and_leaves_no_file(name, place, pilot, tmp_path, capsys):
+    (tmp_path / "file").write_text("a file, and no folder")
+    before, out = (registry(pilot) / "operators.json").read_bytes(), tmp_path / place
+    assert main(["operators", "add", str(pilot), name, "--role", "submit", "--out", str(out)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert (registry(pilot) / "operators.json").read_bytes() == before
+    assert not (tmp_path / "token").exists()
+
+
+def test_an_interrupted_add_leaves_no_empty_token(pilot, tmp_path, monkeypatch):
+    def interrupted(*_args: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kept.Operators, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        operators._add(Namespace(folder=pilot, name="anna", role="submit", days=1, out=tmp_path / "t", renew=False))
+    assert not (tmp_path / "t").exists()
 
 
 def test_nobody_is_revoked_in_place_of_another(pilot, capsys):

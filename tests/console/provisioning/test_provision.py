@@ -32,6 +32,7 @@ name = "pilot"
 server = ["fl.example.org", "10.1.0.5"]
 sites = ["north", "south"]
 fleet-port = 9443
+control-port = 8765
 key-days = 10
 """
 
@@ -88,8 +89,8 @@ def test_nothing_secret_is_readable_by_others_or_in_a_kit(federation, capsys):
         with tarfile.open(federation / "kits" / f"{site}.tar.gz") as archive:
             content = {name: archive.extractfile(name).read() for name in archive.getnames()}
         assert {Path(name).name for name in content} == {
-            "compose.yaml", "compose.gpu.yaml", "ca.crt", "site.toml", "node-config.toml", "site-policy.toml",
-            "README.md",
+            "compose.yaml", "compose.gpu.yaml", "ca.crt", "site.toml", "node-config.toml", "containers.toml",
+            "site-policy.toml", "README.md",
             "SHA256SUMS",
         }  # fmt: skip
         whole = b"\n".join(content.values())
@@ -386,3 +387,65 @@ def test_a_folder_that_is_there_is_left_alone(federation, capsys):
     assert "expected a folder that does not exist yet" in capsys.readouterr().err
     assert (federation / "registry" / "members.json").read_bytes() == before
     assert main(["members", "list", str(federation.parent)]) == 2
+
+
+def test_the_control_port_is_where_the_operators_commands_ask(federation):
+    home = federation / "server" / "flower"
+    assert 'address = "127.0.0.1:8765"' in (home / "config.toml").read_text()
+    assert "flower.account-auth.127.0.0.1:8765.authn-type" in (home / "credentials.yaml").read_text()
+
+
+def test_a_site_is_added_with_its_kit_and_registered_like_the_others(federation, capsys):
+    assert main(["members", "add", str(federation), "west"]) == 0
+    assert f"fedveil members register {federation} request.json" in capsys.readouterr().out
+    assert Members(federation).federation.sites == ["north", "south", "west"]
+    kit, fingerprint = enrolled(federation, capsys, "west")
+    assert (kit / "ca.crt").read_bytes() == (federation / "ca" / "ca.crt").read_bytes()
+    assert register(federation, kit, fingerprint) == 0
+    assert {s: e["state"] for s, e in Members(federation).sites.items()} == {
+        "north": "invited", "south": "invited", "west": "registered",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name,reason",
+    [
+        ("NORTH", "SITE: expected a name that is not used yet, found north; its kit is .*kits/north.tar.gz"),
+        ("../x", "SITE: expected letters, digits, .* found '../x'; choose another"),
+        ("superlink", 'SITE: expected .* not "superlink"'),
+    ],
+)
+def test_a_name_that_no_site_may_have_adds_nothing(federation, capsys, name, reason):
+    before = (federation / "registry" / "members.json").read_bytes()
+    assert main(["members", "add", str(federation), name]) == 2
+    assert re.search(reason, capsys.readouterr().err)
+    assert (federation / "registry" / "members.json").read_bytes() == before
+    assert sorted(file.name for file in (federation / "kits").iterdir()) == ["north.tar.gz", "south.tar.gz"]
+
+
+def test_provision_and_members_name_the_command_that_adds_a_site(federation, capsys):
+    assert main(["provision", str(federation.parent / "federation.toml")]) == 2
+    assert f"fedveil members add {federation} SITE" in capsys.readouterr().err
+    assert main(["members", "revoke", str(federation), "east", "--offline"]) == 2
+    assert f"fedveil members add {federation} NAME" in capsys.readouterr().err
+
+
+def test_two_ports_of_a_server_are_two_numbers(tmp_path):
+    (tmp_path / "federation.toml").write_text(TEXT.replace("8765", "9443"))
+    with pytest.raises(ConfigError, match="expected fleet-port and control-port to be two ports"):
+        parse(tmp_path / "federation.toml")
+
+
+def test_a_bare_hosts_kit_names_places_in_itself_and_doctor_is_right_there(federation, capsys):
+    kit, _ = enrolled(federation, capsys)
+    assert not re.search(r'"/', (kit / "node-config.toml").read_text() + (kit / "site.toml").read_text())
+    (kit / "data").mkdir()
+    (kit / "data" / "train.jsonl").write_text(json.dumps({"mr": "name[a]", "ref": "text"}) + "\n")
+    main(["doctor", "--kit", str(kit)])
+    found = {line[6:28].strip(): line for line in capsys.readouterr().out.splitlines()}
+    for name in ("key", "signing key", "data", "key file", "audit log", "roster"):
+        assert found[name].startswith("ok"), found[name]
+    assert found["policy"].startswith("warn")
+    assert ":8765 does not answer" in found["control port"]
+    main(["doctor", "--kit", str(kit), "--node-config", str(kit / "containers.toml")])
+    assert 'found none at "/data"' in capsys.readouterr().out

@@ -37,7 +37,7 @@ def test_the_report_shows_the_sums_and_has_no_column_for_what_nobody_saw(make_ru
     assert "Does not hold against a server that deviates: no roster in the policy" in page
     assert "site-3: no answer within &lt;120&gt; s" in page
     assert "expected 3, found &lt;1&gt;" in page
-    assert "round 2: PolicyError: it gave no keys, so it was in no cohort" in page
+    assert "round 3: PolicyError: it gave no keys, so it was in no cohort" in page
 
 
 def test_an_epsilon_is_left_to_the_sites_own_ledgers(make_run):

@@ -5,9 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig
 
 from fedveil import rng, tasks
+from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.prefix import Prefix, shape
 from fedveil.config import parse
 from fedveil.errors import ConfigError
+from tests.conftest import ROOT
 
 SIZES = {"vocab_size": 19, "num_hidden_layers": 4, "hidden_size": 24, "num_attention_heads": 4}
 CONFIGS = {
@@ -58,6 +60,37 @@ def test_layout_is_that_of_past_key_values(kind):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_it_starts_as_the_keys_and_values_of_tokens_of_the_vocabulary(kind):
+    model, trained = prefixed(kind)
+    adapter, stream = Prefix(6), rng.initial(2, "weights")
+    drawn = adapter.draw({"prefix": shape(model, 6)}, stream, adapter.read(model, stream))
+    again = rng.initial(2, "weights")
+    tokens = torch.tensor([[again.choice(SIZES["vocab_size"], 1)[0] for _ in range(6)]])
+    trained["prefix"].data.copy_(drawn["prefix"])
+    with torch.no_grad():
+        wanted = build(kind)(torch.cat([tokens, IDS[:1]], 1)).logits[:, 6:]
+        torch.testing.assert_close(model(IDS[:1]).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cells", [0, 2])
+def test_a_model_is_set_back_by_little_at_first(cells):
+    """By two tenths of a nat at most, where a prefix at random took nine."""
+    config = parse({"task.max-tokens": 64})
+    whole = tasks.load(config, AllWeights(), "cpu")
+    rows = whole.prepare(ROOT / "data" / "e2e", "train").rows[:32]
+    whole.put(whole.initial(rng.initial(0, "weights")))
+    task = tasks.load(config, Prefix(20), "cpu")
+    start = task.initial(rng.initial(0, "weights"))
+    task.put(start)
+    assert task.mean_loss(rows) - whole.mean_loss(rows) < 0.2
+    if cells:
+        proxy = tasks.load(config, Prefix(20, cells), "cpu")
+        first = proxy.initial(rng.initial(0, "weights"))
+        proxy.put({name: torch.zeros_like(w) for name, w in first.items()})
+        again = proxy.initial(rng.initial(0, "weights"))  # of the base, whatever was put in
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_is_the_greedy_loop(kind, beams):
     """Token by token from the whole sequence, without a cache between calls; and left padding changes nothing."""
@@ -70,6 +103,8 @@ def test_generation_is_the_greedy_loop(kind, beams):
         for _ in range(6):
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
         found = model.generate(given, attention_mask=mask, num_beams=beams, **how)[:, 2:]
+        # Without padding the library drops the mask.
+        assert torch.equal(found, model.generate(IDS[:1], attention_mask=mask[:, 2:], num_beams=beams, **how))
         if beams == 1:
             assert torch.equal(found, ids)
         else:  # as probable as the greedy text, by the model without a cache

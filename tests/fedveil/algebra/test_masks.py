@@ -8,7 +8,7 @@ import torch
 from fedveil.algebra import masks
 from fedveil.errors import ConfigError, WireError
 from fedveil.rng import Stream
-from fedveil.wire.seeded import expand
+from tests.pretend import DEVICE, Pretended
 
 KEY = bytes(range(32))
 
@@ -45,6 +45,21 @@ def test_another_number_of_values_is_refused(count):
         masks.unpack("h.w", torch.ones(count), mask)
 
 
+def test_on_another_device_as_on_the_cpu():
+    value, mask = random(70, 41).T, masks.expand(KEY, 0.3, (41, 70))
+    packed = masks.pack(value, mask)
+    with Pretended() as pretended:
+        for ours in (mask, mask.to(DEVICE)):
+            there = masks.pack(value.to(DEVICE), ours)
+            back = masks.unpack("w", there, ours)
+            assert torch.equal(there.values, packed)
+            assert torch.equal(back.values, value * mask)
+        for count in (0, len(packed) - 1, len(packed) + 1):
+            with pytest.raises(WireError, match=f"h.w: expected {len(packed)} values, .* found {count}"):
+                masks.unpack("h.w", torch.ones(count).to(DEVICE), mask)
+        assert not pretended.back
+
+
 def test_rate_by_tensor_first_match_wins_and_no_match_is_zero():
     rate = {"attn": 0.25, "attn|mlp": 0.5}
     assert masks.keeps(rate, ["h.attn.w", "h.mlp.w", "wte"]) == {"h.attn.w": 0.75, "h.mlp.w": 0.5, "wte": 1.0}
@@ -64,12 +79,13 @@ def test_a_bad_expression_is_refused():
         masks.check_rate("rate", {"(": 0.5})
 
 
-def test_masks_of_one_keep_are_one_expanded_key_cut_into_pieces():
+def test_tensors_of_one_key_are_numbered_in_the_order_of_their_names():
     """So that no two tensors have the same bits, and a server that has the key alone gets them all."""
     keep, shapes = {"b": 0.3, "a": 0.3, "c": 0.9, "whole": 1.0, "none": 0.0}, {"a": (3, 4), "b": (5,), "c": (2, 2)}
     keys = masks.draw_keys(Stream(KEY), keep)
     assert sorted(keys) == [0.3, 0.9]
     found = dict(masks.expanded(keys, keep, shapes))
     assert list(found) == ["a", "b", "c"]
-    assert torch.equal(torch.cat([found["a"].flatten(), found["b"]]), expand(keys[0.3], 0.3, (17,)))
-    assert torch.equal(found["c"], expand(keys[0.9], 0.9, (2, 2)))
+    for name, number in (("a", 0), ("b", 1), ("c", 0)):
+        assert torch.equal(found[name], masks.expand(keys[keep[name]], keep[name], shapes[name], number))
+    assert not torch.equal(masks.expand(KEY, 0.5, (99,), 0), masks.expand(KEY, 0.5, (99,), 1))

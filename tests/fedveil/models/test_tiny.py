@@ -14,7 +14,7 @@ from fedveil.adapters.lora import Lora
 from fedveil.config import parse
 from fedveil.errors import TaskError
 from fedveil.models import tiny
-from tools import tiny_text_generation as script
+from tools.tiny import text_generation as script
 
 TEXT, NAME = "text-generation", "tiny-text-generation"
 ROOT = Path(__file__).parents[3]

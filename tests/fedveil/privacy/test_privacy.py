@@ -153,6 +153,36 @@ def test_calibrated_noise_keeps_the_epsilon_and_wastes_little(wished):
 
 
 @pytest.mark.parametrize(
+    "steps, batch, rows, wished, neighbours",
+    [(20, 16, 240, 0.7, REPLACE), (3000, 64, 50_000, 0.5, ADD)],  # coarse grids are near here, and far off there
+)
+def test_coarse_grids_find_the_noise_and_the_digits_of_the_finest(steps, batch, rows, wished, neighbours, monkeypatch):
+    def cost(z: float) -> dict:
+        return accounting.spent(z, "poisson", Plan(steps, 1, batch, rows, neighbours), True)
+
+    intervals = []
+    monkeypatch.setattr(
+        accounting, "PLDAccountant", lambda *a: intervals.append(a[1]) or dp_accounting.pld.PLDAccountant(*a)
+    )
+    accounting._epsilon.cache_clear()
+    found = accounting.multiplier_for(cost, wished, DELTA, neighbours)
+    assert intervals.count(1e-4) <= 3  # what takes the time
+    assert accounting.epsilon(cost(found), DELTA, neighbours) <= wished
+    assert accounting.epsilon(cost(found / 2 ** (1 / 1024)), DELTA, neighbours) > wished  # the search's next smaller z
+    for z in (found, found * 1.2345):
+        told, exact = (tell(cost(z), DELTA, neighbours) for tell in (accounting.printed, accounting.epsilon))
+        assert told >= exact * (1 - 1e-9)
+        assert stated(told, DELTA, neighbours) == stated(exact, DELTA, neighbours)
+
+
+def test_the_coarsest_grid_tells_the_digits_where_that_is_certain():
+    accounting._epsilon.cache_clear()
+    charges = {("poisson", 500, 16, 0.5212): 24}
+    assert f"{accounting.printed(charges, DELTA, REPLACE):.4g}" == "7.987"  # 7.98742657 on the finest grid
+    assert accounting._epsilon.cache_info().misses < 6  # grids that were tried
+
+
+@pytest.mark.parametrize(
     "act, named",
     [
         (lambda: Plan(1, 1, 33, 32, ADD), "batch-size: expected at most the site's 32"),

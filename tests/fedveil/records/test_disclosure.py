@@ -14,10 +14,11 @@ from fedveil.records.disclosure import Disclosures, messages
 FIELDS = [[f"transformer.h.{i}.attn.c_attn.lora_A", "dense float32", [8, 192], 6144] for i in range(24)]
 
 
-def told(variant="A", fields=FIELDS, total=150_000, **scalars) -> dict:
+def told(variant="A", fields=FIELDS, total=150_000, figures=None, **scalars) -> dict:
     """As envelope.describe has it."""
     payload = sum(field[3] for field in fields)
-    return {"variant": variant, "bytes": total, "payload_bytes": payload, "fields": fields, "scalars": scalars}
+    about = {"variant": variant, "bytes": total, "payload_bytes": payload, "fields": fields, "scalars": scalars}
+    return about | {"figures": figures or {}}
 
 
 def where(site="north", round_=0, attempt=0) -> dict:
@@ -48,6 +49,18 @@ def test_a_message_of_a_thousand_sites_takes_less_than_300_bytes(tmp_path):
     lines = (tmp_path / "d").read_bytes().splitlines(keepends=True)
     assert max(map(len, lines[1:])) < 160
     assert (tmp_path / "d").stat().st_size / 1000 < 300
+
+
+def test_figures_of_held_out_rows_stand_in_the_message_s_line_with_their_bytes(tmp_path):
+    ledger, figures = Disclosures(tmp_path / "d"), {"loss_held_out": 18, "rows_held_out": 5}
+    for each in (figures, {}):
+        ledger.append(where(), "up", told(figures=each))
+    assert [row["figures"] for row in messages(tmp_path / "d")] == [figures, {}]
+    assert "figures" not in (tmp_path / "d").read_text().splitlines()[2]
+    with (tmp_path / "d").open("a") as file:
+        file.write('{"round": 0, "attempt": 0, "site": "s", "kind": 0, "bytes": 1, "figures": {"a": "x"}}\n')
+    with pytest.raises(StateError, match="line 4: .*figures: expected bytes by name"):
+        messages(tmp_path / "d")
 
 
 def test_lengths_that_only_the_sender_knows_stand_in_the_message_s_line(tmp_path):

@@ -26,8 +26,8 @@ from fedveil.rows.batches import LabelledBatch
 from fedveil.strategies.dp_fpl import DpFpl
 from fedveil.tasks import load
 from fedveil.tasks.clip_prompt import ClipPrompt
-from tools import tiny_clip_prompt
-from tools.tiny_vision_language import is_public
+from tools.tiny import clip_prompt as tiny_clip_prompt
+from tools.tiny.vision_language import is_public
 
 NAMES = ["cat", "sea_horse", "very old dog", "ox"]
 FORMS = {

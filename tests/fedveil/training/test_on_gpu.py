@@ -6,31 +6,19 @@ import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil import config as run_config
-from fedveil.adapters.lora import Lora
 from fedveil.contract.trainer import Batch
 from fedveil.rng import Stream
 from fedveil.rows.batches import TokenRow
-from fedveil.tasks import load
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import optimisers, per_sample
+from tests.fedveil.training.small import DATA, KEY, make
 from tests.prompt_toy import PromptTask, examples
-
-DATA = Path(__file__).parents[3] / "data" / "e2e"
-KEY = bytes(range(32))
-
-
-def make(device: str = "cpu", **keys: object) -> TextGeneration:
-    flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
-    task = load(run_config.parse(flat), Lora(rank=3, alpha=6.0), device)
-    assert isinstance(task, TextGeneration)
-    return task
 
 
 @pytest.fixture(scope="module")

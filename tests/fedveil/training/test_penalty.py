@@ -1,10 +1,6 @@
-"""The loss hook: a method of one file adds a term to the loss of every local step. Its proof is FedProx."""
+"""The loss hook: a method of one file adds a term to the loss of every local step. It is FedProx."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import final
 
 import pytest
 import torch
@@ -12,53 +8,15 @@ import torch
 from fedveil import rng, tasks
 from fedveil.adapters.lora import Lora
 from fedveil.config import parse
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
-from fedveil.contract.trainer import Trainer
+from fedveil.contract.method import RoundContext
+from fedveil.contract.spec import Weights
 from fedveil.federation.exchange import Exchange
 from fedveil.rng import Stream
-from fedveil.wire.payloads import dense_fields, tensors_of
+from fedveil.strategies.fedprox import FedProx
 from tests.conftest import ROOT
 
 KEY = bytes(range(32))
 MU = 0.7
-
-
-@final
-@dataclass(frozen=True)
-class FedProx(Method):
-    """Li et al. 2020: h(w) = F(w) + mu / 2 |w - w_t|^2 (Eq. 2 there)."""
-
-    mu: float = MU
-    adapter: Lora = field(default_factory=Lora)
-
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        return State(dict(weights))
-
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        return Payload(dict(server.tensors))
-
-    def client(self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext):
-        start = tensors_of(down)
-
-        def proximal(now: Weights) -> torch.Tensor:
-            return self.mu / 2 * sum((w - start[n]).square().sum() for n, w in now.items())
-
-        return None, Payload(trainer.train(start, penalty=proximal).weights)
-
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        return weighted(tensors_of(payload), num_examples)
-
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
-        return State(sums.means(server.tensors))
-
-    def deployed(self, server: State, private=None, down=None) -> Mapping[str, Weights]:
-        return {"server": server.tensors}
-
-    def layout(self, spec: Spec) -> Layout:
-        return Layout(dense_fields(spec, "down", "float32") + dense_fields(spec, "up", "float32"))
 
 
 def by_hand(task, rows, start: Weights, batches: list[list[list[int]]]) -> dict[str, torch.Tensor]:
@@ -87,7 +45,7 @@ def test_fedprox_in_one_file_is_its_formula(accumulate):
     rows = task.encode(task.examples(ROOT / "data" / "e2e", "train")[:12])
     generator = torch.Generator().manual_seed(1)
     start = {n: 0.05 * torch.randn(s.shape, generator=generator) for n, s in task.spec.items()}
-    exchange = Exchange(FedProx(), "fedprox", task.spec)
+    exchange = Exchange(FedProx(MU), "fedprox", task.spec)
     ctx = RoundContext(0, "a", True, KEY)
     server = exchange.method.init(task.spec, start, rng.initial(0, "m"))
     _, parts = exchange.participate(exchange.broadcast(server, ctx), None, task.trainer(rows, Stream(KEY)), ctx)

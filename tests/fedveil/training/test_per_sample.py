@@ -13,6 +13,7 @@ from fedveil.errors import ConfigError, TaskError
 from fedveil.privacy import clipping
 from fedveil.rng import Stream
 from fedveil.training import per_sample
+from tests.fedveil.training.small import DATA, KEY, make
 from tests.prompt_toy import CLASSES, SPACE, PromptTask, TextTask, examples, local_of
 
 WEIGHTS = {"prompt": torch.randn(6, 5, generator=torch.Generator().manual_seed(9))}
@@ -29,6 +30,21 @@ def test_each_rows_gradient_is_that_of_the_row_alone():
         (g,) = torch.autograd.grad(loss, prompt)
         assert torch.allclose(found.gradients["prompt"][place], g, atol=1e-6)
         assert found.losses[place] == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+def test_the_gradients_of_rows_in_bf16_are_nearly_those_in_fp32():
+    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    found = []
+    for precision in ("fp32", "bf16"):
+        task = make(train__precision=precision)
+        rows = task.prepare(DATA, "train").rows[:4]
+        weights = task.initial(Stream(KEY))
+        found.append(task.trainer(rows, Stream(KEY)).rows.per_sample(weights, Batch((0, 2, 3))))
+    exact, rounded = (torch.cat([g.flatten(1) for g in each.gradients.values()], 1) for each in found)
+    assert rounded.dtype == torch.float32
+    assert (torch.nn.functional.cosine_similarity(exact, rounded) > 0.99).all()
+    torch.testing.assert_close(found[0].losses, found[1].losses, rtol=0.02, atol=0.0)
+    assert torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed() == allowed
 
 
 def test_weights_stay_and_nothing_tracks_gradients():

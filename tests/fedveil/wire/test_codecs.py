@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.contract.codec import Coded
 from fedveil.errors import ConfigError, WireError
-from fedveil.rng import Stream
 from fedveil.wire.bits import Bits
 from fedveil.wire.codes import Codes, word_of
 from fedveil.wire.dense import Dense
-from fedveil.wire.seeded import Seeded, expand
+from fedveil.wire.seeded import Seeded
+from tests.pretend import DEVICE, Pretended
 
 KEY = bytes(range(7, 39))
 INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -330,6 +328,60 @@ def test_codes_refuse_values(value, match):
         Codes(5).encode(value)
 
 
+@pytest.mark.parametrize("levels", [2, 3, 5, 9, 15, 16, 17, 33, 255, 256])
+@pytest.mark.parametrize("count", [0, 1, 87, 89, 1000, 4096])
+def test_codes_on_another_device_have_the_same_bytes(monkeypatch, levels, count):
+    monkeypatch.setattr("fedveil.wire.codes._CODES_THERE", 500)
+    codec = Codes(levels, 64)
+    value = random_coded(codec, (count,))
+    data = joined(codec, value)
+    with Pretended() as pretended:
+        there = Coded(value.codes.to(DEVICE), value.scales.to(DEVICE))
+        assert joined(codec, there) == data
+        assert sum(pretended.back) == len(data)
+        back = codec.decode_on(memoryview(data), (count,), DEVICE)
+        assert (back.codes.device, back.scales.device) == (DEVICE, DEVICE)
+    assert torch.equal(back.codes.values, value.codes)
+    assert torch.equal(back.scales.values, value.scales)
+
+
+@pytest.mark.parametrize("levels", [3, 5, 9, 17])
+def test_codes_on_another_device_refuse_what_those_on_the_cpu_do(levels):
+    """Every byte in turn with every bit changed: refused by both, with the same words, or by none."""
+    codec = Codes(levels, 64)
+    data = joined(codec, random_coded(codec, (30,)))
+    refused = 0
+    for at in range(4, len(data)):
+        for bit in range(8):
+            other = bytearray(data)
+            other[at] ^= 1 << bit
+            said = [
+                said_by(decode, other)
+                for decode in (codec.decode, lambda *of: codec.decode_on(*of, torch.device("cpu")))
+            ]
+            assert said[0] == said[1]
+            refused += bool(said[0])
+    assert refused
+    with Pretended(), pytest.raises(WireError, match=f"codes: expected below {levels}, found {levels}"):
+        codec.encode(Coded(torch.full((30,), levels, dtype=torch.uint8).to(DEVICE), torch.ones(1).to(DEVICE)))
+
+
+def said_by(decode, data) -> str:
+    try:
+        decode(memoryview(data), (30,))
+    except WireError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 9, 1001])
+def test_bits_on_another_device_have_the_same_bytes(count):
+    entries = random_integers((count,), "contiguous", 3, 0, 2).bool()
+    with Pretended() as pretended:
+        assert joined(Bits(), entries.to(DEVICE)) == joined(Bits(), entries)
+        assert sum(pretended.back) == Bits().nbytes((count,))
+
+
 def test_codes_refuse_configurations():
     for levels in (-1, 0, 1, 257):
         with pytest.raises(ConfigError, match=f"levels: expected 2 to 256, found {levels}"):
@@ -349,65 +401,10 @@ def test_seeded_is_the_key():
     assert type(codec.decode(memoryview(KEY), (32,))) is bytes
     assert [codec.nbytes(s) for s in [(), (0,), (1000, 1000)]] == [32, 32, 32]
     assert [Seeded(p).name for p in (0.25, 1, 0.1 + 0.2)] == [
-        "seeded keep 0.25",
-        "seeded keep 1.0",
-        "seeded keep 0.30000000000000004",
+        "seeded chacha20 keep 0.25",
+        "seeded chacha20 keep 1.0",
+        "seeded chacha20 keep 0.30000000000000004",
     ]
-
-
-@examples
-@given(shapes, st.floats(0, 1), st.binary(min_size=32, max_size=32))
-def test_the_same_key_gives_the_same_mask_and_matches_the_naive_twin(shape, keep, key):
-    mask = expand(key, keep, shape)
-    assert (mask.dtype, mask.shape) == (torch.bool, shape)
-    assert torch.equal(mask, expand(there_and_back(Seeded(keep), key), keep, shape))
-    assert mask.flatten().tolist() == naive_mask(key, keep, mask.numel())
-
-
-def test_ties_are_decided_by_a_stream_of_their_own():
-    """Some 80 of 20,000 bytes tie with the threshold's first, in two blocks of draws that go on as one."""
-    keep = 0.7312345
-    drawn = naive_mask(KEY, keep, 20_000)
-    assert expand(KEY, keep, (20_000,)).tolist() == drawn
-    stream = Stream(KEY)
-    parts = [stream.bernoulli(keep, (n,)).tolist() for n in (7_001, 12_999)]
-    assert parts[0] + parts[1] == drawn
-    assert drawn != [byte < 0.7312345 * 256 for byte in counter_bytes(KEY, 20_000)]
-
-
-def counter_bytes(key, count):
-    ecb = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
-    return b"".join(ecb.update(i.to_bytes(16, "big")) for i in range(count // 16 + 1))[:count]
-
-
-def naive_mask(key, keep, count):
-    """A byte decides an entry; if it is the threshold's first byte, three bytes under the digest of the key decide."""
-    parts = b"".join(len(part).to_bytes(8, "little") + part for part in (key, b"ties"))
-    ties = iter(range(count))
-    words = counter_bytes(hashlib.blake2b(parts, digest_size=32).digest(), 4 * count)
-    threshold, mask = round(keep * 2**32), []
-    for byte in counter_bytes(key, count):
-        value = byte << 24
-        if byte == threshold >> 24 and threshold % 2**24:
-            at = 4 * next(ties)
-            value |= int.from_bytes(words[at : at + 4], "little") >> 8
-        mask.append(value < threshold)
-    return mask
-
-
-@pytest.mark.parametrize("keep", [0.0271828, 0.314159, 0.5, 0.99])
-def test_the_share_kept_is_within_five_sigma(keep):
-    """One million draws under a fixed key; a right implementation fails for fewer than 1 key in 10^6."""
-    count = 1_000_000
-    mask = expand(KEY, keep, (1000, 1000))
-    sigma = math.sqrt(keep * (1 - keep) / count)
-    assert abs(mask.double().mean().item() - keep) < 5 * sigma
-    assert not torch.equal(mask, expand(KEY[::-1], keep, (1000, 1000)))
-
-
-def test_seeded_keep_none_or_all():
-    assert not expand(KEY, 0.0, (999,)).any()
-    assert expand(KEY, 1.0, (999,)).all()
 
 
 def test_seeded_refuses():

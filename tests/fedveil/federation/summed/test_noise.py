@@ -180,7 +180,7 @@ def test_a_cohort_below_the_sites_that_are_counted_on_is_refused():
         federation(sites=SITES[:3]).run()
 
 
-AS_THEY_ARE = {"fedavg", "fedlpp", "fedqsn", "promptfl"}
+AS_THEY_ARE = {"fedavg", "fedlpp", "fedprox", "fedqsn", "ffa_lora", "la_lora", "promptfl", "rolora"}
 
 
 @pytest.mark.parametrize("name", strategies.names())

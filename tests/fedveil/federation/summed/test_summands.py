@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedveil.contract.layout import Payload
+from fedveil.contract.layout import Layout, Payload
 from fedveil.contract.spec import TensorSpec
 from fedveil.contract.sums import Term, Terms
 from fedveil.errors import ConfigError, WireError
@@ -35,6 +35,9 @@ class Said:
 
     def summed(self, spec, round_):
         return self.shapes
+
+    def layout(self, spec):
+        return Layout(())
 
     def terms(self, payload, num_examples, spec, ctx):
         return Terms(self.terms_, self.clear)

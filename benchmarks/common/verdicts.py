@@ -1,0 +1,126 @@
+"""What figures say of each other, in words: which is higher, whether a claim holds, whether an order does.
+
+A word is an error where it is said of methods that are alike. All words of one table (a preset's claims, an order's
+pairs) are corrected together, by Holm, so that one such error or more stands in at most one table of twenty. What is
+left is "not told apart" or "not decided", which says nothing either way. One seed or two decide nothing.
+
+| a claim | holds where the difference lies in | does not hold where it lies beyond that |
+|---|---|---|
+| lower, higher | below 0, above 0 | above 0, below 0 |
+| equal | -margin to margin | either side |
+| not lower, not higher | above -margin, below margin | below -margin, above margin |
+
+So whoever claims that two methods are equal says within what margin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fedveil.attacks.statistics import holm
+from fedveil.benchmarks.common import resampling
+from fedveil.benchmarks.common.resampling import Figure
+from fedveil.errors import ConfigError
+
+ALPHA = 0.04  # of all words of a table together: room below 5 % for trainings whose spread is not a normal one
+HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not decided"
+_CLAIMS = ("lower", "higher", "equal", "not lower", "not higher")
+_NEED_MARGIN = ("equal", "not lower", "not higher")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a figure would say, and how sure it is.
+
+    Attributes:
+        word: where it is sure.
+        p: of that word.
+        otherwise: where it is not.
+    """
+
+    word: str
+    p: float
+    otherwise: str
+
+
+def told(d: Figure, below: str = "lower", above: str = "higher", otherwise: str = "not told apart") -> Said:
+    """On which side of 0 a difference lies."""
+    return Said(below if d.value < 0 else above, resampling.p_value(d), otherwise)
+
+
+def claimed(d: Figure, claim: Mapping[str, Any]) -> Said:
+    """Whether a difference is as `claim` has it, a table of a preset with the keys "is" and, for some, "margin".
+
+    Raises:
+        ConfigError: another claim, or one that needs a margin and has none.
+    """
+    asked, margin = claim["is"], claim.get("margin", 0.0)
+    if asked not in _CLAIMS:
+        raise ConfigError(f"claims.is: expected one of {', '.join(_CLAIMS)}, found {asked}; mend the claim")
+    if (asked in _NEED_MARGIN) != (margin > 0):
+        expected = "above 0" if asked in _NEED_MARGIN else "none"
+        raise ConfigError(f'claims.margin of "{asked}": expected {expected}, found {margin:g}; mend the claim')
+    low = -math.inf if asked in ("lower", "not higher") else -margin
+    high = math.inf if asked in ("higher", "not lower") else margin
+    bounds = [at for at in (low, high) if math.isfinite(at)]
+    if low < d.value < high:
+        return Said(HOLDS, max(resampling.p_value(d, at) for at in bounds), OPEN)
+    nearest = min(bounds, key=lambda at: abs(d.value - at))
+    return Said(FAILS, resampling.p_value(d, nearest), OPEN)
+
+
+def claim_in_words(claim: Mapping[str, Any]) -> str:
+    """What a claim of a preset says, with its margin."""
+    return f"it {claim['is']}" + (f" (within {claim['margin']:g})" if "margin" in claim else "")
+
+
+def words(said: Sequence[Said]) -> list[str]:
+    """The word of each, corrected for the others."""
+    corrected = holm([each.p for each in said])
+    return [each.word if p <= ALPHA else each.otherwise for each, p in zip(said, corrected, strict=True)]
+
+
+def all_of(differences: Sequence[Figure], side: Literal["lower", "higher"], word: str, otherwise: str) -> Said:
+    """Whether every one of the differences lies on that side of 0. Each must by itself, so none corrects another."""
+    found = [told(d) for d in differences]
+    return Said(word, max(each.p if each.word == side else 1.0 for each in found), otherwise)
+
+
+def table(found: Sequence[tuple[str, Said]], seeds: int) -> list[str]:
+    """A sentence for each text, ending in its word, and one on how the words were found."""
+    said = [each for _, each in found]
+    told_ = [f"{text}: {word}." for (text, _), word in zip(found, words(said), strict=True)]
+    return [*told_, how(f"{len(said)} comparisons", seeds)] if found else []
+
+
+def how(comparisons: str, seeds: int) -> str:
+    """The sentence below a table on how its words were found."""
+    text = f"Intervals are of 95 % each, over rows and seeds; words are corrected for {comparisons} (Holm)"
+    few = f"; {seeds} {'seed is' if seeds == 1 else 'seeds are'} too few to decide"
+    return f"{text}{few if 0 < seeds < resampling.SEEDS_TO_DECIDE else ''}."
+
+
+def ordering(figures: Mapping[str, Figure], order: Sequence[str], what: str) -> str:
+    """A sentence on whether `figures` fall in the order that a paper has, from its first (highest) to its last."""
+    names = [name for name in order if name in figures]
+    pairs = [(high, low) for i, high in enumerate(names) for low in names[i + 1 :]]
+    differences = [resampling.less(figures[high], figures[low]) for high, low in pairs]
+    found = words([told(d) for d in differences])
+    held, turned = found.count("higher"), found.count("lower")
+    reversed_ = [
+        f"{high} over {low} ({resampling.shown(resampling.interval(d), '+.3g')})"
+        for (high, low), d, word in zip(pairs, differences, found, strict=True)
+        if word == "lower"
+    ]
+    said = f"{what}: the paper's order {' > '.join(names)} "
+    if held == len(pairs):
+        return said + f"holds in all {held} pairs."
+    if not held and not turned:
+        return said + f"is not decided: no pair of {len(pairs)} is told apart."
+    return said + (
+        f"{'does not hold' if turned else 'holds in part'}: {held} of {len(pairs)} pairs hold, {turned} are reversed"
+        f"{': ' + '; '.join(reversed_) if reversed_ else ''}, {len(pairs) - held - turned} are not told apart."
+    )

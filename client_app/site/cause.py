@@ -1,0 +1,24 @@
+"""Why a turn failed, from the ClientApp to the site's guard, which runs in the same process and writes the audit log.
+
+The server learns the kind of an error alone, and the reply goes to the server. So the text goes by the environment of
+this process: what the bundle brings and what the site has installed may be two versions, and this is all they share.
+"""
+
+from __future__ import annotations
+
+import os
+
+from fedveil.foreign import shown
+
+VARIABLE = "FEDVEIL_TURN_CAUSE"
+_LONGEST = 1000  # characters; as the audit log cuts
+
+
+def note(error: BaseException) -> None:
+    """Keeps kind and text of an error for `taken`."""
+    os.environ[VARIABLE] = shown(f"{type(error).__name__}: {error}", _LONGEST)
+
+
+def taken() -> str:
+    """What was noted, "" where nothing was; no later turn finds it. Whoever wrote the bundle wrote it: it is text."""
+    return shown(os.environ.pop(VARIABLE, ""), _LONGEST)

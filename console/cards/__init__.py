@@ -1,0 +1,1 @@
+"""Signatures on a privacy card, and what an audit adds to it."""

@@ -1,0 +1,140 @@
+"""Files that pages are made from, found and read within bounds. A name out of a URL is looked up, never made a path."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fedveil.attacks import findings
+from fedveil.console.runs import by_site
+from fedveil.console.runs.folder import Run, load, status_of
+from fedveil.errors import StateError
+from fedveil.records import audit_log
+
+MOST_RUNS = 200
+MOST_BYTES = 64 << 20  # of one file
+MOST_LINES = 200  # of a log that are shown
+_MOST_ENTRIES = 10_000  # of a folder that are looked at
+_TAIL_BYTES = 1 << 20
+_STATUS = ("status.json", "config.json")
+_READ = (*_STATUS, "metrics.jsonl", "disclosure.jsonl", "resumes.jsonl", findings.FILE, findings.PICTURES)
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's folder. `key`: its name in a URL: that of the folder, behind its group's and ":" where it has one."""
+
+    key: str
+    folder: Path
+    changed: float
+
+
+def runs(folder: Path) -> dict[str, Place]:
+    """The runs in a folder and in its folders, by key, the newest first; no link is followed."""
+    found: dict[str, Place] = {}
+    for child in _folders(folder):
+        for place in [child] if _is_run(child) else [below for below in _folders(child) if _is_run(below)]:
+            parts = place.relative_to(folder).parts
+            changed = max(about.st_mtime for about in _regular(place, _STATUS).values())
+            found.setdefault(":".join(parts), Place(":".join(parts), place, changed))
+    newest = sorted(found.values(), key=lambda place: (-place.changed, place.key))
+    return {place.key: place for place in newest[:MOST_RUNS]}
+
+
+def logs(folder: Path, places: Iterable[Place]) -> dict[str, Path]:
+    """The audit logs beside the runs, by what they are called in a URL."""
+    parents = dict.fromkeys([folder, *(place.folder.parent for place in places)])
+    files = {"runs" if parent == folder else parent.name: parent / audit_log.NAME for parent in parents}
+    return {name: file for name, file in files.items() if stamp([file])}
+
+
+def run(place: Place) -> Run:
+    """The run there. Raises StateError where it cannot be read, or is larger than is read here."""
+    for name, about in _regular(place.folder, _READ).items():
+        require_bounded(place.folder / name, about.st_size)
+    try:
+        found = load(place.folder)
+        # What follows from its lines, once here: so a page that lists many runs finds out which one is damaged.
+        for name in found.final:
+            found.curve(name)
+        by_site.of(found), found.uploaded, found.rounds_done, found.seconds, found.upload_bytes, found.download_bytes
+        return found
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise StateError(f"{place.folder}: expected what a run writes, found {error!r}; fedveil report it") from None
+
+
+def with_status(place: Place, found: Run) -> Run:
+    """`found`, with what has become of it by now: a process ends without a word in any file."""
+    return replace(found, status=status_of(place.folder))
+
+
+def require_bounded(file: Path, size: int) -> None:
+    """Raises StateError for a file that is too large to be read here."""
+    if size > MOST_BYTES:
+        raise StateError(f"{file.name}: expected at most {MOST_BYTES:,} bytes to be shown here, found {size:,}")
+
+
+def stamp(files: Iterable[Path]) -> Stamp:
+    """Name, size and time of the regular files among these; another stamp, another content."""
+    found = []
+    for file in files:
+        if file.name in (about := _regular(file.parent, (file.name,))):
+            found.append((str(file), about[file.name].st_size, about[file.name].st_mtime_ns))
+    return tuple(found)
+
+
+def stamp_of(place: Place) -> Stamp:
+    """That of a run's files."""
+    return stamp(place.folder / name for name in _READ)
+
+
+def tail(file: Path) -> list[dict[str, Any]]:
+    """The last lines of a log as they stand, the newest first: at most `MOST_LINES`, and nothing is checked."""
+    with file.open("rb") as log:
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(0, size - _TAIL_BYTES))
+        lines = log.read(_TAIL_BYTES).split(b"\n")[0 if size <= _TAIL_BYTES else 1 : -1]
+    return [_line(line) for line in reversed(lines[-MOST_LINES:])]
+
+
+def _line(line: bytes) -> dict[str, Any]:
+    try:
+        about = json.loads(line)
+    except (ValueError, RecursionError):
+        about = None
+    if isinstance(about, dict):
+        return about
+    return {"event": "no line of a log", "reason": line[:200].decode("ascii", "replace")}
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in islice(entries, _MOST_ENTRIES):
+                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                    yield folder / entry.name
+    except FileNotFoundError:
+        return
+
+
+def _is_run(folder: Path) -> bool:
+    return bool(_regular(folder, _STATUS))
+
+
+def _regular(folder: Path, names: Iterable[str]) -> dict[str, os.stat_result]:
+    found = {}
+    for name in names:
+        try:
+            about = (folder / name).lstat()
+        except OSError:  # none there, or none that may be seen
+            continue
+        if stat.S_ISREG(about.st_mode):
+            found[name] = about
+    return found

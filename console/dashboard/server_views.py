@@ -1,0 +1,278 @@
+"""The pages of whoever operates a federation: its members, its runs, its sites, its audit logs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedveil.console.dashboard import bounded
+from fedveil.console.dashboard.bounded import Place
+from fedveil.console.dashboard.later import Answer, Later
+from fedveil.console.dashboard.pages import NotFound, View, digest
+from fedveil.console.dashboard.parts import DRAWING, LOG_HEAD, chart, link, log_rows, plain, state, verdict, when
+from fedveil.console.flower.command_line import Flower
+from fedveil.console.provisioning.federation import Members, registry
+from fedveil.console.provisioning.presence import why_absent
+from fedveil.console.report import privacy, run_page
+from fedveil.console.runs import by_site, disclosure
+from fedveil.console.runs.folder import Run
+from fedveil.console.runs.summary import metric_names
+from fedveil.errors import FedVeilError
+from fedveil.foreign import shown
+
+LINKS = (("", "Runs"), ("sites", "Sites"), ("logs", "Audit logs"))
+_ASK_FLOWER = 30.0  # seconds; a question costs a CPU-second
+_MOST_KEPT = 64  # runs in memory
+_SUMMED = 50  # runs that the page of sites counts
+_CURVES = 12
+_POLL = 0.9
+
+
+@dataclass
+class ServerViews:
+    """What is shown of the runs in a folder, and of federations as `fedveil provision` made them."""
+
+    runs: Path
+    federations: Sequence[Path]
+    base: str
+    later: Later = field(default_factory=Later)
+    _kept: OrderedDict[str, tuple[object, Run]] = field(default_factory=OrderedDict)
+    _lock: Any = field(default_factory=threading.Lock)
+    _state: tuple[float, str] = (0.0, "")
+
+    def view(self, path: Sequence[str]) -> View:
+        """The page at a path. Raises NotFound, FedVeilError."""
+        match list(path):
+            case []:
+                return self._home()
+            case ["sites"]:
+                return self._sites()
+            case ["logs"]:
+                return self._logs()
+            case ["logs", name]:
+                return self._log(name)
+            case ["runs", key]:
+                return self._run(self._place(key))
+            case ["runs", key, "report"]:
+                found = self._loaded(self._place(key))
+                with DRAWING:
+                    return View("whole.html", f"Report of {found.name}", {"whole": run_page.body([found])})
+        raise NotFound("expected a page that is linked, found none")
+
+    def state(self) -> str:
+        """Of everything that the pages show; looked up at most once a second, however many ask."""
+        if time.monotonic() - self._state[0] > _POLL:
+            places = bounded.runs(self.runs)
+            files = [*bounded.logs(self.runs, places.values()).values()]
+            files += [registry(folder) / "members.json" for folder in self.federations]
+            seen = [bounded.stamp_of(place) for place in places.values()], bounded.stamp(files), self.later.answered
+            asked = int(time.time() / _ASK_FLOWER) if self.federations else 0
+            self._state = (time.monotonic(), digest((seen, asked)))
+        return self._state[1]
+
+    def _place(self, key: str) -> Place:
+        places = bounded.runs(self.runs)
+        if key not in places:
+            raise NotFound(f"expected one of {len(places)} runs, found {shown(key, 80)}")
+        return places[key]
+
+    def _loaded(self, place: Place) -> Run:
+        """The run, read again where a file of it has changed. Raises StateError."""
+        stamp = bounded.stamp_of(place)
+        with self._lock:
+            kept = self._kept.get(place.key)
+        if kept is None or kept[0] != stamp:
+            kept = (stamp, bounded.run(place))
+            with self._lock:
+                self._kept[place.key] = kept
+                while len(self._kept) > _MOST_KEPT:
+                    self._kept.popitem(last=False)
+        return bounded.with_status(place, kept[1])
+
+    def _read(self, places: Sequence[Place]) -> tuple[list[tuple[Place, Run]], list[tuple[str, str]]]:
+        """The runs that can be read; of the others name and reason."""
+        found, broken = [], []
+        for place in places:
+            try:
+                found.append((place, self._loaded(place)))
+            except (FedVeilError, OSError) as error:
+                broken.append((place.key, shown(error)))
+        return found, broken
+
+    def _home(self) -> View:
+        places = list(bounded.runs(self.runs).values())
+        found, broken = self._read(places)
+        rows, states = [], Counter[str]()
+        for place, run in found:
+            word = shown(run.status.get("state", "unknown"), 20)
+            states[word] += 1
+            rows.append([
+                link(self.base, ("runs", place.key), place.key), run.method, state(word),
+                f"{run.rounds_done} of {plain(run.status.get('rounds', '?'))}", run.final.get("loss"), len(run.sites),
+                run.upload_bytes, when(run.config.get("started", "")), shown(run.status.get("reason") or "", 300),
+            ])  # fmt: skip
+        head = ["run", "method", "state", "rounds", "loss", "sites", "bytes up", "started (UTC)", "why"]
+        about = {
+            "head": head, "rows": rows, "broken": broken, "folder": str(self.runs),
+            "is_full": len(places) >= bounded.MOST_RUNS,
+            "facts": {"runs": len(places), "running": states["running"], "completed": states["completed"],
+                      "failed or died": sum(states.values()) - states["running"] - states["completed"]},
+            "federations": [self._members(folder) for folder in self.federations],
+            "logs": [(name, verdict(self.later, file)) for name, file in self._log_files().items()],
+        }  # fmt: skip
+        return View("home.html", "Runs", about)
+
+    def _log_files(self) -> dict[str, Path]:
+        files = bounded.logs(self.runs, bounded.runs(self.runs).values())
+        controls = {f"control of {folder.name}": folder / "server" / "control-log.jsonl" for folder in self.federations}
+        return files | {name: file for name, file in controls.items() if bounded.stamp([file])}
+
+    def _online(self, folder: Path) -> Answer[dict[str, str]]:
+        about = int(time.time() / _ASK_FLOWER)
+        return self.later.ask(("nodes", folder), about, lambda: Flower(folder.absolute() / "server" / "flower").nodes())
+
+    def _members(self, folder: Path) -> dict[str, Any]:
+        try:
+            return self._of_members(folder)
+        except (FedVeilError, OSError, KeyError, TypeError, AttributeError) as error:
+            said = f"Its registry cannot be read: {shown(error if isinstance(error, FedVeilError) else repr(error))}"
+            return {"name": folder.name, "rows": [], "said": said, "online": 0, "of": 0}
+
+    def _of_members(self, folder: Path) -> dict[str, Any]:
+        members, online = Members(folder), self._online(folder)
+        rows, count = [], 0
+        for site, entry in sorted(members.sites.items()):
+            why = why_absent(entry, online.value or {})
+            unknown = online.value is None and entry["state"] == "registered"
+            is_online = not why and not unknown
+            count += is_online
+            shown_state: object = state("online") if is_online else state("not known" if unknown else "not online")
+            until = str(entry.get("until", ""))[:10]
+            rows.append([site, shown_state, entry["state"], until or None, "" if unknown else why])
+        said = f"Flower does not answer: {online.why}" if online.why else ""
+        said = "Flower is being asked." if online.value is None and not said else said
+        return {"name": members.federation.name, "rows": rows, "said": said, "online": count, "of": len(rows)}
+
+    def _sites(self) -> View:
+        places = list(bounded.runs(self.runs).values())[:_SUMMED]
+        found, broken = self._read(places)
+        last = self._last_uploads()
+        online = {row[0]: row[1] for folder in self.federations for row in self._members(folder)["rows"]}
+        sums: dict[str, list[int]] = {}
+        why: dict[str, tuple[str, str]] = {}
+        for place, run in found:
+            for site in by_site.of(run):
+                sums.setdefault(site.name, [0] * 6)
+                figures = (1, site.asked, site.accepted, len(site.failures), site.up, site.down)
+                sums[site.name] = [a + b for a, b in zip(sums[site.name], figures, strict=True)]
+                if site.failures:
+                    round_, reason = site.failures[-1]
+                    why.setdefault(site.name, (f"{place.key}, round {round_ + 1}", shown(reason)))
+        rows = [
+            [name, *([online.get(name, "not known")] if self.federations else []),
+             when(last[name]) if name in last else None, *figures,
+             ": ".join(why.get(name, ()))]
+            for name, figures in sorted(sums.items())
+        ]  # fmt: skip
+        head = [
+            "site",
+            *(["online"] if self.federations else []),
+            "last upload (UTC)",
+            "runs",
+            "asked",
+            "accepted",
+            "refused or failed",
+            "bytes up",
+        ]
+        spent = [(place.key, self._privacy(place, run)) for place, run in found if _claims(run)]
+        about = {
+            "head": [*head, "bytes down", "last reason"],
+            "rows": rows,
+            "broken": broken,
+            "count": len(found),
+            "spent": spent,
+        }
+        return View("sites.html", "Sites", about)
+
+    def _last_uploads(self) -> dict[str, str]:
+        """The time of each site's last upload that the ends of the logs tell of."""
+        found: dict[str, str] = {}
+        for file in bounded.logs(self.runs, bounded.runs(self.runs).values()).values():
+            for line in bounded.tail(file):
+                if line.get("event") == "accepted" and isinstance(line.get("site"), str):
+                    found[line["site"]] = max(found.get(line["site"], ""), shown(line.get("time", ""), 40))
+        return found
+
+    def _privacy(self, place: Place, run: Run) -> list[str]:
+        """What the run cost its sites' rows: some seconds of accounting."""
+        found = self.later.ask(("privacy", place.key), bounded.stamp_of(place), lambda: privacy.statements(run))
+        if found.value is None:
+            return [found.why or "Is being worked out."]
+        return [*found.value, *([] if found.is_new else ["The rounds since are being worked out."])]
+
+    def _logs(self) -> View:
+        files = self._log_files()
+        found = [(link(self.base, ("logs", name), name), verdict(self.later, file)) for name, file in files.items()]
+        return View("logs.html", "Audit logs", {"found": found})
+
+    def _log(self, name: str) -> View:
+        files = self._log_files()
+        if name not in files:
+            raise NotFound(f"expected one of {len(files)} audit logs, found {shown(name, 80)}")
+        about = {"verdict": verdict(self.later, files[name]), "name": name, "file": str(files[name]), "head": LOG_HEAD}
+        return View("log.html", f"Audit log {name}", {**about, "rows": log_rows(bounded.tail(files[name]))})
+
+    def _run(self, place: Place) -> View:
+        run = self._loaded(place)
+        status, config = run.status, run.config.get("config", {})
+        sites = by_site.of(run)
+        charts = [chart(f"{shown(n, 40)} by round", "rounds done", shown(n, 40), run.curve(n), run.name)
+                  for n in metric_names([run])[:_CURVES]]  # fmt: skip
+        if run.attempts:
+            sent = [(x, y / 1e6) for x, y in run.uploaded]
+            charts.append(chart("Uploaded so far", "rounds done", "MB, all sites", sent, run.name))
+        failures = [[s.name, round_ + 1, shown(why)] for s in sites for round_, why in s.failures]
+        total = status.get("rounds") if type(status.get("rounds")) is int else 0
+        about = {
+            "run": run, "place": place, "state": state(shown(status.get("state", "unknown"), 20)),
+            "reason": shown(status.get("reason") or "", 1000), "total": total,
+            "task": config.get("task.name", "unknown task"), "model": config.get("task.model", "?"),
+            "report": link(self.base, ("runs", place.key, "report"), "The whole report of this run"),
+            "facts": {"rounds done": f"{run.rounds_done} of {plain(status.get('rounds', '?'))}",
+                      "loss": run.final.get("loss"), "bytes up": run.upload_bytes,
+                      "bytes down": run.download_bytes, "seconds": round(run.seconds, 1)},
+            "charts": [one for one in charts if one], "failures": failures[:: -1][: bounded.MOST_LINES],
+            "sites": [[s.name, s.asked, s.accepted, len(s.failures), s.loss_trained, s.train_seconds, s.up, s.down]
+                      for s in sites],
+            "disclosed": _disclosed(run), "words": [w.replace("`", "") for w in disclosure.words_of(run.method)],
+            "reported": [shown(name, 80) for name in disclosure.reported(run)],
+            "privacy": self._privacy(place, run), "bound": config.get("dp.epsilon") or None,
+        }  # fmt: skip
+        return View("run.html", f"Run {place.key}", about)
+
+
+def _claims(run: Run) -> bool:
+    """Whether the run may have a claim of differential privacy, of which there is something to say."""
+    config = run.config.get("config", {})
+    return bool(
+        config.get("dp.noise")
+        or config.get("dp.epsilon")
+        or "epsilon" in str(run.config.get("method", {}).get("fields"))
+    )
+
+
+def _disclosed(run: Run) -> list[list[object]]:
+    """What crossed the wire by site: way, part, messages, bytes of the tensors, whole bytes."""
+    counts: dict[tuple[str, str, str], list[int]] = {}
+    for message in run.messages:
+        way = "sent by the site" if message["direction"] == "up" else "sent to the site"
+        key = (str(message["site"]), way, message["variant"] or "all of it")
+        tensors = len(message["fields"])
+        old = counts.get(key, [0, 0, 0, 0])
+        counts[key] = [old[0] + 1, tensors, old[2] + message["payload_bytes"], old[3] + message["bytes"]]
+    return [[*key, *figures] for key, figures in sorted(counts.items())]

@@ -1,0 +1,104 @@
+"""Serves a dashboard on this machine's loopback until Ctrl-C. Who may look is `gate`'s business.
+
+| a client ... | gets |
+|---|---|
+| that sends no whole request, or none any more | an end within 10 to 20 seconds, so that it holds no place |
+| that reads slowly | its answer, and slows nobody else |
+| that sends a head of more than 16 kB | 400 |
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fedveil.console.dashboard.gate import Entry, Gate
+from fedveil.errors import ConfigError
+from fedveil.foreign import shown
+
+HOST = "127.0.0.1"
+_IDLE_SECONDS = 10.0
+_LONGEST_HEAD = 16_384
+
+
+def require_loopback(host: str) -> None:
+    """Raises ConfigError for another address than this machine's loopback, and says why."""
+    if host not in (HOST, "localhost"):
+        raise ConfigError(
+            f"--host: expected {HOST}, found {shown(host, 80)}: pages and the link's token go in the clear, so "
+            "whoever is on the way could read what sites sent and refused; from elsewhere: "
+            f"ssh -N -L PORT:{HOST}:PORT THIS-MACHINE"
+        )
+
+
+def listener(port: int) -> socket.socket:
+    """A socket on the loopback alone; 0 is any free port. Raises ConfigError where the port cannot be had."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((HOST, port))
+        found.listen()  # so that whoever opens the link at once is answered
+    except (OSError, OverflowError) as error:
+        found.close()
+        used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        said = "it in use" if used else f"it cannot be used ({error})"
+        raise ConfigError(f"--port: expected a free port, found {port}: {said}; name another, or 0 for any") from None
+    return found
+
+
+class _Bounded(H11Protocol):
+    """A connection that is cut off where no answer of ours is on its way, every ten seconds."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(_IDLE_SECONDS, self._look)
+
+    def _look(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+            return
+        self.loop.call_later(_IDLE_SECONDS, self._look)
+
+
+class Server:
+    """One dashboard that listens; `run` serves it. `app_of`: its pages, given its entry and whether it is to end."""
+
+    def __init__(self, port: int, app_of: Callable[[Entry, Callable[[], bool]], ASGIApp]) -> None:
+        self._socket = listener(port)
+        self.entry = Entry(self._socket.getsockname()[1])
+        app = Gate(app_of(self.entry, lambda: self._server.should_exit), self.entry)
+        config = uvicorn.Config(
+            cast(Any, app), http=_Bounded, ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, date_header=False, proxy_headers=False, h11_max_incomplete_event_size=_LONGEST_HEAD,
+            timeout_graceful_shutdown=3, log_level="error",
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+
+    def run(self) -> None:
+        """Until `end`, SIGINT or SIGTERM."""
+        self._server.run(sockets=[self._socket])
+
+    def end(self) -> None:
+        """Ends `run`, from another thread."""
+        self._server.should_exit = True
+
+
+def serve(host: str, port: int, app_of: Callable[[Entry, Callable[[], bool]], ASGIApp]) -> int:
+    """Prints the link and serves until Ctrl-C. Raises ConfigError for an address or port that cannot be."""
+    require_loopback(host)
+    server = Server(port, app_of)
+    port = server.entry.port
+    print(f"dashboard: {server.entry.link}")
+    print("whoever has this link sees all of it and can change nothing; from elsewhere, first:")
+    print(f"  ssh -N -L {port}:{HOST}:{port} THIS-MACHINE")
+    print("Ctrl-C ends it", flush=True)
+    server.run()
+    return 0

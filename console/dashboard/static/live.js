@@ -1,0 +1,61 @@
+// A page that has changed is fetched anew and takes the place of the old one. Nothing is drawn here.
+"use strict";
+(() => {
+  const main = document.getElementById("main");
+  const word = document.getElementById("live");
+  const hold = document.getElementById("hold");
+  let held = false, missed = false, busy = false, broken = false;
+
+  function say(text) {
+    if (word.textContent !== text) word.textContent = text;
+  }
+
+  const inside = () => [...main.querySelectorAll("a, summary, [tabindex]")];
+
+  function replace(fresh) {
+    const open = new Set([...main.querySelectorAll("details[open] > summary")].map((one) => one.textContent));
+    const focus = inside().indexOf(document.activeElement);
+    const moved = [...main.querySelectorAll(".wide")].map((one) => one.scrollLeft);
+    main.replaceChildren(...fresh.childNodes);
+    main.dataset.state = fresh.dataset.state;
+    for (const one of main.querySelectorAll("details > summary")) one.parentElement.open = open.has(one.textContent);
+    [...main.querySelectorAll(".wide")].forEach((one, i) => { one.scrollLeft = moved[i] || 0; });
+    if (focus >= 0 && inside()[focus]) inside()[focus].focus({ preventScroll: true });
+  }
+
+  async function refresh() {
+    if (held || busy) { missed = true; return; }
+    busy = true;
+    missed = false;
+    try {
+      const answer = await fetch(location.pathname, { cache: "no-store", credentials: "same-origin" });
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      const fresh = page.getElementById("main");
+      if (fresh) replace(fresh); else say("ended: open the link that fedveil printed");
+    } catch (error) {
+      say("the dashboard does not answer");
+    } finally {
+      busy = false;
+    }
+    if (missed && !held) setTimeout(refresh, 1000);
+  }
+
+  const source = new EventSource(`${main.dataset.events}?seen=${encodeURIComponent(main.dataset.state)}`);
+  source.addEventListener("open", () => {
+    if (!held) say("live");
+    if (broken) { broken = false; refresh(); }
+  });
+  source.addEventListener("changed", refresh);
+  source.addEventListener("error", () => {
+    broken = true;
+    say(source.readyState === EventSource.CLOSED ? "not live: reload the page" : "not live: asking again");
+  });
+
+  hold.hidden = false;
+  hold.addEventListener("click", () => {
+    held = !held;
+    hold.textContent = held ? "Go on" : "Pause";
+    say(held ? "paused" : "live");
+    if (!held && missed) refresh();
+  });
+})();

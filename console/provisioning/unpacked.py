@@ -1,0 +1,74 @@
+"""A start-up kit as it lies unpacked at its site: who the server is, and what the site says of itself.
+
+What a file names without a leading "/" or "~" is relative to the kit, wherever it lies.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedveil.client_app.site.node_config import Site, parse_site
+from fedveil.console.provisioning.federation import SiteName
+from fedveil.errors import ConfigError
+from fedveil.foreign import shown
+from fedveil.guard import pace
+
+NODE_CONFIG = "node-config.toml"
+_PATHS = ("data", "key-file", "policy", "signing-key", "state-dir")
+
+
+class Kit(BaseModel):
+    """site.toml.
+
+    Attributes:
+        superlink: HOST:PORT of the server's fleet port.
+        control_port: of the server, which must not answer from here.
+        poll_seconds: a SuperNode's first wait between two questions to the server.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda n: n.replace("_", "-"))
+
+    federation: SiteName
+    site: SiteName
+    superlink: str = Field(pattern=r"^\S{1,255}:\d{1,5}$")
+    control_port: int = Field(8000, ge=1, le=65535)
+    poll_seconds: float = Field(pace.DEFAULT, ge=pace.LEAST, le=60.0)
+
+
+def read(folder: Path) -> Kit:
+    """Raises ConfigError: there is no kit in `folder`, or its site.toml does not fit; it names the key."""
+    file = folder / "site.toml"
+    try:
+        return Kit.model_validate(_toml(file))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{file}: {key}: {first['msg']}, found {shown(first['input'], 80)}; unpack the kit anew"
+        ) from None
+
+
+def node_config(folder: Path, file: Path | None = None) -> Site:
+    """The site of the kit in `folder`, every path of it absolute. `file`: in place of node-config.toml.
+
+    Raises:
+        ConfigError: the file cannot be read; or a key does not fit, which it names.
+    """
+    content = _toml(file or folder / NODE_CONFIG)
+    for name in _PATHS:
+        if isinstance(value := content.get(name), str) and value:
+            content[name] = str((folder / Path(value).expanduser()).absolute())
+    return parse_site(content)
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--kit: expected {file.name} in {file.parent}, found none that can be read ({error}); unpack the kit"
+        ) from None

@@ -1,0 +1,111 @@
+"""What left each side of a run, and each site's own part of it: the report's sections of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedveil.console.report.page import Html, bullets, fold, join, table, tag
+from fedveil.console.runs import by_site, disclosure, unseen
+from fedveil.console.runs.folder import Run
+
+LEDGER_NOTE = (
+    "Every message of every attempt, as it crossed the wire; refused and repeated ones count. Payload is the bytes "
+    "of the tensors; overhead is everything else in the message: names, shapes, and the figures a site reports about "
+    "its training."
+)
+HELD_OUT_NOTE = (
+    "Each site says this of itself, of the weights that it received: the model after the round before, with what the "
+    "site keeps for itself. The last round's model is not scored so, and nothing is decided by these figures."
+)
+
+
+def learned(run: Run) -> Html:
+    """What each side came to know, in sentences."""
+    items: list[object] = [sentence.replace("`", "") for sentence in disclosure.words_of(run.method)]
+    if run.unseen:
+        items = [unseen.NOT_SEEN, "Of the sum over sites, in the place of a single one's:", *items]
+    uploads = [kind for kind in disclosure.kinds(run) if kind.direction == "up"]
+    for site in run.sites:
+        held = [f"{_variant(kind)} {_times(kind.sites[site])}" for kind in uploads if kind.sites[site]]
+        if held:
+            never = ", never all of it in one upload" if disclosure.never_together(run, site) else ""
+            items.append(f"{site} sent the server {' and '.join(held)}{never}.")
+    if reported := disclosure.reported(run):
+        items.append(f"Beside the tensors every accepted upload told the server: {', '.join(reported)}.")
+    if words := disclosure.scalars(run)["up"]:
+        items.append(f"Uploads also carried: {', '.join(words)}.")
+    empty = tag("p", "No message was exchanged.", "note")
+    return join([tag("h3", heading(run)), bullets(items) if items else empty])
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _variant(kind: disclosure.Kind) -> str:
+    what = f"{len(kind.fields)} tensors"
+    return f"{kind.variant} ({what})" if kind.variant else f"all {what}"
+
+
+def ledger(run: Run) -> Html:
+    """Every kind of message: direction, tensors, bytes; field by field folded away."""
+    found = disclosure.kinds(run)
+    if not found:
+        return join([tag("h3", heading(run)), tag("p", "No message was exchanged.", "note")])
+    rows, folds = [], []
+    for kind in found:
+        about = disclosure.describe_fields(kind.fields)
+        way = "site to server" if kind.direction == "up" else "server to site"
+        share = Html(f"{100 * kind.overhead_bytes / kind.payload_bytes:.2f}&nbsp;%") if kind.payload_bytes else None
+        rows.append([
+            way, kind.variant or "the only one", ", ".join(about["codecs"]), about["tensors"], about["entries"],
+            kind.messages, kind.payload_bytes, kind.overhead_bytes, share, kind.total_bytes,
+        ])  # fmt: skip
+        fields = [[tag("code", name), codec, str(shape), nbytes] for name, codec, shape, nbytes in kind.fields]
+        title = f"{way}, {kind.variant or 'every message'}: {len(fields)} fields, bytes in one message"
+        folds.append(fold(title, table(["field", "codec", "shape", "bytes"], fields)))
+    head = ["direction", "variant", "codec", "tensors", "entries", "messages", "payload bytes", "overhead bytes"]
+    parts = [tag("h3", heading(run)), table([*head, "overhead", "total bytes"], rows), _by_site(run, found), *folds]
+    return join(parts)
+
+
+def _by_site(run: Run, found: Sequence[disclosure.Kind]) -> Html:
+    """How many uploads of each variant each site sent."""
+    uploads = [kind for kind in found if kind.direction == "up"]
+    if len(uploads) < 2:
+        return Html("")
+    rows = [[site, *(kind.sites[site] for kind in uploads)] for site in run.sites]
+    return table(["uploads by site", *(_variant(kind) for kind in uploads)], rows)
+
+
+def sites(run: Run) -> Html:
+    """Each site's turns, what it told, its bytes and its failures."""
+    told = [] if run.unseen else ["examples", "loss received", "loss trained", "train seconds"]
+    head = ["site", "accepted", "asked", *told, "up bytes", "down bytes", "failures"]
+    rows, records = [], by_site.of(run)
+    for s in records:
+        said = [] if run.unseen else [s.examples, s.loss_received, s.loss_trained, s.train_seconds]
+        why = join((f"round {round_ + 1}: {reason}" for round_, reason in s.failures), "; ") or None
+        rows.append([s.name, s.accepted, s.asked, *said, s.up, s.down, why])
+    return join([tag("h3", heading(run)), table(head, rows), _held_out(run, records)])
+
+
+def _held_out(run: Run, records: Sequence[by_site.SiteRecord]) -> Html:
+    """Each site's last score on its held-out rows with the rows behind it, and their weighted mean."""
+    found = [(s.name, s.held_out) for s in records if s.held_out is not None]
+    if not found:
+        return Html("")
+    rows = [[name, said.round + 1, said.loss, said.rows or None, said.why or None] for name, said in found]
+    means = [(int(a["round"]), by_site.mean_scored(a.get("reports") or {})) for a in run.attempts if not a.get("void")]
+    last = [
+        f"Over sites, weighted with rows, in round {round_ + 1}: {mean[0]:.4f} ({mean[1]} rows of {mean[2]} sites). "
+        for round_, mean in means
+        if mean
+    ][-1:]
+    head = ["site", "received in round", "loss on held-out rows", "rows", "no score, because"]
+    return join([table(head, rows), tag("p", f"{''.join(last)}{HELD_OUT_NOTE}", "note")])
+
+
+def heading(run: Run) -> str:
+    """A run's name in a section, with its method."""
+    return run.name if run.name == run.method else f"{run.name} ({run.method})"

@@ -1,0 +1,88 @@
+"""An audit's findings as one forest plot: a row for each attack on each model, with its controls as bands behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fedveil.attacks import findings
+from fedveil.attacks.findings import Finding
+from fedveil.console.report.figures import COLOURS, INK, drawn
+from fedveil.foreign import shown
+
+MOST_ROWS = 24
+_WON, _LOST, _OPEN = COLOURS[5], COLOURS[0], "#8a8a8a"
+_NAME = 26  # characters
+
+
+def rows(found: Sequence[Finding], most: int = MOST_ROWS) -> list[Finding]:
+    """At most `most` findings about the run, the strongest of all; attack by attack, unusable attacks last."""
+    lame = {attack for attack in findings.tried(found) if findings.unusable(found, attack)}
+    about = [f for f in found if f.kind == "about the run"]
+    about = sorted(about, key=lambda f: (f.attack in lame, -f.auroc[0]))[:most]
+    attacks = list(dict.fromkeys(f.attack for f in about))
+    return sorted(about, key=lambda f: attacks.index(f.attack))
+
+
+def svg(found: Sequence[Finding], name: str, most: int = MOST_ROWS) -> str:
+    """The plot of the run `name` as an SVG element; "" where there is no finding about a run."""
+    from matplotlib.patches import Rectangle
+
+    listed = rows(found, most)
+    if not listed:
+        return ""
+    attacks = list(dict.fromkeys(f.attack for f in listed))
+    height = len(listed) + len(attacks)  # each attack has a line of its own above its models
+
+    def draw(axes: Any) -> None:
+        y, ticks = 0.0, list[tuple[float, str]]()
+        for attack in attacks:
+            own = [f for f in listed if f.attack == attack]
+            usable = not findings.unusable(found, attack)
+            axes.text(0.0, y, _short(attack) + ("" if usable else ": NOT usable here"), weight="bold", va="center")
+            for colour, controls in ((_LOST, findings.to_lose(found, attack)), (_WON, _to_win(found, attack))):
+                if controls:
+                    low, high = min(f.auroc[1] for f in controls), max(f.auroc[2] for f in controls)
+                    width = max(high - low, 0.004)
+                    axes.add_patch(Rectangle((low, y + 0.5), width, len(own), color=colour, alpha=0.22, lw=0))
+            for f in own:
+                y += 1
+                value, low, high = f.auroc
+                colour = (_WON if f.verdict == "above" else _LOST) if usable else _OPEN
+                axes.plot((low, high), (y, y), color=colour, linewidth=1.6)
+                axes.plot((value,), (y,), color=colour, marker="o" if usable else "x", markersize=4.5)
+                ticks.append((y, _short(f.model)))
+            y += 1
+        axes.axvline(0.5, color=INK, alpha=0.5, linewidth=0.8, linestyle="--")
+        axes.set(xlim=(0, 1), ylim=(y - 0.3, -0.7), xlabel="AUROC: 0.5 guessing, 1 certainty")
+        axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+
+    return drawn(f"forest-{name}", (5.4, 0.85 + 0.22 * height), _words(found, listed), draw)
+
+
+def caption(found: Sequence[Finding], most: int = MOST_ROWS) -> str:
+    """What the plot shows, and how many rows it leaves to the table."""
+    about = sum(f.kind == "about the run" for f in found)
+    left = f" Drawn are the {most} strongest of {about} findings; the table has all." if about > most else ""
+    return (
+        "A row is an attack on a model, with its interval of 95 %. Blue band: where the attack lies on models that "
+        "never saw the rows; there it must lose. Orange band: where rows are known by heart; there it must win. An "
+        f"orange row shows membership, a blue one does not. A grey cross proves nothing: a control failed.{left}"
+    )
+
+
+def _to_win(found: Sequence[Finding], attack: str) -> list[Finding]:
+    return [f for f in found if f.kind == "to win" and f.attack == attack]
+
+
+def _words(found: Sequence[Finding], listed: Sequence[Finding]) -> str:
+    """For who cannot see it."""
+    told = "; ".join("{}, {}: {:.2f} [{:.2f}, {:.2f}]".format(f.attack, f.model, *f.auroc) for f in listed[:5])
+    return f"Forest plot of AUROC by attack and model. {findings.verdict(found)} First rows: {told}."
+
+
+def _short(name: str) -> str:
+    name = shown(name, 200)
+    return name if len(name) <= _NAME else name[: _NAME - 1] + "\u2026"

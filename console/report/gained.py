@@ -1,0 +1,77 @@
+"""The end of the demo: an attack on each run, texts before and after, and the picture of what was gained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from fedveil.attacks import findings, side_by_side
+from fedveil.attacks.membership.alignment import Alignment
+from fedveil.attacks.samples import Source
+from fedveil.attacks.side_by_side import Common
+from fedveil.config import parse
+from fedveil.console import samples
+from fedveil.console.report import run_page, trade
+from fedveil.console.runs import summary
+from fedveil.console.runs.folder import Run, load
+from fedveil.records.files import write_atomic
+
+PICTURE = "picture.svg"
+_ROWS, _BY_HEART = 80, 12  # members and non-members of an attack, and members of its overfitted control
+# In a file of its own the picture takes the reader's light or dark, as it takes the page's inside of one.
+_OWN = (
+    "<style>svg{color:#1f2328;background:#fff;font-family:sans-serif}"
+    "@media (prefers-color-scheme:dark){svg{color:#e6edf3;background:#0d1117}}</style>"
+)
+
+
+def measure(folder: Path, data: Path, before: Common | None) -> Common | None:
+    """Attacks the run in `folder` if it has a tap, beside controls, and asks its model for texts.
+
+    Writes audit.json and samples.json.
+
+    Args:
+        folder: of a finished run.
+        data: the sites' rows.
+        before: what this returned for a run before it, None for the first.
+
+    Returns:
+        The controls, for the next run of the same sites.
+
+    Raises:
+        FedVeilError: as `side_by_side` and `samples.write`.
+    """
+    run = load(folder)
+    config = parse(run.config["config"])
+    samples.write(folder)
+    if not config.run.tap:
+        return before
+    source = Source(data, most=_ROWS)
+    told = before or side_by_side.common(folder, config, run.sites, source, [Alignment()], _BY_HEART)
+    found = side_by_side.audit_beside(told, folder, config)
+    write_atomic(folder / findings.FILE, json.dumps(found.to_json(), indent=1).encode())
+    return told
+
+
+def write(out: Path, runs: Sequence[Run]) -> None:
+    """Writes summary.json and report.html into the folder `out`; of several runs PICTURE and its figures as JSON."""
+    summary.write(out / "summary.json", "demo", runs)
+    run_page.write(out / "report.html", runs)
+    arms = [trade.arm(run) for run in runs]
+    if picture := trade.svg(arms):
+        (out / PICTURE).write_text(alone(picture))
+        figures = json.dumps([asdict(arm) for arm in arms], indent=1)
+        (out / PICTURE).with_suffix(".json").write_text(figures + "\n")
+
+
+def alone(svg: str) -> str:
+    """A picture of a page as a file of its own."""
+    return svg.replace(">", f">{_OWN}", 1)
+
+
+def said(runs: Sequence[Run]) -> list[str]:
+    """The verdict in words, and where more was measured."""
+    arms = [trade.arm(run) for run in runs]
+    return [line for line in (*trade.verdict(arms), trade.larger(arms)) if line]

@@ -1,0 +1,164 @@
+"""Follows a run to its end: its rounds, then what became of it, its scores, its model, the next command."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fedveil.console.flower.command_line import Flower
+from fedveil.console.flower.processes import LaunchError, named_error
+from fedveil.console.runs.folder import load, status_of
+from fedveil.console.runs.progress import RunProgress
+from fedveil.errors import FedVeilError
+from fedveil.foreign import shown
+
+_POLL_SECONDS = 0.5
+_ASK_SECONDS = 10.0  # a question to Flower costs a CPU-second
+_REASON_CHARACTERS = 2000  # its end is the command that resumes the run
+_OURS = "fedveil.errors."
+_BY_FLOWER = {"finished:completed": 0, "finished:failed": 1, "finished:stopped": 3}
+_TOLD = re.compile(r"\bfedveil: (.{1,1000})$", re.MULTILINE)  # by server_app/app.py
+_MOST_TOLD = 5  # lines
+
+
+@dataclass
+class Followed:
+    """A run that is followed.
+
+    Attributes:
+        number: Flower's; "" = not known, or nobody is asked.
+        places: where its folder may be: the first that is this run's is taken, once it is there.
+        flower: whom to ask what became of it; None = its folder alone says so.
+        folder: the one that was found.
+    """
+
+    console: Console
+    number: str
+    places: Sequence[Path]
+    flower: Flower | None
+    folder: Path | None = None
+    _progress: RunProgress | None = None
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def to_its_end(self, timeout: float) -> int:
+        """Prints until the run has ended; the exit code says how, as `until_ended`. `timeout`: seconds; 0 = none."""
+        with self._stack:
+            code, word = until_ended(self._read, self._ask, timeout, self._log)
+        print(word)
+        for line in closing(self.folder) if self.folder else self._told():
+            print(line)
+        return code
+
+    def _read(self) -> dict[str, Any]:
+        """Its status.json; {} until it has one, and where the run folder is another machine's."""
+        if self.folder is None:
+            self.folder = next((place for place in self.places if self._is_ours(place)), None)
+            if self.folder is None:
+                return {}
+            status = status_of(self.folder)
+            about = RunProgress(self.console, self.folder, self.folder.name, int(status.get("rounds", 1)))
+            self._progress = self._stack.enter_context(about)
+            self.console.print(f"its folder is {shown(self.folder.absolute(), 1000)}", soft_wrap=True)
+        status = status_of(self.folder)
+        if self._progress is not None:
+            self._progress.tick(status)
+        return status
+
+    def _is_ours(self, place: Path) -> bool:
+        if not any((place / name).is_file() for name in ("status.json", "config.json")):
+            return False
+        file = place / "flower-run"
+        return not self.number or (file.is_file() and file.read_text().strip() == self.number)
+
+    def _ask(self) -> str:
+        if self.flower is None:
+            return ""
+        file = None if self.folder is None else self.folder / "flower-run"
+        number = file.read_text().strip() if file is not None and file.is_file() else self.number
+        return self.flower.run_status(number) if number else ""
+
+    def _log(self) -> str:
+        """What the run's ServerApp has printed, "" where that cannot be had."""
+        try:
+            return self.flower.log(self.number) if self.flower is not None and self.number else ""
+        except LaunchError:
+            return ""
+
+    def _told(self) -> list[str]:
+        """What the ServerApp said for whoever has no look into its folder."""
+        return [shown(line, 1000) for line in _TOLD.findall(self._log())[-_MOST_TOLD:]]
+
+
+def closing(folder: Path) -> list[str]:
+    """Lines under a run that has ended: rounds, scores, model, and the command that comes next."""
+    try:
+        run = load(folder)
+    except FedVeilError as error:
+        return [shown(error)]
+    scores = ", ".join(f"{shown(name, 40)} {value:.4f}" for name, value in sorted(run.final.items()))
+    rounds = shown(run.status.get("rounds", "?"), 20)
+    lines = [f"rounds: {run.rounds_done} of {rounds}" + (f"; last scores: {scores}" if scores else "")]
+    lines += [shown(run.of_round, 200)] if run.of_round else []
+    if (folder / "final").is_dir():
+        lines.append(f"model: {shown((folder / 'final').absolute(), 1000)}")
+    return [*lines, f"next: fedveil report {shown(folder, 1000)}"]
+
+
+def until_ended(
+    read: Callable[[], dict[str, Any]],
+    ask: Callable[[], str],
+    timeout: float,
+    log: Callable[[], str] = lambda: "",
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[int, str]:
+    """The exit code (0 completed, 1 failed, 3 stopped, 4 still going), and why in words.
+
+    Args:
+        read: status.json, {} where there is none.
+        ask: what Flower says of the run, "" where it cannot be asked.
+        timeout: seconds; 0 = none.
+        log: what the run has printed, "" where that cannot be had.
+    """
+    started, asked = clock(), clock() - _ASK_SECONDS
+    status: dict[str, Any] = {}
+    while True:
+        status = read()
+        if (state := status.get("state")) in ("completed", "failed"):
+            return int(state == "failed"), f"{state}: {_why(status)}".removesuffix(": ")
+        died = status.get("state") == "died"
+        if died or clock() - asked >= _ASK_SECONDS:
+            said, asked = ask(), clock()
+            if said.startswith("finished"):
+                status = read()  # its last word may have come in between
+                if status.get("state") in ("completed", "failed"):
+                    continue
+                if status and not died and said == "finished:completed":
+                    return 1, "failed: Flower has finished it, and its own status.json does not say that it completed"
+                words = _by_flower(said, log)
+                if not died or said == "finished:stopped":
+                    return _BY_FLOWER.get(said, 1), words
+        if died:
+            return 1, f"died: {_why(status)}"
+        if timeout and clock() - started >= timeout:
+            about = {key: value for key, value in status.items() if key != "process"}
+            return 4, f"still going after {timeout:g} s: {shown(about or 'no status yet')}"
+        sleep(_POLL_SECONDS)
+
+
+def _by_flower(said: str, log: Callable[[], str]) -> str:
+    """What Flower says of a run that has said nothing itself, with the cause that it printed."""
+    state = shown(said.partition(":")[2], 40)
+    cause = "" if said in ("finished:completed", "finished:stopped") else named_error(log()).removeprefix(_OURS)
+    return f"{state}: {shown(cause, _REASON_CHARACTERS)}" if cause else f"{state}: so says Flower"
+
+
+def _why(status: dict[str, Any]) -> str:
+    return shown(status.get("reason") or "", _REASON_CHARACTERS)

@@ -1,0 +1,139 @@
+"""Whether a site is online, and if not, why: the words for what Flower says in exit codes, or not at all."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fedveil.console.flower.processes import Processes
+from fedveil.console.flower.programs import ONLINE
+from fedveil.console.provisioning import checks
+from fedveil.console.runs.folder import new_lines
+from fedveil.errors import ConfigError, StateError
+from fedveil.foreign import shown
+from fedveil.records import audit_log
+
+_POLL_SECONDS = 0.5
+_PROBE_SECONDS = 10.0  # between two looks at a server that has not taken the site yet
+_CONNECT_SECONDS = 3.0
+_SAID = re.compile(r'details = "(fedveil: [^"\n]{1,400})|^(fedveil: .{1,400})$', re.MULTILINE)  # by guard/members.py
+_EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
+_MEANINGS = {
+    "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
+    "305": "the server does not know the key, or has it online already; the operator registers a key with fedveil "
+    "members register",
+}
+_TROUBLE = {"failed": "failed", "refused": "was refused", "withheld": "was withheld"}
+
+
+def missing(superlink: str, ca: Path) -> str:
+    """Why nothing answers at HOST:PORT, "" where this federation's server does. A SuperNode keeps asking.
+
+    Raises:
+        ConfigError: something else answers there.
+    """
+    found = checks.guarded("fleet port", lambda: checks.fleet(superlink, ca))
+    if found.verdict != "fail":
+        return ""
+    if _answers(superlink):
+        raise ConfigError(f"--superlink: expected this federation's server, found something else: {found.text}")
+    return f"nothing answers yet: {found.text}; still asking"
+
+
+def _answers(superlink: str) -> bool:
+    try:
+        socket.create_connection(checks.address(superlink), _CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    except ValueError as error:
+        raise ConfigError(f"--superlink: {error}; write it as fl.example.org:9092") from None
+    return True
+
+
+@dataclass
+class Watch:
+    """Follows one start of a site, and prints what its people should know.
+
+    Attributes:
+        began: byte of the site's log at which this start begins.
+        read: byte of its audit log up to which it was shown.
+    """
+
+    processes: Processes
+    name: str
+    audit: Path
+    superlink: str
+    ca: Path
+    began: int
+    read: int
+    online: bool = False
+    missing: str = ""
+
+    @classmethod
+    def of(cls, processes: Processes, name: str, state: Path, superlink: str, ca: Path) -> Self:
+        """From now on."""
+        log, audit = processes.log(name), state / audit_log.NAME
+        began, read = (file.stat().st_size if file.exists() else 0 for file in (log, audit))
+        return cls(processes, name, audit, superlink, ca, began, read)
+
+    def until_ended(self) -> int:
+        """Until the SuperNode ends, which raises ConfigError with the reason in words."""
+        probed = time.monotonic()
+        while (code := self.processes.ended(self.name)) is None:
+            if not self.online and ONLINE.encode() in self.processes.log(self.name).read_bytes()[self.began :]:
+                self.online = True
+                print(f"site {self.name}: online", flush=True)
+            elif not self.online and time.monotonic() - probed >= _PROBE_SECONDS:
+                self.look()
+                probed = time.monotonic()
+            self.tell()
+            time.sleep(_POLL_SECONDS)
+        self.tell()
+        raise ConfigError(f"site {self.name}: {self.why(code)}")
+
+    def look(self) -> None:
+        """Prints why nothing answers, once. Raises ConfigError as `missing`."""
+        said, self.missing = self.missing, missing(self.superlink, self.ca)
+        if self.missing and self.missing != said:
+            print(f"site {self.name}: {self.missing}", flush=True)
+
+    def tell(self) -> None:
+        """Prints each turn that went wrong since the last call, with its cause; the server learns the kind alone."""
+        try:
+            lines, self.read = new_lines(self.audit, self.read)
+        except StateError as error:  # a log that is broken is said once, and verified by another command
+            print(f"site {self.name}: {shown(error)}; fedveil log verify {self.audit}", flush=True)
+            self.read = self.audit.stat().st_size
+            return
+        for line in lines:
+            if line.get("event") in _TROUBLE:
+                print(f"site {self.name}: {trouble(line)}", flush=True)
+
+    def why(self, code: int) -> str:
+        """Why the SuperNode has ended with this exit code."""
+        log = self.processes.log(self.name).read_bytes()[self.began :].decode(errors="replace")
+        if said := _SAID.findall(log):
+            return f"the server serves it no more: {shown(max(said[-1]), 500)}"
+        if found := _EXIT_CODE.findall(log):
+            if found[-1] == "305" and not _answers(self.superlink):
+                return f"nothing answers at {self.superlink}; is the server up, and does the firewall let this through?"
+            meaning = _MEANINGS.get(found[-1], f"its log ends: {self.processes.tail(self.name)}")
+            return f"its SuperNode ended with Flower's exit code {found[-1]}: {meaning}"
+        if code == 0 and self.online:
+            return (
+                "the server has ended the connection: its key is past its last day, or was shut out; "
+                "start it again, and the server says which"
+            )
+        return f"its SuperNode ended with exit code {code}; its log ends: {self.processes.tail(self.name)}"
+
+
+def trouble(line: dict[str, Any]) -> str:
+    """A line of a site's audit log about a turn that went wrong, for people."""
+    about = f"round {line['round'] + 1} of " if isinstance(line.get("round"), int) else ""
+    run = shown(line.get("run", "a run"), 80)
+    cause = f": {shown(line['cause'], 1000)}" if line.get("cause") else f": {shown(line.get('reason', ''), 1000)}"
+    return f"{about}{run} {_TROUBLE[str(line['event'])]}{cause}"

@@ -1,0 +1,172 @@
+"""What a site is started with: its kit's files, and the options that go before them."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil import places
+from fedveil.client_app.site import policy as policies
+from fedveil.client_app.site.node_config import Site, parse_site
+from fedveil.client_app.site.secure import read_key
+from fedveil.console.flower.keys import require_node_key, write_secret
+from fedveil.console.flower.machine import free_ports, toml
+from fedveil.console.flower.processes import Processes, environment
+from fedveil.console.flower.programs import supernode
+from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare
+from fedveil.console.provisioning import checks, slurm, unpacked
+from fedveil.console.runs import sealing
+from fedveil.console.starting import online
+from fedveil.errors import ConfigError, PolicyError
+from fedveil.guard import pace
+from fedveil.sealed import Seal
+
+NODE_OPTIONS = (
+    "data", "policy", "key-file", "signing-key", "state-dir", "device", "processes", "shard-base",
+    "worker-idle-seconds", "worker-memory-mb",
+)  # fmt: skip
+_PATHS = ("data", "policy", "key-file", "signing-key", "state-dir")
+_MADE = {"key": "fedveil site init makes it", "signing-key": "fedveil site init makes it"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """A site about to be started.
+
+    Attributes:
+        superlink: HOST:PORT of the server's fleet port.
+        ca, key: files: whom to trust as the server, and this site's private key.
+        node: its node config; every path in it is absolute.
+        poll_seconds: the first wait of its SuperNode between two questions.
+    """
+
+    superlink: str
+    ca: Path
+    key: Path
+    node: Site
+    poll_seconds: float
+
+
+def settled(options: Mapping[str, Any], kit: Path | None, permit_everything: bool) -> Start:
+    """The kit's values with `options` before them, checked; nothing is started and nothing asked.
+
+    Args:
+        options: by name without dashes in front; None = not given.
+
+    Raises:
+        ConfigError, PolicyError: a value is missing or does not fit; it names the option or the file.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    about = {} if kit is None else _of_kit(kit)
+    need = ("superlink", "ca", "key", "name")
+    if missing := [f"--{name}" for name in need if name not in {**about, **given}]:
+        here = "; this folder has one: --kit ." if Path("site.toml").is_file() else ""
+        raise ConfigError(
+            f"--kit: expected the unpacked start-up kit, or --superlink, --ca, --key and --name, found no "
+            f"{', '.join(missing)}{here}"
+        )
+    both = {**about, **given}
+    node = _node(given, unpacked.node_config(kit) if kit else Site(), str(both["name"]), permit_everything)
+    ca, key, poll = Path(both["ca"]), Path(both["key"]), float(both.get("poll-seconds", pace.DEFAULT))
+    found = Start(str(both["superlink"]), ca.absolute(), key.absolute(), node, poll)
+    _require_files(found, given, kit)
+    if node.signing_key:
+        read_key(Path(node.signing_key))
+    if not pace.LEAST <= found.poll_seconds <= 60.0:
+        raise ConfigError(f"--poll-seconds: expected {pace.LEAST} to 60, found {found.poll_seconds}")
+    slurm.require_one_task(os.environ)
+    if bool(node.policy) == permit_everything:
+        raise ConfigError(
+            "--policy: expected a policy file, or --permit-everything in place of one, found "
+            f"{'both' if node.policy else 'neither'}; `fedveil explain --permits` prints what a run needs"
+        )
+    return found
+
+
+def _of_kit(folder: Path) -> dict[str, Any]:
+    kit = unpacked.read(folder)
+    files = {"ca": folder / "ca.crt", "key": folder / "keys" / "node.key"}
+    return {"superlink": kit.superlink, "name": kit.site, "poll-seconds": kit.poll_seconds, **files}
+
+
+def _node(given: Mapping[str, Any], kits: Site, name: str, permit_everything: bool) -> Site:
+    """The node config: the kit's, the options before it."""
+    own = {key: given[key] for key in NODE_OPTIONS if key in given}
+    own |= {key: str(Path(value).expanduser().absolute()) for key, value in own.items() if key in _PATHS and value}
+    both = {**kits.model_dump(mode="json", by_alias=True, exclude_unset=True), **own, "site": name}
+    if permit_everything and "policy" not in given:
+        both.pop("policy", None)
+    both["state-dir"] = str(Path(both.get("state-dir", Site().state_dir)).expanduser().absolute())
+    return parse_site(both)
+
+
+def _require_files(start: Start, given: Mapping[str, Any], kit: Path | None) -> None:
+    node = start.node
+    files = {"ca": str(start.ca), "key": str(start.key), "policy": node.policy, "key-file": node.key_file,
+             "signing-key": node.signing_key}  # fmt: skip
+    for name, file in files.items():
+        if file and not Path(file).is_file():
+            hint = "see docs/deploy.md" if kit is None or name in given else _MADE.get(name, "unpack the kit anew")
+            raise ConfigError(f"{_option(name, given, kit)}: expected a file, found none at {file}; {hint}")
+    if node.data and not Path(node.data).exists():
+        hint = "correct the path" if kit is None else "put the rows there, or name another folder with --data"
+        raise ConfigError(
+            f"{_option('data', given, kit)}: expected a folder of rows, or a file, found none at {node.data}; {hint}"
+        )
+
+
+def _option(name: str, given: Mapping[str, Any], kit: Path | None) -> str:
+    """Where a value comes from, in words."""
+    return f"--{name}" if kit is None or name in given else f"{kit}: {name}"
+
+
+def require_usable(start: Start) -> None:
+    """Raises ConfigError or PolicyError for what Flower would not say, or not in words: key, certificate, policy."""
+    require_node_key(start.key)
+    found = checks.guarded("certificate", lambda: checks.certificate(start.ca))
+    if found.verdict == "fail":
+        raise ConfigError(f"{start.ca}: expected a certificate that is valid now, found another: {found.text}")
+    if start.node.policy:
+        _require_policy(start.node)
+
+
+def _require_policy(node: Site) -> None:
+    file = Path(node.policy)
+    try:
+        tomllib.loads(file.read_text())
+        policies.of_site(node)
+    except (PolicyError, ValueError) as error:
+        raise ConfigError(
+            f"{file}: expected a site policy, found something else: {error}; as it is, it refuses every run"
+        ) from None
+
+
+def run(start: Start) -> int:
+    """Starts the SuperNode and a warm worker, and stays until the SuperNode ends; that raises, with the reason."""
+    name, state = start.node.site, start.node.state_dir
+    sealing.require(state, Seal.of(start.node.key_file))
+    require_usable(start)
+    watched = online.Watch.of(Processes(state / "logs"), name, state, start.superlink, start.ca)
+    watched.look()
+    places.private_folder(state).chmod(0o700)  # also one that was there before
+    config = state / f"{name}.toml"
+    config.write_text(toml(start.node.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    (state / "logs").mkdir(mode=0o700, exist_ok=True)
+    processes, log = watched.processes, watched.processes.log(name)
+    env = alone({**environment(state / "flower"), pace.VARIABLE: str(start.poll_seconds)}, state / "guard")
+    env = guarded(env, state / "guard", require_policy=bool(start.node.policy))
+    (port,), secret = free_ports(1), write_secret(state / f"{name}.superexec")
+    command = supernode(start.superlink, start.ca, start.key, port, config, secret)
+    try:
+        superexec = start_isolated(processes, name, command, env, port, secret)
+        print(f"site {name}: SuperNode for {start.superlink}, log {log}", flush=True)
+        card = start_spare(start.node, superexec, env)
+        follow = f"fedveil site status --state-dir {state} --follow"
+        print(f"site {name}: worker {card.pid} is warm; {follow} shows it", flush=True)
+        return watched.until_ended()
+    finally:
+        processes.stop()

@@ -1,0 +1,276 @@
+"""The card as data: privacy.json beside a run's model. Everything that the pages say stands in it.
+
+Its fields are those that NIST SP 800-226 asks of a claim (unit, relation, parameters, trust, mechanism, hazards) and
+that the registry of deployments has in its schema (arXiv 2509.13509): who, for what, flavour, loss, model, accounting,
+implementation. What nobody has said is "", and the pages say "not stated".
+
+A card may come from anywhere: it is bounded, and no key that this version does not know is let in.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedveil.errors import StateError
+from fedveil.foreign import shown
+
+NAME, PAGE, README = "privacy.json", "PRIVACY.md", "README.md"
+MOST_BYTES = 8 << 20
+
+Short = Annotated[str, Field(max_length=300)]
+Text = Annotated[str, Field(max_length=4000)]
+Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
+Anchor = Annotated[str, Field(pattern=r"^(\d{1,18}:[0-9a-f]{64})?$")]
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Epsilon = Annotated[float, Field(ge=0)] | Literal["infinite", "not known"]
+
+
+def short(value: object) -> str:
+    """Anybody's name, fit for a card: printable, on one line, cut."""
+    return shown(value, 250)[:300]
+
+
+def text(value: object) -> str:
+    """Anybody's sentence, fit for a card."""
+    return shown(value, 3500)[:4000]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Stated(_Part):
+    """What only people can say: the code cannot know it.
+
+    Attributes:
+        curator: who answers for the run.
+        use: what the model is for.
+        why_epsilon: why this epsilon, delta and unit.
+        license: of the model, as the Hugging Face Hub names it.
+        data_sets: each site's data set by the id that the site gave.
+    """
+
+    curator: Text = ""
+    use: Text = ""
+    why_epsilon: Text = ""
+    license: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9.-]{0,60})?$")] = ""
+    data_sets: dict[Short, Short] = {}
+
+
+class RunFacts(_Part):
+    """Which run.
+
+    Attributes:
+        id: 8 hex digits that tell it from others of its name; "" where there are none.
+        fields: of the method.
+        base: the base model's name.
+        rounds: that are in the model.
+        scores: the last ones of the server's model.
+        versions: of packages by name, of the start.
+    """
+
+    name: Short
+    id: Short
+    task: Short
+    method: Short
+    version: int
+    fields: dict[Short, Text]
+    base: Short
+    rounds: Count
+    started: Short
+    written: Short
+    resumed: Count
+    scores: dict[Short, float]
+    versions: dict[Short, Short]
+
+
+class Sent(_Part):
+    """All messages of one kind.
+
+    Attributes:
+        sites: number of messages by site.
+        bytes: whole messages, refused and repeated ones too; `payload` is the tensors alone.
+        fields: name, codec, shape and bytes of each, in the first such message.
+    """
+
+    direction: Literal["up", "down"]
+    variant: Short
+    sites: dict[Short, Count]
+    bytes: Count
+    payload: Count
+    fields: list[tuple[Short, Short, list[Count], Count]]
+
+
+class Party(_Part):
+    """Who saw what, and was trusted with what."""
+
+    who: Short
+    saw: list[Text]
+    trusted: list[Text]
+
+
+class SiteCost(_Part):
+    """What the run cost a site's rows at most, from what the site reported.
+
+    Attributes:
+        against_all: against the server and all other sites together, where the noise is in the sum.
+        mu: of Gaussian differential privacy; None where none is known.
+        mu_down_to: mu bounds every epsilon whose delta is at least this; 0 where it is exact.
+        unknown: why there are no figures; "" where there are.
+    """
+
+    site: Short
+    rows: Count = 0
+    participations: Count = 0
+    steps: Count = 0
+    epsilon: Epsilon = "not known"
+    against_all: Epsilon | None = None
+    mu: float | None = None
+    mu_down_to: float = 0.0
+    unknown: Text = ""
+
+
+class Guarantee(_Part):
+    """The formal guarantee, or that there is none.
+
+    Attributes:
+        formal: whether a bound holds against somebody.
+        says: the guarantee in a sentence.
+        unit: what one neighbour may differ in.
+        relation: of neighbouring data sets; "" without a guarantee.
+        nominal: an epsilon that the method was given and does not keep.
+        allowed: the most that a site's ledger lets a record be charged.
+        epsilon: of the most charged site; what is exact is at most this.
+        model: where the noise is added, in words.
+    """
+
+    formal: bool
+    says: Text
+    unit: Text
+    relation: Short = ""
+    delta: float | None = None
+    nominal: float | None = None
+    allowed: Epsilon = "infinite"
+    epsilon: Epsilon = "infinite"
+    model: Text = ""
+    mechanism: Text = ""
+    accountant: Text = ""
+    sites: list[SiteCost] = []
+    assumptions: list[Text] = []
+
+
+class Score(_Part):
+    """One attack on one model; `auroc` and its 95 % interval."""
+
+    model: Short
+    auroc: tuple[float, float, float]
+    tpr_at_01: tuple[float, float, float]
+    epsilon_at_least: float
+    members: Count
+    non_members: Count
+    verdict: Literal["above", "below", "contains"]
+
+
+class Attack(_Part):
+    """One attack with its controls.
+
+    Attributes:
+        usable: both kinds of controls were tried and hold; otherwise its figures mean nothing.
+        why: what the audit says of it.
+        run: on the run's own models.
+        to_win: where it must succeed.
+        to_lose: where it must fail.
+    """
+
+    name: Short
+    usable: bool
+    why: Text
+    run: list[Score]
+    to_win: list[Score]
+    to_lose: list[Score]
+
+
+class Audited(_Part):
+    """What attacks found. Without an audit `measured` is false and nothing is claimed."""
+
+    measured: bool = False
+    audit: Digest = ""
+    attacks: list[Attack] = []
+    notes: list[Text] = []
+
+
+class Base(_Part):
+    """The base model's files, each by its SHA-256; {} where they are not on the machine that wrote the card."""
+
+    revision: Short = ""
+    files: dict[Short, Digest] = {}
+
+
+class Digests(_Part):
+    """SHA-256 of what the run was made from.
+
+    Attributes:
+        app: of the bundle that ran; "" where it is not known.
+        config: of the run config with the method's fields, as `config_digest` takes it.
+    """
+
+    base: Base
+    app: Digest
+    config: Digest
+
+
+class Anchors(_Part):
+    """Ends of audit logs, "LINES:SHA-256", at the writing of the card.
+
+    Attributes:
+        sites: the last anchor that each site sent with an upload of this run.
+        note: why they are missing, where they are.
+    """
+
+    server: Anchor = ""
+    sites: dict[Short, Anchor] = {}
+    note: Text = ""
+
+
+class Card(_Part):
+    """The privacy card."""
+
+    fedveil_card: Literal[1]
+    run: RunFacts
+    stated: Stated
+    parties: list[Party]
+    sent: list[Sent]
+    guarantee: Guarantee
+    audited: Audited
+    not_protected: list[Text]
+    digests: Digests
+    audit_log: Anchors
+
+    def to_bytes(self) -> bytes:
+        """privacy.json; equal cards give equal bytes."""
+        return self.model_dump_json(indent=1).encode() + b"\n"
+
+
+def parse(data: bytes, where: str) -> Card:
+    """The card in the bytes of privacy.json. Raises StateError, which names `where`."""
+    if len(data) > MOST_BYTES:
+        raise StateError(f"{where}: expected at most {MOST_BYTES} bytes, found {len(data)}; take another card")
+    try:
+        return Card.model_validate_json(data)
+    except (ValidationError, RecursionError) as error:
+        raise StateError(
+            f"{where}: expected a privacy card of version 1, found {shown(error, 300)}; write it anew with the version "
+            "of fedveil that made it, or take another one"
+        ) from None
+
+
+def read(folder: Path) -> Card:
+    """The card in a folder. Raises StateError where there is none, or none that is one."""
+    file = folder / NAME
+    if file.is_symlink() or not file.is_file():
+        raise StateError(f"{folder}: expected {NAME} of a card, found none; fedveil card make RUN writes it")
+    with file.open("rb") as lines:
+        return parse(lines.read(MOST_BYTES + 1), str(file))

@@ -1,0 +1,64 @@
+"""Programs that a round's figures go to while the run goes on. One file each; found by its file name, as methods are.
+
+A file has `EXTRA` (the extra of pyproject.toml that it needs), `NEEDS` (the module that this extra brings) and
+`create(about) -> Sink`. So has a module of another package that an entry point in the group "fedveil.sinks" names.
+`create` is called before any site is asked, and refuses what cannot work; what may take time or fail later belongs in
+`write`, which has a thread of its own (fedveil/server_app/following/outlets.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedveil.config import RunConfig
+from fedveil.discovery import Room
+from fedveil.errors import ConfigError
+from fedveil.server_app.following.outlets import Sink
+
+_ROOM = Room("fedveil.server_app.sinks", "fedveil.sinks", "sinks.use", needs=("EXTRA", "NEEDS", "create"))
+
+
+@dataclass(frozen=True)
+class About:
+    """The run, for its sinks.
+
+    Attributes:
+        folder: the run's.
+        id: tells the run from others of its name; a resumed run keeps it.
+        config: the run config.
+        is_resumed: whether rounds of it were written before.
+    """
+
+    folder: Path
+    id: str
+    config: RunConfig
+    is_resumed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.folder.name
+
+
+def names() -> list[str]:
+    """Names of all sinks: the files of this folder, and those of other packages."""
+    return _ROOM.names()
+
+
+def opened(about: About) -> dict[str, Sink]:
+    """The sinks that the run config names.
+
+    Raises:
+        ConfigError: one is unknown, its extra is not installed here, or it cannot work as it is set.
+    """
+    modules = {name: _ROOM.module(name) for name in about.config.sinks.names}
+    for name, module in modules.items():
+        if importlib.util.find_spec(module.NEEDS) is None:
+            extra = module.EXTRA
+            raise ConfigError(
+                f'sinks.use: expected the extra "{extra}" at the ServerApp, found no {module.NEEDS} for {name}; '
+                f"next step: pip install --require-hashes --no-deps -r lock/{extra}.txt"
+            )
+    return {name: module.create(about) for name, module in modules.items()}

@@ -1,0 +1,108 @@
+"""FFA-LoRA.
+
+Sun, Li, Li, Ding: Improving LoRA in Privacy-preserving Federated Learning. ICLR 2024.
+https://arxiv.org/abs/2403.12313
+
+One LoRA factor is drawn once and never trained: A. Clients train and share B alone.
+
+| paper | code | shape, unit |
+|---|---|---|
+| A_0 | `<module>.lora_A` | r x d_in, weights; random, the same at every client and in every round |
+| B_i | `<module>.lora_B` | d_out x r, weights; zero at first |
+| n_i, m_t | `num_examples`, their sum over the cohort | examples |
+
+    W_i = W_0 + scale B_i A_0                                                   (1, the client's model)
+    B_i <- local epochs on B alone, from B_t                                    (2, client)
+    B_{t+1} = sum_i (n_i / m_t) B_i                                             (3, server)
+    sum_i (n_i / m_t) B_i A_0 = B_{t+1} A_0                                     (4: the mean of the products is exact)
+
+Under `dp.*`, noise in A and noise in B meet in a product where both are trained. Here a step's noise is in B alone, and
+the bound C on a row's gradient is B's alone.
+
+The client learns: A_0, and B_t of every round it takes part in.
+The server learns: each client's trained B in full and n_i, and with A_0, which it drew, the client's whole model.
+
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. By construction:
+A never changes by one bit, and no upload holds it.
+
+| case | result |
+|---|---|
+| no upload | B stays, bit for bit |
+| one upload | its B, bit for bit |
+| in a step | A has no gradient, no state of the optimiser, no weight decay, and no part in a gradient's norm |
+| a site that skipped rounds, or lost its files | nothing: a site keeps no state |
+| the rank is one | A_0 fixes one direction of the inputs for the whole run |
+
+Differences from the paper: AdamW, not SGD; the mean is over the cohort of the round. A is in every broadcast, though
+it never changes: so a site keeps nothing, and noise may be in the sum of the uploads (`secure.noise = "sum"`), which is
+refused to a site with state. Uploads are halved as in the paper, broadcasts are not. The paper's text was not at hand:
+the equations follow its abstract, and code of others that runs it as a baseline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+from fedveil.adapters.lora import Lora
+from fedveil.algebra.coded import Uploads
+from fedveil.algebra.factors import held, modules, of_factor
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
+from fedveil.rng import Stream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+
+
+@final
+@dataclass(frozen=True)
+class FfaLora(Method):
+    """Every client trains and shares B; A is drawn once and never trained.
+
+    Attributes:
+        adapter: LoRA; no other adapter has factors.
+        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+        upload_bits: bits of the codes in which a client sends B, 2 to 8, with a scale for every 256 weights; 0: none.
+    """
+
+    adapter: Lora = field(default_factory=Lora)
+    wire_dtype: WireDtype = "float32"
+    upload_bits: int = 0
+
+    def __post_init__(self) -> None:
+        self._uploads  # noqa: B018  # it checks the bits
+
+    @property
+    def _uploads(self) -> Uploads:
+        return Uploads(self.wire_dtype, self.upload_bits)
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """(A_0, B_0), drawn once for all clients."""
+        modules(spec)
+        return State(dict(weights))
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """(A_0, B_t), the same for every client."""
+        return Payload(cast_to(server.tensors, self.wire_dtype))
+
+    def client(
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """Eq. 2: B is trained and sent; nothing is kept."""
+        start = as_spec(tensors_of(down), trainer.spec)
+        trained = trainer.train(start, held(trainer.spec, "A")).weights
+        return None, Payload(self._uploads.sent(of_factor(trained, "B")))
+
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """n_i B_i, and n_i."""
+        return weighted(self._uploads.opened(payload), num_examples)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+        """Eq. 3; A stays, whoever sent one."""
+        return State({**server.tensors, **sums.means(of_factor(server.tensors, "B"))})
+
+    def layout(self, spec: Spec) -> Layout:
+        """Down: both factors. Up: B."""
+        return Layout(dense_fields(spec, "down", self.wire_dtype) + self._uploads.fields(of_factor(spec, "B")))

@@ -1,0 +1,109 @@
+"""LA-LoRA.
+
+Liu, Miao, Xi, Liu: Rethinking LoRA for Privacy-Preserving Federated Learning in Large Models. ICLR 2026.
+https://arxiv.org/abs/2602.19926
+
+A client trains one LoRA factor in a step and the other one in the next, and shares both.
+
+| paper | code | shape, unit |
+|---|---|---|
+| k | the step of a participation, from 0 | local steps |
+| A_i, B_i | `<module>.lora_A`, `<module>.lora_B` | r x d_in and d_out x r, weights; A random, B zero at first |
+| n_i, m_t | `num_examples`, their sum over the cohort | examples |
+
+    k even: B_i <- B_i - step on B alone,  A_i stays                                   (1, client)
+    k odd:  A_i <- A_i - step on A alone,  B_i stays                                   (2, client)
+    A_{t+1} = sum_i (n_i / m_t) A_i,  B_{t+1} = sum_i (n_i / m_t) B_i                  (3, server)
+
+RoLoRA alternates over rounds, so the mean of the products is exact; here it alternates within a round, and it is not:
+`aggregation_gap` of `fedveil.algebra.factors` measures by how much. Under `dp.*` each step's noise is in one factor,
+whose gradient alone the bound C clips: a step never multiplies noise of A with noise of B.
+
+The client learns: (A_t, B_t) of every round it takes part in.
+The server learns: each client's trained A and B in full, and n_i, as under FedAvg.
+
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`.
+
+| case | result |
+|---|---|
+| train.max-steps = 1 | B alone is ever trained, as in FFA-LoRA, and A is sent all the same |
+| an odd number of steps | B has one step more; the next participation begins with B again |
+| in a step | the other factor has no gradient and no weight decay; AdamW's states of it stay as they are |
+| no upload | both factors stay, bit for bit |
+
+Differences from the paper: its low-pass filter over noised gradients is left out. What its authors published filters
+with an FFT where the text is said to have a fixed Gaussian kernel, and adds the raw gradient once more; and it clips
+the gradient of a batch, a tensor at a time, to a bound that depends on the rows, for which no accountant gives an
+epsilon. Here `dp.*` clips rows, over all tensors of the step. Their code begins with A, which has no gradient while B
+is zero; here B comes first. They train B with twice the rate of A; here both have one rate. AdamW; the mean is weighted
+with n_i. The paper's text was not at hand, beyond its abstract and that code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+from fedveil.adapters.lora import Lora
+from fedveil.algebra.coded import Uploads
+from fedveil.algebra.factors import held, modules
+from fedveil.contract.layout import Layout, Payload
+from fedveil.contract.method import Method, RoundContext, State
+from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.contract.trainer import Trainer
+from fedveil.rng import Stream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+
+
+@final
+@dataclass(frozen=True)
+class LaLora(Method):
+    """Every client trains B and A in turns, a step each, and shares both.
+
+    Attributes:
+        adapter: LoRA; no other adapter has factors.
+        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+        upload_bits: bits of the codes in which a client sends its factors, 2 to 8, with a scale for every 256 weights;
+            0: uncoded.
+    """
+
+    adapter: Lora = field(default_factory=Lora)
+    wire_dtype: WireDtype = "float32"
+    upload_bits: int = 0
+
+    def __post_init__(self) -> None:
+        self._uploads  # noqa: B018  # it checks the bits
+
+    @property
+    def _uploads(self) -> Uploads:
+        return Uploads(self.wire_dtype, self.upload_bits)
+
+    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+        """(A_0, B_0), drawn once for all clients."""
+        modules(spec)
+        return State(dict(weights))
+
+    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+        """(A_t, B_t), the same for every client."""
+        return Payload(cast_to(server.tensors, self.wire_dtype))
+
+    def client(
+        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[State | None, Payload]:
+        """Eq. 1 and 2 in turns; both factors are sent, nothing is kept."""
+        spec = trainer.spec
+        trained = trainer.train(as_spec(tensors_of(down), spec), [held(spec, "A"), held(spec, "B")]).weights
+        return None, Payload(self._uploads.sent(trained))
+
+    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+        """n_i times both factors, and n_i."""
+        return weighted(self._uploads.opened(payload), num_examples)
+
+    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+        """Eq. 3."""
+        return State(sums.means(server.tensors))
+
+    def layout(self, spec: Spec) -> Layout:
+        """Both factors, both ways."""
+        return Layout(dense_fields(spec, "down", self.wire_dtype) + self._uploads.fields(spec))

@@ -1,0 +1,78 @@
+"""One federation: its curve, its counts by Eq. 13, and what its bases start from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedveil.benchmarks.random_binary import accuracy, federated
+from fedveil.benchmarks.run import Options
+from fedveil.errors import ConfigError
+from tests.benchmarks.random_binary.small import METHODS, section, settings
+
+BASES = {
+    "scratch": {"seeds": 1, "members": 8},
+    "pre-trained": {"seeds": 1, "members": 8, "public": 4},
+    "position": {"seeds": 1, "members": 8, "marked": True},
+}
+
+
+@pytest.fixture
+def begun():
+    of, vit = settings(bases=BASES), section()
+    return {base: federated.start(of, vit, base, 0, Options(device="cpu")) for base in BASES}, of, vit
+
+
+def test_bases_differ_as_they_say(begun):
+    starts, _, _ = begun
+    scratch, trained, blind = (starts[base].weights for base in BASES)
+    assert all(len(start.clients) == 2 and len(start.test) == 12 for start in starts.values())
+    assert {len(rows) for start in starts.values() for rows in start.clients.values()} == {4}
+    same = {n for n in scratch if torch.equal(scratch[n], blind[n])}
+    assert set(scratch) - same == {n for n in scratch if "position_embeddings" in n}
+    assert not any(w.any() for n, w in blind.items() if n not in same)
+    assert not any(torch.equal(scratch[n], trained[n]) for n in scratch if "weight" in n)
+    assert [row.label for row in starts["position"].test] != [row.label for row in starts["scratch"].test]
+
+
+def test_pre_training_leaves_no_head():
+    trained, other = ({n: torch.full((2,), v) for n in ("classifier.weight", "vit.x")} for v in (1.0, 2.0))
+    assert {n: float(w[0]) for n, w in federated._new_head(trained, other).items()} == {
+        "classifier.weight": 2.0, "vit.x": 1.0,
+    }  # fmt: skip
+
+
+def test_a_row_has_a_point_an_epoch_and_counts_by_the_law(begun):
+    starts, of, vit = begun
+    for name, others in {"random": "locked", "locked": "random"}.items():
+        found = federated.row(of, vit, METHODS[name], starts["scratch"], 0, Options(device="cpu"))
+        assert len(found["curve"]) == 3
+        right = federated.unpacked(found["right"], 12)
+        assert sum(right) / 12 == pytest.approx(found["curve"][-1], abs=1e-3)
+        assert sum(found["counts"]) == pytest.approx(1)
+        assert accuracy._distance(found["counts"], accuracy._law(of, name)) < 0.03
+        assert accuracy._distance(found["counts"], accuracy._law(of, others)) > 0.2
+
+
+def test_of_a_fixed_position_nothing_moves(begun):
+    starts, of, vit = begun
+    found = federated.row(of, vit, METHODS["fixed"], starts["scratch"], 0, Options(device="cpu"))
+    tensors = starts["scratch"].weights
+    hidden = sum(w.numel() for n, w in tensors.items() if "position_embeddings" in n)
+    assert found["counts"][0] == pytest.approx(hidden / sum(w.numel() for w in tensors.values()), abs=1e-4)
+
+
+def test_bits_come_back_in_order():
+    import base64
+
+    import numpy as np
+
+    right = [True, False, False, True, True, False, True, False, True, False]
+    packed = base64.b64encode(np.packbits(right).tobytes()).decode()
+    assert federated.unpacked(packed, 10) == [100.0 * bit for bit in right]
+
+
+def test_too_few_pictures_are_named():
+    asked = settings(bases={"scratch": {"seeds": 1, "members": 13}})
+    with pytest.raises(ConfigError, match="expected 13 rows, found 12"):
+        federated.start(asked, section(), "scratch", 0, Options(device="cpu"))

@@ -1,0 +1,229 @@
+"""fedveil bench --dry-run: it knows what every preset reads, looks into it, and runs nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedveil.benchmarks import ready, run
+from fedveil.benchmarks.common import data, pictures
+from fedveil.benchmarks.common.data import Need
+from fedveil.benchmarks.run import Options
+from fedveil.console.main import main
+from fedveil.errors import ConfigError
+from tests.conftest import ROOT
+
+FORMS = [(name, quick) for name in run.names() for quick in (False, True)]
+BUNDLED = {"e2e"}
+
+
+def named(settings):
+    """Every name of a folder in the settings, at any depth. What core/faults calls data are kinds of rows."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from named(value) if key != "cases" else ()
+        elif key == "parts":
+            for part in value:
+                yield from named(part)
+        elif key in ("data", "test", "shifted", "task.model") and isinstance(value, str):
+            yield value
+        elif key == "data":
+            yield from value
+
+
+@pytest.mark.parametrize(("name", "quick"), FORMS)
+def test_what_a_preset_names_is_needed_and_it_is_said_where_it_comes_from(name, quick):
+    preset = run.read(name, quick)
+    needed = {need.name for need in ready.needs(preset)}
+    assert needed == {pictures.source(found, "train")[0] for found in named(preset["settings"])} - {"tiny"}
+    assert needed <= set(ready.SOURCES) | BUNDLED
+
+
+def test_the_page_lists_every_preset_with_the_folders_of_its_full_form():
+    lines = [line for line in (ROOT / "benchmarks" / "README.md").read_text().splitlines() if line.startswith("| `")]
+    cells = [[re.findall(r"`([^`]+)`", cell) for cell in line.split(" | ")] for line in lines]
+    listed = {name: set(folders) for presets, _, folders in cells for name in presets}
+    assert sum(len(presets) for presets, *_ in cells) == len(listed)
+    assert listed == {n: {need.name for need in ready.needs(run.read(n, False))} - BUNDLED for n in run.names()}
+
+
+@pytest.mark.parametrize(
+    ("name", "quick", "folder", "splits"),
+    [
+        ("fedqsn/table1", False, "dart", ("test", "dev")),
+        ("fedqsn/table1", True, "viggo", ("train", "validation", "test")),
+        ("fedqsn/distributed", True, "viggo", ("train", "test")),
+        ("fedrand/table1", False, "coco2017-caption", ("train", "test")),
+        ("fedrand/table1", True, "coco_captions_mini", ("train",)),
+        ("fedrand/table4", True, "cifar10", ("test",)),
+        ("random_binary/accuracy", False, "cifar10", ("train", "test")),
+        ("random_binary/april", False, "cifar10", ("test",)),
+        ("secure/attacks", False, "e2e", ("train",)),
+        ("core/rows", False, "e2e_nlg", ("train",)),
+        ("dp_fpl/mia", False, "clip-vit-base-patch16", ()),
+    ],
+)
+def test_of_a_folder_the_files_that_are_read_are_needed(name, quick, folder, splits):
+    found = {need.name: need for need in ready.needs(run.read(name, quick))}
+    assert found[folder].splits == splits
+    assert found[folder].suffixes == ((".jsonl",) if name.startswith("fedqsn") or name == "core/rows" else data.ROWS)
+
+
+class Asked(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("name", "quick"), [form for form in FORMS if ready.needs(run.read(*form))])
+def test_what_a_runner_opens_first_is_what_it_needs(name, quick, monkeypatch):
+    """A runner is started for real, and stopped where it asks for a folder."""
+
+    def folder(asked):
+        raise Asked(asked)
+
+    monkeypatch.setattr(data, "folder", folder)
+    preset = run.read(name, quick)
+    module = run.runner(preset)
+    settings, options = {**preset["settings"], **most(preset)}, Options(quick=quick, device="cpu")
+    by_seed = hasattr(module, "of_seed")
+    start = partial(module.of_seed, settings, 0, options) if by_seed else partial(module.run, settings, options)
+    with pytest.raises(Asked) as asked:
+        start()
+    assert str(asked.value) in {need.name for need in ready.needs(preset)}
+
+
+def most(preset):
+    """What secure.attacks adds for its seeds."""
+    settings = preset["settings"]
+    return {"pictures": {**settings["pictures"], "most_seeds": 1}} if "pictures" in settings else {}
+
+
+@pytest.mark.parametrize(("name", "quick"), FORMS)
+def test_a_preset_is_looked_at_and_nothing_runs(name, quick, monkeypatch, tmp_path):
+    """With an empty folder of data all that is not bundled is missing, by name and with the way to it."""
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
+    preset = run.read(name, quick)
+    monkeypatch.setattr(run.runner(preset), "run", None)
+    found = ready.look(name, Options(quick=quick, device="cpu"), ROOT / "benchmarks" / "results")
+    for need in ready.needs(preset):
+        said = [text for text in found.missing if text.startswith(f"data {need.name}: expected")]
+        assert [ready.SOURCES[need.name] in text for text in said] == ([] if need.name in BUNDLED else [True])
+    assert "device: cpu" in found.there
+    assert found.time.startswith("time: ")
+
+
+def test_a_device_and_packages_that_are_not_there_are_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "ray" else real(name, *of))
+    found = ready.look("core/simulation", Options(quick=True, device="cuda"), tmp_path)
+    assert [text.partition(": expected")[0] for text in found.missing] == ["package ray", "device"]
+    assert "lock/simulation.txt" in found.missing[0]
+    assert found.there == []
+
+
+def rows(at: Path, **files: bytes) -> None:
+    at.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (at / name.replace("_", ".")).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"train_jsonl": b'{"mr": 1}\n'}, "test.jsonl or test.parquet"),
+        ({"train_jsonl": b'{"mr": 1}\n', "test_jsonl": b""}, "cannot|can be read"),
+        ({"train_jsonl": b"[1]\n", "test_jsonl": b"{}\n"}, "train.jsonl, whose first line is no row"),
+        ({"train_parquet": b"PAR1....", "test_jsonl": b"{}\n"}, "train.parquet, which is no whole parquet file"),
+        ({"train_parquet": b"P", "test_jsonl": b"{}\n"}, "can be read"),
+    ],
+)
+def test_rows_that_are_missing_or_broken_are_named(files, said, monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
+    rows(tmp_path / "viggo", **files)
+    with pytest.raises(ConfigError, match=said):
+        data.look(Need("viggo", ("train", "test")))
+
+
+def test_rows_that_are_there_are_named_with_their_size(monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
+    rows(tmp_path / "viggo", train_jsonl=b'{"mr": 1}\n', test_parquet=b"PAR1" + bytes(300_000) + b"PAR1")
+    assert data.look(Need("viggo", ("train", "test"))).endswith("train.jsonl 0.0 MB, test.parquet 0.3 MB")
+    with pytest.raises(ConfigError, match=r"test\.jsonl in"):
+        data.look(Need("viggo", ("train", "test"), (".jsonl",)))
+
+
+def test_a_base_has_a_config_and_all_files_of_its_weights(monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
+    base = tmp_path / "gpt2-medium"
+    base.mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        data.look(Need("gpt2-medium"))
+    (base / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match="safetensors"):
+        data.look(Need("gpt2-medium"))
+    (base / "model-1.safetensors").write_bytes(bytes(20_000_000))
+    assert data.look(Need("gpt2-medium")).endswith("gpt2, 0.02 GB of weights")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors"):
+        data.look(Need("gpt2-medium"))
+
+
+RESULT = {
+    "quick": True, "commit": "abc", "environment": {"cpu": "a CPU ", "cores": 2, "gpu": None}, "verdicts": [],
+    "rows": [{"name": "x", "seconds": 20.5}, {"name": "y"}], "differences": ["this run: 4 clients, 3 seeds"],
+}  # fmt: skip
+GPU = {"environment": {**RESULT["environment"], "gpu": "a GPU"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "device", "said"),
+    [
+        ({"seconds": 90.0}, Options(quick=True), "cpu", "took 90 s; about 60 s on such a machine with 2 seeds"),
+        ({"seconds": 90.0}, Options(quick=True, seeds=1), "cpu", "about 30 s on such a machine with 1 seed"),
+        ({"seconds": 90.0}, Options(), "cpu", "took 90 s; the full form was not measured"),
+        ({"seconds": 90.0}, Options(quick=True), "cuda", "took 90 s; on a GPU it was not measured"),
+        ({"seconds": 90.0, **GPU}, Options(quick=True), "cuda", "on a GPU, commit abc: took 90 s; about 60 s"),
+        ({"seconds": 90.0, **GPU}, Options(quick=True), "cpu", "on a CPU it was not measured"),
+        ({"seconds": 90.0, "differences": []}, Options(quick=True), "cpu", "the seconds of 2 seeds are not known"),
+        ({}, Options(quick=True), "cpu", "with 3 seeds, on 2 cores of a CPU, commit abc: its rows say 20 s"),
+        ({"rows": []}, Options(quick=True), "cpu", "its result holds no seconds"),
+    ],
+)
+def test_the_time_is_the_last_run_s_and_says_what_was_not_measured(changes, options, device, said, tmp_path):
+    (tmp_path / "a_b.json").write_text(json.dumps(RESULT | changes))
+    assert said in ready.time_of("a/b", {"seeds": 2}, options, tmp_path, device)
+    assert "not known, no result" in ready.time_of("a/c", {}, options, tmp_path, device)
+
+
+def test_a_result_of_make_gpu_counts_for_a_gpu_alone(tmp_path):
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "a_b.json").write_text(json.dumps(RESULT | {"seconds": 90.0}))
+    (tmp_path / "gpu" / "a_b.json").write_text(json.dumps(RESULT | GPU | {"seconds": 9.0}))
+    assert "took 9 s" in ready.time_of("a/b", {}, Options(quick=True), tmp_path, "cuda")
+    assert "took 90 s" in ready.time_of("a/b", {}, Options(quick=True), tmp_path, "cpu")
+    (tmp_path / "a_b.json").write_text("{")
+    with pytest.raises(ConfigError, match="no JSON"):
+        ready.time_of("a/b", {}, Options(quick=True), tmp_path, "cpu")
+
+
+def test_the_command_ends_with_1_where_something_is_missing_and_with_2_where_there_is_no_such_preset(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
+    before = {file.name: file.stat().st_mtime_ns for file in (ROOT / "benchmarks" / "results").iterdir()}
+    assert main(["bench", "fedqsn/distributed", "--dry-run", "--quick", "--device", "cpu"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("fedveil bench fedqsn/distributed --quick --device cpu: NOT READY\n")
+    assert "MISSING data viggo: expected a folder" in said
+    rows(tmp_path / "viggo", train_jsonl=b"{}\n", test_jsonl=b"{}\n")
+    assert main(["bench", "fedqsn/distributed", "--dry-run", "--quick", "--device", "cpu"]) == 0
+    assert "quick --device cpu: ready\n" in capsys.readouterr().out
+    assert main(["bench", "fedqsn/nothing", "--dry-run"]) == 2
+    assert {file.name: file.stat().st_mtime_ns for file in (ROOT / "benchmarks" / "results").iterdir()} == before

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from fedveil.console.flower.command_line import Flower, Unreachable
+from fedveil.console.flower.machine import free_ports
+from fedveil.console.main import main
+from tests.conftest import extract
+
+
+def test_registering_with_a_server_that_is_not_there_says_how_to_start_it(tmp_path, capsys, monkeypatch):
+    """Flower's own answer, for a port at which nothing listens."""
+    monkeypatch.chdir(tmp_path)
+    text = 'name = "pilot"\nserver = ["localhost"]\nsites = ["north"]\ncontrol-port = {}\n'
+    (tmp_path / "federation.toml").write_text(text.format(free_ports(1)[0]))
+    assert main(["provision", "federation.toml"]) == 0
+    extract(tmp_path / "pilot" / "kits" / "north.tar.gz", tmp_path)
+    assert main(["site", "init", "--kit", "pilot-north"]) == 0
+    register = ["members", "register", "pilot", "pilot-north/keys/request.json", "--fingerprint", "-"]
+    capsys.readouterr()
+    assert main(register) == 2
+    said = capsys.readouterr().err
+    assert "fedveil server start pilot" in said
+    assert "--offline" in said
+    with pytest.raises(Unreachable, match="tunnel"):
+        Flower(tmp_path / "pilot" / "server" / "flower").nodes()
+    assert main([*register, "--offline"]) == 0

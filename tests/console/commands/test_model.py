@@ -1,0 +1,166 @@
+"""`fedveil generate`, `evaluate` and `merge` on runs made without a federation, and on folders that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from fedveil import rng, strategies, tasks
+from fedveil.config import parse
+from fedveil.console.main import main
+from fedveil.contract.method import ServerTrained, State
+from fedveil.models import library, tiny
+from fedveil.records.state import load_state, save_state
+from tests.conftest import ROOT
+
+DATA = ROOT / "data" / "e2e"
+SEEING = {"task.name": "vision-language", "task.max-tokens": 64, "evaluate.max-new-tokens": 5}
+
+
+def made(folder: Path, std: float = 0.05, **changes) -> Path:
+    """A run folder with weights that differ from the base's."""
+    config = parse({"evaluate.max-new-tokens": 8, **changes})
+    method = strategies.create(config.method.name, config.method.fields)
+    adapter = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
+    weights = tasks.load(config, adapter, "cpu").initial(rng.initial(0, "weights"))
+    generator = torch.Generator().manual_seed(5)
+    moved = {n: w + std * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
+    save_state(State(moved), folder / "final" / "server.safetensors")
+    (folder / "config.json").write_text(json.dumps({"config": config.flat()}))
+    return folder
+
+
+def picture(file: Path) -> Path:
+    pixels = np.random.default_rng(3).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file)
+    return file
+
+
+def said(capsys, *arguments: object) -> str:
+    assert main([str(a) for a in arguments]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out.rstrip("\n")
+
+
+def refused(capsys, *arguments: object) -> str:
+    assert main([str(a) for a in arguments]) == 2
+    return capsys.readouterr().err
+
+
+def merged(folder: Path):
+    with library.quiet():
+        return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("fields", ["adapter = {rank = 4}", 'adapter = {kind = "all"}'])
+def test_a_merged_folder_writes_in_transformers_what_generate_writes(fields, tmp_path, capsys):
+    prompt = "name[Alimentum], area[city centre], familyFriendly[no]"
+    run = made(tmp_path / "run", **{"method.name": "fedavg", "method.fields": fields})
+    first, second = said(capsys, "generate", run, "--prompt", prompt, "--prompt", "name[Aromi]").splitlines()
+    assert first.startswith(f"{prompt}: ")
+    assert second.startswith("name[Aromi]: ")
+    assert said(capsys, "generate", run, "--prompt", prompt) == first.removeprefix(f"{prompt}: ")
+    assert said(capsys, "merge", run, tmp_path / "whole") == str(tmp_path / "whole")
+    model, tokenizer = merged(tmp_path / "whole")
+    given = tokenizer(f"{prompt}\n", return_tensors="pt")
+    with library.quiet():
+        out = model.generate(**given, max_new_tokens=8, do_sample=False)[0, given.input_ids.shape[1] :]
+    text = tokenizer.decode(out, skip_special_tokens=True).strip()
+    assert text == first.removeprefix(f"{prompt}: ")
+    changed = said(capsys, "generate", run, "--prompt", prompt, "--max-new-tokens", 2)
+    assert len(changed) < len(text)
+    assert text.startswith(changed)
+    assert "OUT: expected a new or empty folder" in refused(capsys, "merge", run, tmp_path / "whole")
+
+
+def test_pictures_are_captioned_and_asked_about(tmp_path, capsys):
+    run, file = made(tmp_path / "run", 0.4, **SEEING), picture(tmp_path / "a.png")
+    found = {"Describe this image concisely.": said(capsys, "generate", run, "--image", file)}
+    for words in ("What shape is it?", "name[Aromi] 1 2 3"):
+        found[words] = said(capsys, "generate", run, "--image", file, "--prompt", words)
+    assert len(set(found.values())) > 1
+    said(capsys, "merge", run, tmp_path / "whole")
+    with library.quiet():
+        model = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole").eval()
+        processor = AutoProcessor.from_pretrained(tmp_path / "whole")
+        for words, text in found.items():
+            content = [{"type": "image"}, {"type": "text", "text": words}]
+            asked = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+            given = processor(images=[Image.open(file)], text=[asked], return_tensors="pt")
+            out = model.generate(**given, max_new_tokens=5, do_sample=False)[0, given.input_ids.shape[1] :]
+            assert processor.tokenizer.decode(out, skip_special_tokens=True).strip() == text
+    assert "--image: expected at least one" in refused(capsys, "generate", run, "--prompt", "What?")
+    (tmp_path / "b.png").write_bytes(b"no image")
+    assert "b.png" in refused(capsys, "generate", run, "--image", tmp_path / "b.png")
+
+
+def test_evaluate_gives_the_scores_of_the_runs_own_evaluation(tmp_path, capsys):
+    run = made(tmp_path / "run", **{"method.fields": "adapter = {rank = 4}"})
+    found = json.loads(said(capsys, "evaluate", run, "--data", DATA, "--max-examples", 3, "--json"))
+    config = parse(json.loads((run / "config.json").read_text())["config"] | {"evaluate.max-examples": 3})
+    task = tasks.load(config, strategies.create("fedrand", config.method.fields).adapter, "cpu")
+    weights = load_state(run / "final" / "server.safetensors").tensors
+    assert found == task.evaluate(weights, task.examples(DATA, "test"), generate=True)
+    short = said(capsys, "evaluate", run, "--data", DATA, "--max-examples", 3, "--loss-only", "--split", "test")
+    assert f"{found['loss']:.4f}" in short
+    assert "bleu" not in short
+
+
+def test_a_prefix_writes_and_cannot_be_merged(tmp_path, capsys):
+    fields = "distil_steps = 0\nadapter = {cells = 2, length = 4}"
+    run = made(tmp_path / "run", **{"method.name": "fedsp", "method.fields": fields, "task.max-tokens": 32})
+    assert said(capsys, "generate", run, "--prompt", "name[Aromi]")
+    assert 'adapter.kind: expected "lora"' in refused(capsys, "merge", run, tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_run_that_writes_no_texts_is_refused(tmp_path, capsys):
+    run = made(tmp_path / "run", **{"task.name": "image-classification", "method.fields": "adapter = {rank = 2}"})
+    assert "image-classification" in refused(capsys, "generate", run, "--prompt", "a")
+
+
+def test_what_a_text_model_does_not_take_is_said(tmp_path, capsys):
+    run, file = made(tmp_path / "run", **{"method.fields": "adapter = {rank = 2}"}), picture(tmp_path / "a.png")
+    assert "--prompt: expected at least one and no --image" in refused(capsys, "generate", run, "--image", file)
+    assert "found 0 and 0 images" in refused(capsys, "generate", run)
+    assert "max-new-tokens" in refused(capsys, "generate", run, "--prompt", "a", "--max-new-tokens", 0)
+
+
+def test_another_base_is_named_on_the_command_line(tmp_path, capsys):
+    run = made(tmp_path / "run", **{"method.fields": "adapter = {rank = 2}"})
+    content = json.loads((run / "config.json").read_text())
+    content["config"]["task.model"] = str(tmp_path / "gone")
+    (run / "config.json").write_text(json.dumps(content))
+    assert "task.model" in refused(capsys, "generate", run, "--prompt", "a")
+    assert said(capsys, "generate", run, "--prompt", "a", "--base", tiny.folder("text-generation"))
+
+
+def test_a_folder_that_is_no_run_or_a_hostile_one_gets_an_error_in_words(tmp_path, capsys):
+    run = made(tmp_path / "run", **{"method.fields": "adapter = {rank = 2}"})
+    asked = ("generate", run, "--prompt", "a")
+    weights = run / "final" / "server.safetensors"
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-1] + b"\x55")
+    assert "server.safetensors: expected a state file" in refused(capsys, *asked)
+    save_state(State({"h.0.attn.c_attn.lora_A": torch.zeros(3)}), weights)
+    assert "weights: expected" in refused(capsys, *asked)
+    weights.unlink()
+    assert "a run writes at its end" in refused(capsys, *asked)
+    for text, word in (
+        ('{"config": [1]}', "expected a run config"),
+        ('{"config": {"method.name": "\\u001b[2J"}}', "method.name"),
+        ('{"config": {"\\u001b[2J": 1}}', "unknown key"),
+        (" " * (1 << 20) + "{}", "expected at most 1048576 bytes"),
+        ("{", "expected JSON"),
+    ):
+        (run / "config.json").write_text(text)
+        words = refused(capsys, *asked)
+        assert word in words
+        assert "\x1b" not in words
+    (run / "config.json").unlink()
+    assert "expected config.json of a run that began" in refused(capsys, *asked)

@@ -1,0 +1,70 @@
+"""Dashboards as a browser meets them: through the gate, on hostile files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from fedveil.console.dashboard.gate import Entry, Gate
+from fedveil.console.dashboard.opened import of_server, of_site
+from fedveil.records import audit_log
+from tests.console.conftest import write_run
+
+PORT = 8050
+EVIL = "<script>alert(271828)</script>"
+ESCAPES = "\x1b]0;owned\x07\u202e"
+
+
+def client_of(app_of) -> TestClient:
+    """A browser that has opened the link. `entry` and `base` of it are the dashboard's."""
+    entry = Entry(PORT)
+    app = Gate(app_of(entry), entry)
+    client = TestClient(app, base_url=f"http://127.0.0.1:{PORT}", follow_redirects=False)
+    client.entry, client.base, client.app_ = entry, entry.base, app
+    assert client.get(f"{entry.base}/?token={entry.token}").status_code == 303
+    return client
+
+
+def opened(runs: Path, *federations: Path) -> TestClient:
+    return client_of(lambda entry: of_server(runs, federations, entry, lambda: False))
+
+
+def opened_site(state: Path, policy: str = "") -> TestClient:
+    return client_of(lambda entry: of_site(state, policy, "", entry, lambda: False))
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """Three runs, one in a group, and a log of 5 lines."""
+    folder = tmp_path / "runs"
+    write_run(folder, "fedavg")
+    write_run(folder, "fedrand", state="failed", site_names=("north", "south", "west", "east"))
+    write_run(folder / "demo", "fedqsn")
+    for round_ in range(4):
+        about = {"run": "fedrand-0a1b2c3d", "round": round_, "attempt": 0, "site": "north", "bytes": 61440}
+        audit_log.append(folder / audit_log.NAME, "accepted", about)
+    why = {"run": "fedrand-0a1b2c3d", "round": 3, "site": "south", "reason": "refused: norm of the upload"}
+    audit_log.append(folder / audit_log.NAME, "failed", why)
+    return folder
+
+
+@pytest.fixture
+def hostile(tmp_path) -> Path:
+    """A run in which every word that another side chooses is an attack on the page."""
+    folder = tmp_path / "hostile"
+    words = EVIL + ESCAPES
+    run = write_run(folder, "fedrand", site_names=(words, f"'{words}", f'"{words}', "west"))
+    for name in ("metrics.jsonl", "status.json", "config.json"):
+        text = (run / name).read_text()
+        text = text.replace('"bleu"', json.dumps(words)).replace("tiny", json.dumps(words)[1:-1])
+        text = text.replace("ValueError: <no rows>", json.dumps(words)[1:-1])
+        (run / name).write_text(text)
+    status = {"state": words, "round": 1, "rounds": words, "reason": words}
+    (run / "status.json").write_text(json.dumps(status))
+    run.rename(folder / EVIL.replace("/", "\\"))
+    about = {"run": words, "round": words, "site": words, "reason": words, words: words, "bytes": words}
+    audit_log.append(folder / audit_log.NAME, words, about)
+    return folder

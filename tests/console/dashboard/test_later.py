@@ -1,0 +1,68 @@
+"""What takes long is found out beside the pages."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from fedveil.console.dashboard.later import Answer, Later
+from fedveil.errors import StateError
+
+
+def until(later: Later, answered: int) -> None:
+    deadline = time.monotonic() + 20
+    while later.answered < answered:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_quick_answer_is_there_at_once_and_found_once():
+    later, found = Later(patience=20.0), []
+    for _ in range(3):
+        assert later.ask("a", 1, lambda: found.append(1) or "x") == Answer("x", "", True)
+    assert (found, later.answered) == ([1], 1)
+
+
+def test_a_slow_answer_is_waited_for_no_longer_than_patience_and_then_the_one_before_is_shown():
+    later, go = Later(patience=0.05), threading.Event()
+
+    def slow() -> str:
+        go.wait(20)
+        return "slow"
+
+    assert later.ask("a", 1, slow) == Answer()
+    assert later.ask("a", 2, lambda: "never asked while the first is under way") == Answer()
+    go.set()
+    until(later, 1)
+    assert later.ask("a", 1, slow) == Answer("slow", "", True)
+    go.clear()
+    assert later.ask("a", 2, slow) == Answer("slow", "", False)
+    go.set()
+    until(later, 2)
+    assert later.ask("a", 2, slow).is_new
+
+
+def test_an_error_is_an_answer_and_is_text():
+    later = Later(patience=20.0)
+
+    def broken() -> str:
+        raise StateError("ledger: \x1b[2J")
+
+    assert later.ask("a", 1, broken) == Answer(None, "ledger: \\x1b[2J", True)
+    assert later.ask("b", 1, lambda: {}["none"]).why == "KeyError('none')"
+
+
+def test_one_question_is_looked_into_at_a_time():
+    later, at_work, most = Later(patience=0.0), [], []
+
+    def work() -> int:
+        at_work.append(1)
+        most.append(len(at_work))
+        time.sleep(0.02)
+        at_work.pop()
+        return 1
+
+    for key in range(6):
+        later.ask(key, 1, work)
+    until(later, 6)
+    assert max(most) == 1

@@ -1,0 +1,198 @@
+"""The pages about runs: whole on the server, right by hand, and text whatever is in the files."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from fedveil.console.dashboard import bounded
+from fedveil.records import audit_log
+from tests.console.conftest import write_run
+from tests.console.dashboard.conftest import opened
+
+
+class Page(HTMLParser):
+    """What a page is made of: links, and every tag with its attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def of(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def every_page(client) -> dict[str, str]:
+    """All pages that are linked, by path."""
+    found: dict[str, str] = {}
+    paths = [f"{client.base}/"]
+    while paths:
+        path = paths.pop()
+        if path not in found:
+            answer = client.get(path)
+            assert answer.status_code == 200, (path, answer.text)
+            found[path] = answer.text
+            paths += [one["href"] for one in Page(answer.text).of("a") if one["href"].startswith("/")]
+    return found
+
+
+def is_whole(text: str) -> None:
+    """A page for keyboard, screen reader and policy: captions, words for figures; no style, no script in it."""
+    page = Page(text)
+    assert page.of("html") == [{"lang": "en"}]
+    assert len(page.of("h1")) == len(page.of("main")) == len(page.of("title")) == 1
+    assert page.of("a")[0] == {"class": "skip", "href": "#main"}
+    assert all(one.get("scope") == "col" for one in page.of("th"))
+    assert all(one.get("aria-label") for one in page.of("svg") + page.of("nav") + page.of("progress"))
+    assert all(one["tabindex"] == "0" and one["aria-label"] for one in page.of("div") if one.get("role") == "region")
+    assert not page.of("style")
+    assert [list(one) for one in page.of("script")] == [["src", "defer"]]
+    for tag, attributes in page.tags:
+        assert not [name for name in attributes if name == "style" or name.startswith("on")], tag
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for one in page.of("link") + page.of("script"):
+        assert (one.get("href") or one["src"]).startswith(("/", "data:,"))
+
+
+def test_every_page_is_linked_whole_and_within_the_policy(runs):
+    client = opened(runs)
+    pages = every_page(client)
+    below = [path.removeprefix(client.base) for path in pages]
+    assert sorted(below) == sorted([
+        "/", "/sites", "/logs", "/logs/runs", "/runs/fedavg", "/runs/fedavg/report", "/runs/fedrand",
+        "/runs/fedrand/report", "/runs/demo%3Afedqsn", "/runs/demo%3Afedqsn/report",
+    ])  # fmt: skip
+    for text in pages.values():
+        is_whole(text)
+
+
+def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
+    client = opened(runs)
+    text = client.get(f"{client.base}/runs/fedrand").text
+    # By hand, as in test_report.py: A is 2 x 8 x 192 floats, B 2 x 576 x 8, with 613 bytes around them.
+    up = 5 * (2 * 4 * 8 * 192 + 613) + 6 * (2 * 4 * 576 * 8 + 613)
+    assert f"<dd>{up:,}</dd>" in text
+    assert '<progress value="3" max="5"' in text
+    assert text.count("<svg") == 4
+    assert "loss by round from" not in text
+    assert 'aria-label="loss by round. ' in text
+    row = r'<tr><td data-label="site">north</td><td data-label="way">sent by the site</td><td data-label="part">A</td>'
+    assert row in text
+    assert "ValueError: &lt;no rows&gt;" in text
+    assert "found &lt;0&gt;" in text
+    assert "epsilon infinite" in text
+
+
+def test_sites_over_all_runs(runs):
+    client = opened(runs)
+    text = client.get(f"{client.base}/sites").text
+    north = re.search(r'<tr><td data-label="site">north</td>.*?</tr>', text)[0]
+    when = audit_log.read(runs / audit_log.NAME)[3]["time"]
+    assert f"{when[:10]} {when[11:19]}" in north
+    assert re.findall(r">(\d+)</td>", north)[:4] == ["1", "3", "3", "0"]
+    south = re.search(r'<tr><td data-label="site">south</td>.*?</tr>', text)[0]
+    assert re.findall(r">(\d+)</td>", south)[:4] == ["1", "3", "2", "1"]
+    assert "fedrand, round 2: ValueError: &lt;no rows&gt;" in south
+
+
+def test_the_audit_log_has_its_verdict(runs):
+    client = opened(runs)
+    path, file = f"{client.base}/logs/runs", runs / audit_log.NAME
+    assert f'class="good">5 lines, each as it was written. Anchor now: {audit_log.head(file)}.' in client.get(path).text
+    file.write_text(file.read_text().replace("norm of the upload", "norm of the weather"))
+    deadline = 100
+    while 'class="alert"' not in (text := client.get(path).text) and deadline:
+        deadline -= 1
+    assert "line 5: expected a whole line with its own hash" in text
+    assert "norm of the weather" in text
+    assert 'class="alert"' in client.get(f"{client.base}/").text
+
+
+def test_what_others_wrote_is_text_on_every_page(hostile):
+    client = opened(hostile)
+    pages = every_page(client)
+    assert len(pages) == 6
+    for path, text in pages.items():
+        is_whole(text)
+        assert "<script>alert" not in text, path
+        assert not set("\x1b\x07\u202e") & set(text), path
+    run = next(text for path, text in pages.items() if path.endswith("script%3E"))
+    assert run.count("&lt;script&gt;alert(271828)&lt;/script&gt;\\x1b]0;owned\\x07\\u202e") > 10
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "runs/..", "runs/%2e%2e", "runs/..%2f..%2fsecret", "runs/demo/fedqsn", "runs/fedrand/..", "runs/", "runs/none",
+        "runs/%00", "runs/fedrand/config.json", "logs/..", "logs/none", "static/../gate.py", "static/%2e%2e%2fgate.py",
+        "runs/linked", "runs/fedrand%2f", "x" * 5000,
+    ],
+)  # fmt: skip
+def test_a_name_from_a_url_is_looked_up_and_never_made_a_path(runs, tmp_path, path):
+    write_run(tmp_path / "outside", "secret")
+    (runs / "linked").symlink_to(tmp_path / "outside" / "secret")
+    client = opened(runs)
+    answer = client.get(f"{client.base}/{path}")
+    # httpx itself takes out "..", so a path may end outside of the dashboard's own place.
+    assert answer.status_code in (401, 404)
+    assert "secret" not in answer.text
+    assert "def " not in answer.text
+
+
+def test_a_file_beyond_the_bound_is_not_read(runs, monkeypatch):
+    monkeypatch.setattr(bounded, "MOST_BYTES", 20_000)
+    (runs / "fedrand" / "metrics.jsonl").write_text("x" * 20_001)
+    client = opened(runs)
+    text = client.get(f"{client.base}/").text
+    assert "fedrand cannot be read: metrics.jsonl: expected at most 20,000 bytes to be shown here, found 20,001" in text
+    assert 'runs/fedavg">fedavg</a>' in text
+    assert client.get(f"{client.base}/runs/fedrand").status_code == 500
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense", "[1]", '{"round": 3}', '{"round": "x", "cohort": 3}',
+        '{"round": 0, "cohort": {"a": 1}, "accepted": 7}',
+        '{"round": 0, "scores": [1], "weights": "a"}', "[" * 100_000, '{"round": 1e999, "failed": []}',
+    ],
+)  # fmt: skip
+def test_a_damaged_run_is_named_and_the_others_are_shown(runs, line):
+    with (runs / "fedrand" / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    client = opened(runs)
+    for path in ("", "sites"):
+        answer = client.get(f"{client.base}/{path}")
+        assert answer.status_code == 200
+        assert "fedavg" in answer.text or path == "sites"
+    assert client.get(f"{client.base}/runs/fedrand").status_code in (200, 500)
+
+
+def test_a_new_run_and_a_new_round_are_another_state(runs, monkeypatch):
+    monkeypatch.setattr("fedveil.console.dashboard.server_views._POLL", 0.0)
+    client = opened(runs)
+
+    def state() -> str:
+        return Page(client.get(f"{client.base}/sites").text).of("main")[0]["data-state"]
+
+    client.get(f"{client.base}/")  # what takes long is known from here on
+    first = state()
+    assert state() == first
+    with (runs / "fedrand" / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 3, "resumed": true}\n')
+    second = state()
+    assert second != first
+    write_run(runs, "fedpara")
+    assert state() not in (first, second)
+
+
+def test_no_run_is_no_error(tmp_path):
+    client = opened(tmp_path / "none")
+    assert "No run is here yet" in client.get(f"{client.base}/").text

@@ -1,0 +1,109 @@
+"""The pages of a site: what left, what was refused, the ledger, the worker; and none of it more than text."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from fedveil.client_app.site.private import ledger_of
+from fedveil.console.dashboard import site_views
+from fedveil.console.runs.workers import WorkerStatus
+from fedveil.contract.budget import Budget, Neighbours
+from fedveil.privacy import accounting
+from fedveil.records import audit_log
+from tests.console.commands.test_site import CARD, TRAINING
+from tests.console.dashboard.conftest import ESCAPES, EVIL, opened_site
+from tests.console.dashboard.test_pages import every_page, is_whole
+
+STEP = ("gaussian", 0, 0, 2.0)
+
+
+@pytest.fixture
+def state(tmp_path):
+    """Two uploads of one run, one refusal, 50 rows charged twice."""
+    folder = tmp_path / "state"
+    log = folder / audit_log.NAME
+    for round_ in range(2):
+        about = {"run": "pilot-0a1b2c3d", "round": round_, "site": "north", "down_bytes": 1234567, "up_bytes": 271828}
+        audit_log.append(log, "admitted", {key: about[key] for key in ("run", "round", "site")})
+        audit_log.append(log, "sent", about)
+    reason = "PolicyError: method: expected fedrand, found fedavg"
+    audit_log.append(log, "refused", {"run": "other-9f8e7d6c", "round": 4, "site": "north", "reason": reason})
+    ledger = ledger_of(folder, "north")
+    budget = Budget(1e9, 1e-5, Neighbours.REPLACE_ONE)
+    ledger.charge(ledger.names([("d", "f", row) for row in range(50)]), {STEP: 2}, budget)
+    (tmp_path / "policy.toml").write_text("max-epsilon = 8.0\n")
+    return folder
+
+
+def home(client) -> str:
+    return client.get(f"{client.base}/").text
+
+
+def test_what_left_what_was_refused_and_what_the_ledger_holds(state, tmp_path):
+    text = home(opened_site(state, str(tmp_path / "policy.toml")))
+    is_whole(text)
+    left = re.search(r'<td data-label="run">pilot-0a1b2c3d</td>.*?</tr>', text)[0]
+    assert re.findall(r">([\d,]+)</td>", left) == ["2", "543,656", "2,469,134"]
+    refused = re.search(r'<td data-label="event">refused</td>.*?</tr>', text)[0]
+    assert '<td data-label="round">5</td>' in refused
+    assert "PolicyError: method: expected fedrand, found fedavg" in refused
+    spent = accounting.epsilon({STEP: 2}, 1e-5, Neighbours.REPLACE_ONE)
+    assert f"epsilon {spent:.4g} at delta 1e-05 (replace-one)" in text
+    assert '<td data-label="permitted">epsilon 8</td>' in text
+    assert f'<td data-label="epsilon left">{math.floor((8 - spent) * 1000) / 1000:g}</td>' in text
+    assert "5 lines, each as it was written" in text
+    assert "No worker is there" in text
+
+
+def test_without_a_bound_nothing_is_said_to_be_left(state):
+    assert '<td data-label="epsilon left">no bound</td>' in home(opened_site(state))
+
+
+def test_a_log_that_was_changed_sums_up_to_nothing(state):
+    log = state / audit_log.NAME
+    log.write_text(log.read_text().replace("271828", "1"))
+    text = home(opened_site(state))
+    assert "What left is not known from it" in text
+    assert "line 2: expected a whole line with its own hash" in text
+    assert "uploads that left" not in text
+
+
+def test_what_a_server_sent_is_text(state, monkeypatch):
+    words = EVIL + ESCAPES
+    audit_log.append(state / audit_log.NAME, "refused", {"run": words, "round": words, "reason": words, words: words})
+    audit_log.append(state / audit_log.NAME, "sent", {"run": words, "site": words, "up_bytes": words})
+    says = TRAINING | dict.fromkeys(("run", "method", "model", "state", "step", "loss"), words)
+    found = [WorkerStatus(words, CARD, says), WorkerStatus("north", CARD, {"state": [words]})]
+    monkeypatch.setattr(site_views, "workers", lambda folder: found)
+    monkeypatch.setattr(site_views, "last_failures", lambda folder: [words])
+    pages = every_page(opened_site(state))
+    assert len(pages) == 2
+    for text in pages.values():
+        is_whole(text)
+        assert "<script>alert" not in text
+        assert not set("\x1b\x07\u202e") & set(text)
+        assert "&lt;script&gt;alert(271828)" in text
+
+
+def test_what_the_worker_does(state, monkeypatch):
+    monkeypatch.setattr(site_views, "workers", lambda folder: [WorkerStatus("north", CARD, TRAINING)])
+    text = home(opened_site(state))
+    for words in ("pilot (fedrand), round 3 of 5", "3 of 16", "loss 2.5000, 5,210 tokens/s", "tiny on cpu, 1,234 MB"):
+        assert words in text
+
+
+def test_a_worker_that_gives_no_answer_takes_no_page_away(state, monkeypatch):
+    def broken(folder):
+        raise ValueError("no JSON")
+
+    monkeypatch.setattr(site_views, "workers", broken)
+    assert "a worker gave an answer that is none: ValueError(&#x27;no JSON&#x27;)" in home(opened_site(state))
+
+
+def test_an_empty_state_folder_is_no_error(tmp_path):
+    client = opened_site(tmp_path)
+    assert "Nothing has left yet." in home(client)
+    assert client.get(f"{client.base}/log").status_code == 404

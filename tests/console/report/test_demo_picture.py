@@ -1,0 +1,42 @@
+"""The README's picture is what the demo's code draws of the figures beside it."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+from fedveil.attacks.findings import Finding
+from fedveil.console.report import gained, trade
+from tests.conftest import ROOT
+
+PICTURES = ROOT / "docs" / "pictures"
+
+
+def arms() -> list[trade.Arm]:
+    """The arms of the committed run."""
+    found = []
+    for row in json.loads((PICTURES / "demo.json").read_text()):
+        told = {k: tuple(v) if isinstance(v, list) else v for k, v in row["told"].items()} if row["told"] else None
+        given = row | {"told": told and Finding(**told), "lost": tuple(row["lost"]), "won": tuple(row["won"])}
+        found.append(trade.Arm(**given))
+    return found
+
+
+def test_the_committed_picture_is_made_by_the_code():
+    assert (PICTURES / "demo.svg").read_text() == gained.alone(trade.svg(arms()))
+
+
+def test_the_readme_tells_its_figures_to_who_cannot_see_it():
+    readme = (ROOT / "README.md").read_text()
+    for arm in arms():
+        assert arm.told is not None
+        assert f"{arm.name} {arm.words} at a test loss of {arm.after:.2f}" in readme
+
+
+def test_a_picture_of_its_own_has_both_schemes_and_no_script():
+    text = gained.alone(trade.svg(arms()))
+    root = ElementTree.fromstring(text)
+    assert root.tag.endswith("svg")
+    assert "prefers-color-scheme:dark" in text
+    assert "<script" not in text
+    assert root.attrib["aria-label"].startswith("What was gained. fedavg: test loss")

@@ -1,0 +1,50 @@
+"""The end of the demo: what is measured of each run, and what is written of all."""
+
+from __future__ import annotations
+
+import json
+
+from fedveil.attacks.findings import Audit
+from fedveil.console import samples
+from fedveil.console.report import gained
+from fedveil.console.runs import folder
+from fedveil.sealed import VARIABLE
+from tests.console.commands.test_audit import DATA, SITES, made
+from tests.console.conftest import write_run
+from tests.console.report.made import audited, found
+
+
+def test_a_run_with_a_tap_is_attacked_and_one_without_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "key"))
+    tapped = made(tmp_path / "tapped", SITES, {"run.tap": True, "run.rounds": 1, "method.name": "fedavg"})
+    told = gained.measure(tapped, DATA, None)
+    audit = Audit.read(tapped)
+    assert told is not None
+    assert audit is not None
+    assert {f.attack for f in audit.findings} == {"alignment", "alignment, wrong site"}
+    (tapped / "audit.json").unlink()
+    content = json.loads((tapped / "config.json").read_text())
+    content["config"]["run.tap"] = False
+    (tapped / "config.json").write_text(json.dumps(content))
+    assert gained.measure(tapped, DATA, told) is told
+    assert gained.measure(tapped, DATA, None) is None
+    assert Audit.read(tapped) is None
+    assert samples.read(tapped) == []  # the server has no test rows
+
+
+def test_the_picture_and_its_figures_stand_beside_the_report(tmp_path):
+    values = {"fedavg": 0.8, "fedrand": 0.6}
+    folders = [audited(write_run(tmp_path, name), found("site-1", v, "above")) for name, v in values.items()]
+    runs = [folder.load(run) for run in folders]
+    gained.write(tmp_path / "out", runs)
+    arms = json.loads((tmp_path / "out" / "picture.json").read_text())
+    assert [(arm["name"], arm["told"]["auroc"][0]) for arm in arms] == [("fedavg", 0.8), ("fedrand", 0.6)]
+    assert ">80 %<" in (tmp_path / "out" / gained.PICTURE).read_text()
+    assert "What was gained" in (tmp_path / "out" / "report.html").read_text()
+    assert gained.said(runs)[0].startswith("With fedrand an attacker is right 60 times in 100")
+
+
+def test_one_run_has_a_report_and_no_picture(run_folders, tmp_path):
+    gained.write(tmp_path, [folder.load(run_folders[0])])
+    assert (tmp_path / "report.html").is_file()
+    assert not (tmp_path / gained.PICTURE).exists()

@@ -1,0 +1,108 @@
+"""The picture of quality, attacker and bytes, and its sentences: never more than was measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fedveil.console.report import run_page, trade
+from fedveil.console.runs import folder
+from tests.console.conftest import write_run
+from tests.console.report.made import audited, found
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """FedAvg told 0.86, FedRand `value`: (value, verdict, controls) -> the arms."""
+
+    def made(value=0.6, verdict="contains", base=0.86, of_base="above", **controls):
+        fedavg = audited(write_run(tmp_path, "fedavg"), found("site-1", base, of_base), **controls)
+        fedrand = audited(write_run(tmp_path, "fedrand"), found("site-2", value, verdict))
+        return [folder.load(fedavg), folder.load(fedrand)]
+
+    return made
+
+
+def said(runs) -> str:
+    return "\n".join(trade.verdict([trade.arm(run) for run in runs]))
+
+
+def test_an_arm_has_the_strongest_usable_finding_with_its_controls(tmp_path):
+    run = write_run(tmp_path, "fedavg")
+    audited(run, found("site-1", 0.7, "above"), found("site-2", 0.8, "above"), found("site-3", 0.99, "above", "loss"))
+    arm = trade.arm(folder.load(run))
+    assert (arm.told.model, arm.told.attack) == ("site-2", "alignment")  # loss has no controls
+    assert arm.lost == pytest.approx((0.42, 0.57))
+    assert arm.won == pytest.approx((0.9, 0.96))
+    assert (arm.before, arm.after) == (4.21, folder.load(run).final["loss"])
+
+
+def test_less_is_said_only_where_the_intervals_are_apart(pair):
+    text = said(pair())
+    assert text.startswith(
+        "With fedrand an attacker is right 60 times in 100 (a coin: 50) instead of 86 times in 100 with fedavg, "
+        "at a test loss of 3.12 (there 3.13), 53 % of the bytes."
+    )
+    assert "fedrand: not told from guessing (60 times in 100 [55, 65])" in text
+
+
+def test_an_overlap_is_not_told_apart(pair):
+    text = said(pair(0.82, "above"))
+    assert text.startswith(
+        "Not decided here: nothing is told apart from fedavg, on which an attacker is right 86 times"
+    )
+    assert "82 times in 100 [77, 87], not told apart from fedavg; at a test loss of 3.12 (there 3.13), 53 % of" in text
+
+
+def test_intervals_apart_are_less_but_not_nothing(pair):
+    assert "fedrand: less, but not nothing (70 times in 100 [65, 75])" in said(pair(0.7, "above"))
+
+
+@pytest.mark.parametrize("given", [{"of_base": "contains", "base": 0.55}, {"won": "contains"}, {"lost": "above"}])
+def test_where_the_attack_does_not_count_on_fedavg_nothing_is_concluded(pair, given):
+    runs = pair(**given)
+    assert said(runs) == "Not decided here what withholding gains: no attack that counts wins on fedavg."
+    assert "docs/results.md (fedveil bench fedrand/table4 --quick); alignment there: FedAvg client 0.9" in trade.larger(
+        [trade.arm(run) for run in runs]
+    )
+
+
+def test_an_attack_that_does_not_count_is_not_drawn(pair):
+    svg = trade.svg([trade.arm(run) for run in pair(won="contains")])
+    assert ">not decided here</text>" in svg
+    assert ">86 %</text>" not in svg
+    assert ">60 %</text>" in svg
+
+
+def test_the_picture_has_every_figure_and_its_words(pair):
+    svg = trade.svg([trade.arm(run) for run in pair()])
+    for text in (">fedavg<", ">fedrand<", ">86 %<", ">60 %<", ">0.55<", ">0.29<"):
+        assert text in svg
+    assert "fedavg: test loss 3.131, an attacker picks the trained row of a pair: 86 % (a coin: 50 %), 0.55 MB" in svg
+
+
+def test_the_page_opens_with_it(pair):
+    page = run_page.html(pair())
+    assert page.index("picks the trained row of a pair 86 times") < page.index(">Summary<")
+    assert 'aria-label="What was gained.' in page
+
+
+def test_without_an_audit_the_page_has_no_picture(run_folders):
+    assert "What was gained" not in run_page.html([folder.load(f) for f in run_folders])
+
+
+def test_a_run_without_scores_says_so(pair):
+    runs = pair()
+    for run in runs:
+        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        text = "".join(json.dumps(line | {"scores": None}) + "\n" for line in lines)
+        (run.folder / "metrics.jsonl").write_text(text)
+    arms = [trade.arm(folder.load(run.folder)) for run in runs]
+    assert trade.svg(arms).count(">not scored</text>") == 2
+
+
+def test_arms_are_capped(pair):
+    arms = [trade.arm(pair()[0])] * 20
+    assert trade.svg(arms).count(">86 %</text>") == trade.MOST_ARMS
+    assert trade.svg(arms[:1]) == ""

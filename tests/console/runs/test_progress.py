@@ -1,0 +1,95 @@
+"""What a terminal says of the round under way, from a file that anybody may have written."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from fedveil.console.commands.running import status
+from fedveil.console.runs import progress
+from fedveil.console.runs.progress import RunProgress, underway
+
+ROUND = {
+    "round": 1, "attempt": 0, "phase": "round", "since": 1000.0, "deadline_seconds": 600.0, "quorum": 2, "asked": 4,
+    "accepted": 1, "failed": 1, "waiting": ["south", "west"], "reasons": {"east": "refused: x"},
+}  # fmt: skip
+
+
+def said(folder, now=1041.4, **changes):
+    (folder / "progress.json").write_text(json.dumps(ROUND | changes))
+    return underway(folder, now)
+
+
+def test_who_has_answered_and_who_is_waited_for(tmp_path):
+    assert said(tmp_path) == "2 of 4 have answered, waiting for south, west (41 s of 600)"
+    assert said(tmp_path, asked=9, waiting=list("abcdefg")) == (
+        "2 of 9 have answered, waiting for a, b, c and 4 more (41 s of 600)"
+    )
+    assert said(tmp_path, accepted=3, waiting=[]) == "all 4 have answered; the server adds up and scores"
+    assert said(tmp_path, phase="waiting") == "waiting for sites"
+    assert said(tmp_path, phase="done") == ""
+    assert said(tmp_path, now=900.0) == "2 of 4 have answered, waiting for south, west (0 s of 600)"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "3", "{}", json.dumps(ROUND | {"since": "x"}), json.dumps(ROUND | {"waiting": 3}),
+     json.dumps(ROUND | {"asked": [1]}), json.dumps(ROUND | {"since": float("inf")}), '{"asked": 1e999}', "[" * 60_000,
+     json.dumps(ROUND | {"waiting": ["x" * 70_000]}), "\xff"],
+)  # fmt: skip
+def test_a_file_that_is_none_says_nothing_or_what_it_can(tmp_path, text):
+    (tmp_path / "progress.json").write_bytes(text.encode("latin-1"))
+    assert underway(tmp_path, 1041.0) in ("", "2 of 4 have answered, waiting for south, west (0 s of 600)")
+    assert underway(tmp_path / "nowhere") == ""
+
+
+def test_names_are_shown_as_text(tmp_path):
+    found = said(tmp_path, waiting=["\x1b[2J" + "y" * 200, "[bold]b[/]"])
+    assert "\x1b" not in found
+    assert "y" * 81 not in found
+
+
+def shown(make_run, terminal, monkeypatch, steps=lambda: "", **extra):
+    run, out, now = make_run(state="running"), io.StringIO(), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "time", lambda: 1041.0 + now[0])
+    console = Console(file=out, force_terminal=terminal, width=200, highlight=False)
+    about = {"state": "running", "round": 1, **extra}
+    with RunProgress(console, run, "run", 5, steps) as bar:
+        bar.tick(about)
+        (run / "progress.json").write_text(json.dumps(ROUND))
+        for seconds in (1.0, 59.0, 62.0, 63.0, 130.0):
+            now[0] = seconds
+            bar.tick(about)
+    return out.getvalue()
+
+
+def test_without_a_terminal_a_long_round_has_a_line_a_minute(make_run, monkeypatch):
+    lines = [line for line in shown(make_run, False, monkeypatch).splitlines() if "waiting for" in line]
+    assert lines == [
+        "run: round 2/5  2 of 4 have answered, waiting for south, west (103 s of 600)",
+        "run: round 2/5  2 of 4 have answered, waiting for south, west (171 s of 600)",
+    ]
+
+
+def test_on_a_terminal_the_bar_has_it_with_the_steps_of_this_machine_s_sites(make_run, monkeypatch):
+    found = shown(make_run, True, monkeypatch, lambda: "south step 3/20")
+    assert "2 of 4 have answered, waiting for south, west (171 s of 600)" in found
+    assert "south step 3/20" in found
+
+
+def test_a_sink_that_was_ended_is_told_once(make_run, monkeypatch):
+    found = shown(make_run, False, monkeypatch, sinks={"mlflow": "OSError: \x1b[2J"})
+    assert found.count("run: the sink mlflow is ended: OSError: \\x1b[2J; the rounds go on") == 1
+
+
+def test_status_has_it_too(make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress.time, "time", lambda: 1041.0)
+    run = make_run(state="running")
+    (run / "progress.json").write_text(json.dumps(ROUND))
+    assert "running" in (line := status.runs(tmp_path, now=1e12)[0][0]) or "silent" in line
+    line = status.runs(tmp_path, now=run.stat().st_mtime + 5)[0][0]
+    assert "2 of 4 have answered, waiting for south, west (41 s of 600)" in line

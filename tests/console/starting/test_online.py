@@ -1,0 +1,129 @@
+"""Whether a site is online, and the words for why not; which turns went wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedveil.console.flower.processes import Processes
+from fedveil.console.starting import online
+from fedveil.console.starting.online import Watch
+from fedveil.errors import ConfigError
+from fedveil.records import audit_log
+
+
+@pytest.fixture(autouse=True)
+def a_server(monkeypatch):
+    """That answers, and is looked at in vain: what is tested is what a SuperNode's end means."""
+    monkeypatch.setattr(online, "_answers", lambda superlink: True)
+    monkeypatch.setattr(online, "_POLL_SECONDS", 0.0)
+
+
+def watch(processes: Processes, began: int = 0) -> Watch:
+    folder = processes.logs
+    return Watch(processes, "north", folder / audit_log.NAME, "h:1", folder / "ca.crt", began, 0)
+
+
+@pytest.mark.parametrize(
+    "code,reason",
+    [
+        ("305", "Flower's exit code 305: the server does not know the key, or has it online already"),
+        ("302", "Flower's exit code 302: the key is of another kind than elliptic curve"),
+        ("600", "Flower's exit code 600: its log ends: .*could not"),
+    ],
+)
+def test_why_a_supernode_ended_is_said_in_words(code, reason, tmp_path):
+    """Of this start alone: the log has an earlier end too."""
+    earlier = "see ref-exit-codes/302.html\n" if code != "302" else "see ref-exit-codes/305.html\n"
+    processes = Processes(tmp_path)
+    processes.log("north").write_text(
+        earlier + f"could not start\n<https://flower.ai/docs/ref-exit-codes/{code}.html>\n"
+    )
+    processes.ended = lambda name: 1
+    with pytest.raises(ConfigError, match=reason):
+        watch(processes, len(earlier)).until_ended()
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        '\tdetails = "fedveil: the last day of this key was 2026-03-01\x1b[2J; a"\n\tdebug = "fedveil: x"\n',
+        "Failed to initialize the connection to the SuperLink.\nfedveil: the last day of this key was 2026-03-01\n"
+        "see ref-exit-codes/305.html\n",
+    ],
+)
+def test_the_reason_that_the_server_gives_is_shown_as_text(log, tmp_path):
+    processes = Processes(tmp_path)
+    processes.log("north").write_text(log)
+    processes.ended = lambda name: 0
+    with pytest.raises(
+        ConfigError, match="serves it no more: fedveil: the last day of this key was 2026-03-01"
+    ) as error:
+        watch(processes).until_ended()
+    assert "\x1b" not in str(error.value)
+
+
+def test_a_supernode_that_the_server_ended_is_not_taken_for_one_that_was_stopped(tmp_path):
+    processes = Processes(tmp_path)
+    processes.log("north").write_text("SuperNode ID: 5\nSuperNode terminated gracefully.\n")
+    states = iter([None, 0])
+    processes.ended = lambda name: next(states)
+    with pytest.raises(ConfigError, match="the server has ended the connection: .*start it again"):
+        watch(processes).until_ended()
+
+
+def test_a_server_that_is_not_there_is_not_called_one_that_does_not_know_the_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(online, "_answers", lambda superlink: False)
+    processes = Processes(tmp_path)
+    processes.log("north").write_text("see ref-exit-codes/305.html\n")
+    processes.ended = lambda name: 1
+    with pytest.raises(ConfigError, match="nothing answers at h:1; is the server up"):
+        watch(processes).until_ended()
+
+
+def test_what_is_missing_is_said_once_and_looked_for_until_the_site_is_online(tmp_path, monkeypatch, capsys):
+    said = iter(["nothing answers yet: a", "nothing answers yet: a", "nothing answers yet: b", ""])
+    monkeypatch.setattr(online, "missing", lambda superlink, ca: next(said))
+    monkeypatch.setattr(online, "_PROBE_SECONDS", 0.0)
+    processes = Processes(tmp_path)
+    processes.log("north").write_text("")
+    left = iter([None] * 4 + ["online", None, 0])
+
+    def ended(name):
+        if (what := next(left)) == "online":
+            processes.log("north").write_text("SuperNode ID: 5\n")
+            return None
+        return what
+
+    processes.ended = ended
+    with pytest.raises(ConfigError, match="the server has ended the connection"):
+        watch(processes).until_ended()
+    assert capsys.readouterr().out.splitlines() == [
+        "site north: nothing answers yet: a", "site north: nothing answers yet: b", "site north: online",
+    ]  # fmt: skip
+    assert list(said) == []
+
+
+def test_a_turn_that_went_wrong_is_on_the_screen_with_its_cause_and_once(tmp_path, capsys):
+    """As text, and of this start alone; what was sent is no trouble."""
+    file: Path = tmp_path / audit_log.NAME
+    about = {"run": "pilot-0a1b2c3d", "round": 1}
+    audit_log.append(file, "failed", {**about, "reason": "earlier"})
+    watched = Watch.of(Processes(tmp_path), "north", tmp_path, "h:1", tmp_path / "ca.crt")
+    audit_log.append(file, "sent", about)
+    audit_log.append(
+        file, "failed", {**about, "reason": "KeyError at the site", "cause": "KeyError: no column \x1b[2J"}
+    )
+    audit_log.append(file, "refused", {"reason": "PolicyError: no"})
+    watched.tell()
+    watched.tell()
+    assert capsys.readouterr().out.splitlines() == [
+        "site north: round 2 of pilot-0a1b2c3d failed: KeyError: no column \\x1b[2J",
+        "site north: a run was refused: PolicyError: no",
+    ]
+    with file.open("a") as log:
+        log.write("{half\n")
+    watched.tell()
+    watched.tell()
+    assert capsys.readouterr().out.count("fedveil log verify") == 1

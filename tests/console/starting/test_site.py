@@ -1,0 +1,214 @@
+"""`fedveil site start`: what comes from the kit, what goes before it, and what is said before anything is started."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import tomllib
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedveil.console.flower.keys import new_ca, write_certificate, write_server
+from fedveil.console.main import main
+from fedveil.console.starting import site as site_start
+from fedveil.errors import ConfigError
+from tests.conftest import extract
+from tests.console.tls import tls_server
+
+TEXT = 'name = "pilot"\nserver = ["localhost"]\nsites = ["north"]\n'
+
+
+@pytest.fixture
+def kit(tmp_path, monkeypatch, capsys) -> Path:
+    """Of site north, with keys and a row; nothing has been asked of any server."""
+    (tmp_path / "federation.toml").write_text(TEXT)
+    assert main(["provision", str(tmp_path / "federation.toml")]) == 0
+    extract(tmp_path / "pilot" / "kits" / "north.tar.gz", tmp_path)
+    folder = tmp_path / "pilot-north"
+    assert main(["site", "init", "--kit", str(folder)]) == 0
+    (folder / "data").mkdir()
+    (folder / "data" / "train.jsonl").write_text(json.dumps({"mr": "name[a]", "ref": "text"}) + "\n")
+    monkeypatch.setattr(site_start, "start_isolated", started)
+    capsys.readouterr()
+    return folder
+
+
+def started(processes, name, command, env, port, secret):
+    raise ConfigError("started: " + " ".join(command) + f" poll {env['FEDVEIL_POLL_SECONDS']}")
+
+
+def start(kit: Path, *more: str) -> int:
+    return main(["site", "start", "--kit", str(kit), *more])
+
+
+def test_everything_comes_from_the_kit(kit, capsys, monkeypatch):
+    monkeypatch.chdir(kit)
+    assert start(Path()) == 2
+    shown = capsys.readouterr()
+    assert "nothing answers yet: localhost:9092" in shown.out  # a server that is not there yet is waited for
+    for word in (
+        f"--root-certificates {kit}/ca.crt", "--superlink localhost:9092", "poll 0.2",
+        f"--auth-supernode-private-key {kit}/keys/node.key", f"--node-config {kit}/state/north.toml",
+    ):  # fmt: skip
+        assert word in shown.err
+    assert tomllib.loads((kit / "state" / "north.toml").read_text()) == {
+        "site": "north", "data": f"{kit}/data", "data-set": "north", "state-dir": f"{kit}/state",
+        "policy": f"{kit}/site-policy.toml", "signing-key": f"{kit}/keys/signing.key",
+    }  # fmt: skip
+
+
+def test_options_go_before_the_kit_and_are_relative_to_where_one_stands(kit, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.toml").write_text("methods = []\n")
+    options = (
+        "--superlink", "localhost:1", "--name", "n2", "--policy", "own.toml", "--state-dir", "s", "--data",
+        "pilot-north/data/train.jsonl", "--device", "cpu", "--poll-seconds", "3", "--worker-memory-mb", "77",
+    )  # fmt: skip
+    assert start(kit, *options) == 2
+    said = capsys.readouterr().err
+    assert "--superlink localhost:1" in said
+    assert "poll 3.0" in said
+    assert tomllib.loads((tmp_path / "s" / "n2.toml").read_text()) == {
+        "site": "n2", "data": f"{kit}/data/train.jsonl", "data-set": "north", "state-dir": f"{tmp_path}/s",
+        "policy": f"{tmp_path}/own.toml", "signing-key": f"{kit}/keys/signing.key", "device": "cpu",
+        "worker-memory-mb": 77,
+    }  # fmt: skip
+    assert start(kit, "--permit-everything", "--state-dir", "s") == 2
+    assert "policy" not in tomllib.loads((tmp_path / "s" / "north.toml").read_text())
+
+
+def test_a_kit_without_keys_or_rows_says_what_is_missing(kit, capsys):
+    (kit / "keys" / "signing.key").unlink()
+    assert start(kit) == 2
+    assert f"{kit}: signing-key: expected a file" in (said := capsys.readouterr().err)
+    assert "fedveil site init makes it" in said
+    (kit / "keys" / "signing.key").write_bytes(bytes(32))
+    (kit / "keys" / "signing.key").chmod(0o600)
+    (kit / "data").rename(kit / "rows")
+    assert start(kit) == 2
+    assert "put the rows there, or name another folder with --data" in capsys.readouterr().err
+    assert not (kit / "state").exists()
+
+
+def test_without_kit_the_missing_options_and_a_kit_at_hand_are_named(kit, capsys, monkeypatch):
+    monkeypatch.chdir(kit)
+    assert main(["site", "start", "--name", "north"]) == 2
+    assert "found no --superlink, --ca, --key; this folder has one: --kit ." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line,reason",
+    [
+        ('superlink = "nowhere"', "site.toml: superlink: .* found nowhere; unpack the kit anew"),
+        ('site = "../x"', "site.toml: site: "),
+        ("poll-seconds = 0", "site.toml: poll-seconds: "),
+        ('more = "x"', "site.toml: more: "),
+        ("[", "--kit: expected site.toml in .*, found none that can be read"),
+    ],
+)
+def test_a_kit_that_was_changed_is_refused_by_key(kit, capsys, line, reason):
+    name = line.partition(" ")[0]
+    text = (kit / "site.toml").read_text().splitlines()
+    (kit / "site.toml").write_text("\n".join([*(row for row in text if not row.startswith(name)), line]))
+    assert start(kit) == 2
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(capsys.readouterr().err)
+
+
+def key_of(kind: str) -> bytes:
+    key = ec.generate_private_key(ec.SECP256R1() if kind == "another kind" else ec.SECP384R1())
+    forms = {
+        "a SEC1 one": serialization.PrivateFormat.TraditionalOpenSSL,
+        "a PKCS#8 one": serialization.PrivateFormat.PKCS8,
+    }
+    form = forms.get(kind, serialization.PrivateFormat.OpenSSH)
+    lock = serialization.BestAvailableEncryption(b"x") if "passphrase" in kind else serialization.NoEncryption()
+    return b"hello" if kind == "something else" else key.private_bytes(serialization.Encoding.PEM, form, lock)
+
+
+@pytest.mark.parametrize(
+    "kind,mend",
+    [
+        ("a SEC1 one", "ssh-keygen -p -N '' -f"),
+        ("a PKCS#8 one", "ssh-keygen -p -N '' -f"),
+        ("another kind", "choose another"),
+        ("something else", "choose another"),
+    ],
+)
+def test_a_key_that_flower_does_not_take_is_named_by_its_form(kit, capsys, kind, mend):
+    (kit / "keys" / "node.key").write_bytes(key_of(kind))
+    assert start(kit) == 2
+    said = capsys.readouterr().err
+    assert f"found {kind}" in said
+    assert mend in said
+    assert not (kit / "state").exists()
+
+
+def test_a_policy_that_does_not_parse_is_named_with_the_place(kit, capsys):
+    for text, reason in (("methods = [\n1 2\n", "line 2"), ('methodz = ["a"]\n', "methodz")):
+        (kit / "site-policy.toml").write_text(text)
+        assert start(kit) == 2
+        said = capsys.readouterr().err
+        assert f"{kit}/site-policy.toml: expected a site policy" in said
+        assert reason in said
+        assert "refuses every run" in said
+
+
+def test_a_server_with_another_ca_or_an_expired_certificate_is_no_server_of_this_kit(kit, capsys):
+    ca, key = new_ca("pilot CA", timedelta(days=2))
+    write_server(kit, ca, key, ["localhost"], timedelta(days=1))
+    with tls_server(kit) as address:
+        assert start(kit, "--superlink", address) == 2
+    said = capsys.readouterr().err
+    assert f"--superlink: expected this federation's server, found something else: {address}" in said
+    assert "is ca.crt this federation's" in said
+    write_certificate(kit / "ca.crt", ca)
+    write_server(kit, ca, key, ["localhost"], timedelta(minutes=-4))
+    with tls_server(kit) as address:
+        assert start(kit, "--superlink", address) == 2
+    assert "certificate has expired" in capsys.readouterr().err
+    write_server(kit, ca, key, ["localhost"], timedelta(days=1))
+    with tls_server(kit) as address:
+        assert start(kit, "--superlink", address) == 2
+    assert "started: " in capsys.readouterr().err
+
+
+def test_a_port_without_tls_is_no_fleet_port(kit, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        assert start(kit, "--superlink", f"127.0.0.1:{listener.getsockname()[1]}") == 2
+        thread.join(10)
+    assert "speaks no TLS" in capsys.readouterr().err
+
+
+def test_an_expired_ca_is_said_before_anybody_is_asked(kit, capsys):
+    ca, _ = new_ca("pilot CA", timedelta(minutes=-1))
+    write_certificate(kit / "ca.crt", ca)
+    assert start(kit) == 2
+    assert f"{kit}/ca.crt: expected a certificate that is valid now" in (said := capsys.readouterr().err)
+    assert "expired on" in said
+
+
+@pytest.mark.parametrize("where", ["/proc/x", "a-file", "a-file/below"])
+def test_a_state_folder_that_cannot_be_is_named(kit, capsys, monkeypatch, where):
+    monkeypatch.chdir(kit)
+    (kit / "a-file").write_text("mine")
+    (kit / "a-file").chmod(0o644)
+    assert start(kit, "--state-dir", where) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert where.removesuffix("/below") in error
+    assert ((kit / "a-file").stat().st_mode & 0o777, (kit / "a-file").read_text()) == (0o644, "mine")

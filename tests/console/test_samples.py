@@ -1,0 +1,24 @@
+"""Texts before and after, of a run that was made in process."""
+
+from __future__ import annotations
+
+import json
+
+from fedveil.console import samples
+from tests.console.commands.test_audit import DATA, SITES, made
+
+
+def test_a_run_of_texts_has_samples_of_its_first_and_its_last_model(tmp_path):
+    run = made(tmp_path / "run", SITES, {"task.evaluation": str(DATA), "run.rounds": 1, "method.name": "fedavg"})
+    samples.write(run)
+    found = samples.read(run)
+    rows = [json.loads(line) for line in (DATA / "test.jsonl").read_text().splitlines()[:3]]
+    assert [(s.prompt, s.wanted) for s in found] == [(row["mr"], row["ref"]) for row in rows]
+    assert any(s.before != s.after for s in found)
+    assert all(s.after for s in found)
+
+
+def test_without_test_rows_there_are_none(tmp_path):
+    run = made(tmp_path / "run", SITES, {"run.rounds": 1, "train.epochs": 1})
+    samples.write(run)
+    assert samples.read(run) == []

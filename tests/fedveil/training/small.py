@@ -1,0 +1,20 @@
+"""The bundled text model with small pairs, under keys of the run config: what tests of local training share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedveil import config as run_config
+from fedveil.adapters.lora import Lora
+from fedveil.tasks import load
+from fedveil.tasks.text_generation import TextGeneration
+
+DATA = Path(__file__).parents[3] / "data" / "e2e"
+KEY = bytes(range(32))
+
+
+def make(device: str = "cpu", **keys: object) -> TextGeneration:
+    flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
+    task = load(run_config.parse(flat), Lora(rank=3, alpha=6.0), device)
+    assert isinstance(task, TextGeneration)
+    return task

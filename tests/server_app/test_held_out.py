@@ -1,0 +1,110 @@
+"""Scores of held-out rows over a whole run: Flower's messages in this process, real turns, the run folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from flwr.app import ArrayRecord
+
+from fedveil import rng, strategies
+from fedveil.client_app.app import app
+from fedveil.config import parse
+from fedveil.console.runs import by_site
+from fedveil.console.runs import folder as runs_folder
+from fedveil.contract.task import Example
+from fedveil.records import disclosure
+from fedveil.server_app.record import RunFolder
+from fedveil.server_app.settings import RunSettings
+from fedveil.server_app.strategy import MethodStrategy, _mean_report
+from tests.conftest import ToyTrainer
+from tests.server_app.grid import LocalGrid, use_toy_task
+
+SITES = ["north", "east", "south", "west"]
+POLICIES = {"north": "max-scores = 9", "east": "max-scores = 1", "south": "max-scores = 9"}  # the west has no policy
+PERMITS = '[permits]\n"cohort.wait-seconds" = 1.0\n'
+
+
+class Scoring(ToyTrainer):
+    """Whose loss is the sum of the entries over the rows."""
+
+    def mean_loss(self, weights, rows):
+        return float(sum(w.sum() for w in weights.values())) / len(rows)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    task = use_toy_task(monkeypatch)
+    few = {"south"}  # by its share, the third of the names
+    real = type(task).examples
+
+    def examples(data, split, share=None):
+        count = 100 if sorted(SITES)[share.index] in few else 400
+        return Example.of([{"mr": "a", "ref": "b"}] * count)
+
+    monkeypatch.setattr(task, "examples", examples)
+    monkeypatch.setattr(task, "trainer", lambda rows, rng, watch=None, round_=0: Scoring(task.spec, len(rows)))
+    assert real is not examples
+    flat = {"run.name": "run", "run.rounds": 3, "cohort.min-sites": 4, "cohort.wait-seconds": 1.0}
+    config = parse(flat | {"method.name": "fedavg", "evaluate.held-out": 0.3})
+    method = strategies.create("fedavg", "")
+    grid = LocalGrid(app, SITES, tmp_path / "sites", config.flat())
+    for site, text in POLICIES.items():
+        (tmp_path / f"{site}.toml").write_text(f"{text}\n")
+        grid.node_config[site] = {"policy": str(tmp_path / f"{site}.toml")}
+        permits = '"cohort.min-sites" = 4\n"run.name" = "run"\n"run.rounds" = 3\n"method.name" = "fedavg"\n'
+        (tmp_path / f"{site}.toml").write_text(f"{text}\n{PERMITS}{permits}")
+    with RunFolder(tmp_path / "run") as folder:
+        folder.config(config, method)
+        ours = MethodStrategy(method, RunSettings.of(config, "run"), folder=folder, spec=task.spec)
+        ours.start(grid, ArrayRecord(dict(task.initial(rng.initial(9, "weights")))), 3)
+    return ours, tmp_path / "run"
+
+
+def test_each_site_answers_as_its_policy_has_it_and_no_turn_fails(run):
+    ours, folder = run
+    assert all(sorted(record.accepted) == sorted(SITES) and not record.failed for record in ours.history)
+    reports = [record.reports for record in ours.history]
+    assert ["loss_held_out" in each["north"] for each in reports] == [True, True, True]
+    assert ["loss_held_out" in each["east"] for each in reports] == [True, False, False]
+    assert [each["east"].get("held_out_refused") for each in reports] == [None, 3, 3]
+    assert [each["south"].get("held_out_refused") for each in reports] == [2, 2, 2]
+    assert [each["west"].get("held_out_refused") for each in reports] == [1, 1, 1]
+    north = reports[0]["north"]
+    assert north["num_examples"] + north["rows_held_out"] == 400
+    assert reports[0]["south"]["num_examples"] == 100
+    assert reports[0]["west"]["num_examples"] == 400
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["reports"] for row in rows if "reports" in row] == reports
+
+
+def test_the_mean_is_weighted_with_held_out_rows(run):
+    ours, folder = run
+    first = ours.history[0]
+    found = [first.reports[site] for site in ("north", "east")]
+    rows = sum(each["rows_held_out"] for each in found)
+    mean = sum(each["loss_held_out"] * each["rows_held_out"] for each in found) / rows
+    assert found[0]["rows_held_out"] != found[1]["rows_held_out"]
+    assert _mean_report(first)["loss_held_out"] == pytest.approx(mean)
+    assert "held_out_refused" not in _mean_report(first)
+    assert by_site.mean_scored(first.reports) == (pytest.approx(mean), rows, 2)
+    records = {site.name: site.held_out for site in by_site.of(runs_folder.load(folder))}
+    assert records["north"].round == 2
+    assert records["north"].loss == ours.history[2].reports["north"]["loss_held_out"]
+    assert "max-scores" in records["east"].why
+
+
+def test_both_records_of_what_left_a_site_list_the_figures_with_their_bytes(run):
+    ours, folder = run
+    for message in disclosure.messages(folder / disclosure.NAME):
+        if message["direction"] == "down":
+            assert message["figures"] == {}
+            continue
+        report = ours.history[message["round"]].reports[message["site"]]
+        asked = {name: len(json.dumps(report[name])) for name in report if "held_out" in name}
+        assert message["figures"] == asked
+        assert asked
+    lines = [json.loads(line) for line in (folder.parent / "audit-log.jsonl").read_text().splitlines()]
+    accepted = [line for line in lines if line["event"] == "accepted"]
+    assert len(accepted) == 12
+    assert all(line["figures"] for line in accepted)

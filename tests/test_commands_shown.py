@@ -1,0 +1,46 @@
+"""Every command that README and the documentation show is one that `fedveil` takes, with its options.
+
+What runs them: README's first two are `make`'s own; its federation is tests/deployment/test_members.py and the tutorial
+of a hospital pilot; the other tutorials run theirs (tests/deployment/test_tutorials.py).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from fedveil.console.main import parser
+from tests.conftest import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def shown(text: str) -> list[str]:
+    """Lines of blocks that begin with `fedveil`, each with its continuation, without what stands for more."""
+    found = []
+    text = re.sub(r"\\\n\s*", "", re.sub(r"\$\([^)]*\)", "X", text))  # a command's own output is any word
+    for line in text.splitlines():
+        command = line.removeprefix("    ").removeprefix("(cd pilot-north && ")
+        is_block = line.startswith(("    ", "fedveil "))
+        if is_block and re.match(r"fedveil [a-z]", command) and " ... " not in f"{command} ":
+            found.append(re.split(r" [>|&]|\) \|\|", command)[0])
+    return found
+
+
+COMMANDS = sorted({(page.name, command) for page in PAGES for command in shown(page.read_text())})
+
+
+def test_the_pages_show_many():
+    assert len(COMMANDS) > 70
+    assert {"README.md", "deploy.md", "runs.md", "hospital-pilot.md"} <= {page for page, _ in COMMANDS}
+
+
+@pytest.mark.parametrize("page, command", COMMANDS, ids=lambda text: text[:60])
+def test_a_command_that_is_shown_is_one_that_fedveil_takes(page, command, capsys):
+    words = shlex.split(command, comments=True)[1:]
+    try:
+        assert callable(parser(words[0]).parse_args(words).run)
+    except SystemExit:
+        pytest.fail(f"{page}: {command}\n{capsys.readouterr().err}")

@@ -1,0 +1,70 @@
+"""The table of what composes: pinned cell by cell, so that a change of any of them is seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedveil import strategies
+from tools import reference
+from tools.pages import composition
+
+NOISY, SECURE, SUM, MEDIAN, KRUM = composition.COLUMNS
+GRADIENTS = {"fixed_position", "random_binary", "scaffold"}
+KEEPS = {"fedotp", "fedpara", "fedper", "fedpgp", "fedrand", "fedsa_lora"}
+LORA = {"fedprox", "fedsa_lora", "ffa_lora", "la_lora", "rolora", "scaffold"}
+
+
+def refused(column: str) -> dict[str, str]:
+    found = {name: composition.cell(name, column) for name in strategies.names()}
+    assert all(word.startswith(("yes", "no: ")) for word in found.values())
+    return {name: word for name, word in found.items() if word.startswith("no: ")}
+
+
+def test_noisy_steps_go_with_all_that_trains_and_adds_no_noise_itself():
+    assert set(refused(NOISY)) == GRADIENTS | {"dp_fpl"}
+    assert refused(NOISY)["scaffold"] == "no: scaffold, which asks for plain gradients"
+
+
+def test_every_method_is_summed_unseen_and_by_the_median():
+    assert refused(SECURE) == {}
+    assert refused(MEDIAN) == {}
+
+
+def test_noise_in_the_sum_goes_with_what_sends_one_step_as_it_is_and_keeps_nothing():
+    found = refused(SUM)
+    assert set(found) == GRADIENTS | KEEPS | {"fedsp"}
+    assert {found[name] for name in KEEPS} == {"no: one that keeps state at the site"}
+
+
+def test_multi_krum_goes_with_uploads_of_one_kind():
+    assert set(refused(KRUM)) == {"fedper", "fedqsn", "fedrand", "random_binary", "rolora"}
+
+
+def test_the_methods_on_lora_send_codes_but_for_scaffold():
+    found = {name: composition.cell(name, composition.CODES) for name in strategies.names()}
+    assert {name for name, word in found.items() if word == "yes: `upload_bits`"} == LORA - {"scaffold"} | {
+        "fedqsn",
+        "fedrand",
+    }
+
+
+@pytest.mark.parametrize("message,found", [("x: expected a, found b c; do", "b c"), ("found b", "b"), ("odd", "odd")])
+def test_the_reason_is_what_was_found(message, found):
+    assert composition._reason(message) == found
+
+
+def test_a_method_whose_codes_never_reach_the_wire_is_no_yes(monkeypatch):
+    monkeypatch.setattr(composition, "_sends_codes", lambda method: False)
+    with pytest.raises(AssertionError, match="puts no codes on the wire"):
+        composition._codes("fedrand", strategies.create("fedrand"))
+
+
+def test_the_page_has_a_row_a_method_and_every_column():
+    lines = [line for line in reference.composed().splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(strategies.names())
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
+        "method",
+        *composition.COLUMNS,
+        composition.CODES,
+    ]
+    assert "| no: one that keeps state at the site |" in next(line for line in lines if "fedsa_lora" in line)

@@ -1,0 +1,72 @@
+"""The pages that follow from the code name every key, command, method and field, and their tables hold together."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from fedveil import strategies
+from fedveil.config import RunConfig
+from fedveil.console import main as console
+from tests.conftest import ROOT
+from tools import reference
+
+PAGES = reference.pages()
+
+
+def test_every_key_of_the_run_config_has_its_default_and_a_sentence():
+    found = dict(
+        re.findall(r"^\| `([a-z]+\.[a-z-]+)` \| `([^`]*)` \|.*\| [^|]+ \|$", PAGES["reference/run-config.md"], re.M)
+    )
+    assert set(found) == set(RunConfig().flat())
+    assert found["train.batch-size"] == "16"
+    assert found["run.deterministic"] == "false"
+    assert found["task.data"] == '""'
+
+
+def test_bounds_and_choices_are_said():
+    page = PAGES["reference/run-config.md"]
+    assert "| a number, above 0, at most 1 | of the connected sites" in page
+    assert "| `fp32`, `bf16` |" in page
+
+
+def test_every_command_is_there_with_its_actions():
+    page = PAGES["reference/commands.md"]
+    assert set(re.findall(r"^## fedveil (\w+)$", page, re.M)) == set(console.commands())
+    assert "### fedveil members register" in page
+
+
+@pytest.mark.parametrize("name", strategies.names())
+def test_every_field_of_a_method_says_what_it_means(name):
+    page = PAGES[f"reference/methods/{name}.md"].partition("## Fields")[2].partition("## On the wire")[0]
+    found = re.findall(r"^\| `(\w+)` \| .* \| [^|]+ \|$", page, re.M)
+    assert found == [field.name for field in dataclasses.fields(strategies.load(name))]
+    assert f"({name}.md)" in PAGES["reference/methods/index.md"]
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_all_rows_of_a_table_have_as_many_cells(name):
+    cells: list[int] = []
+    for line in re.sub(r"^```.*?^```$", "", PAGES[name], flags=re.M | re.S).splitlines():
+        if not line.startswith("|"):
+            cells = []
+            continue
+        cells.append(len(re.findall(r"(?<!\\)\|", line)))
+        assert cells[-1] == cells[0], line
+
+
+def test_a_row_over_two_lines_becomes_one_and_a_table_stands_apart():
+    assert (
+        reference.markdown("words\n| a | b |\n|---|---|\n| c | d\n  e |")
+        == "words\n\n| a | b |\n|---|---|\n| c | d e |"
+    )
+
+
+def test_a_bar_in_a_cell_is_no_border():
+    assert reference.table(("a",), [("x | y",)]) == "| a |\n| --- |\n| x \\| y |\n"
+
+
+def test_the_pages_are_not_in_the_repository():
+    assert not (ROOT / "docs" / "reference").exists()

@@ -1,0 +1,179 @@
+"""Writes the pages of the documentation that follow from the code: keys, methods, commands.
+
+    make docs       # writes them beside the pages of docs/ in build/docs, and makes the site of both in build/site
+
+They are never committed, so they cannot be older than the code. Markdown, as the pages of docs/ are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import re
+import shutil
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from fedveil import strategies
+from fedveil.config import RunConfig
+from fedveil.console import main as console
+from fedveil.console.terminal import markdown
+from fedveil.contract.layout import Layout
+from fedveil.contract.method import Method
+from tools.pages import composition
+
+ROOT = Path(__file__).resolve().parent.parent
+_WORDS: Mapping[Any, str] = {str: "text", bool: "`true`, `false`", int: "an integer", float: "a number"}
+_OF_FIELD = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
+
+
+def pages() -> dict[str, str]:
+    """The text of every page, by its path below the documentation's folder."""
+    found = {"reference/run-config.md": run_config(), "reference/commands.md": commands()}
+    found |= {f"reference/methods/{name}.md": method(name) for name in strategies.names()}
+    return {**found, "reference/methods/index.md": methods(), "reference/methods/what-composes.md": composed()}
+
+
+def run_config() -> str:
+    """Every key of the run config: its default, what it may be, what it means."""
+    parts = [
+        "# The run config\n\n`fedveil submit --set KEY=VALUE`, `flwr run . -c 'KEY=VALUE'`, or a file for `fedveil "
+        "submit --config`. A key that is not here, or a value that it may not have, is refused in one line before any "
+        "site is asked.\n"
+    ]
+    for section, field in RunConfig.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, BaseModel)
+        rows = [
+            (f"`{section}.{one.alias}`", f"`{_shown(one.default)}`", _values(one), one.description or "")
+            for one in model.model_fields.values()
+        ]
+        parts.append(
+            f"## {section}\n\n{inspect.getdoc(model)}\n\n" + table(("key", "default", "may be", "meaning"), rows)
+        )
+    return "\n".join(parts)
+
+
+def methods() -> str:
+    """The methods, each with a line."""
+    rows = []
+    for name in strategies.names():
+        cls = strategies.load(name)
+        title = (inspect.getdoc(importlib.import_module(cls.__module__)) or "").partition("\n")[0].rstrip(".")
+        rows.append((f"[`{name}`]({name}.md)", title, (cls.__doc__ or "").strip().partition("\n")[0]))
+    every = "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+    more = "\n[What composes with what](what-composes.md): noisy steps, secure aggregation, codes, robust rules.\n"
+    return "# The methods\n\n" + table(("method.name", "", "in one line"), rows) + more + every
+
+
+def method(name: str) -> str:
+    """A method's own words, its fields, and what it puts on the wire."""
+    cls = strategies.load(name)
+    words = (inspect.getdoc(importlib.import_module(cls.__module__)) or "").partition("\n")
+    made = strategies.create(name)
+    spec = made.adapter.example_spec()
+    wire = _wire(made.layout(spec))
+    return (
+        f"# {words[0].rstrip('.')}\n{markdown(words[2])}\n\n## Fields\n\n"
+        '`method.fields = "name = value"`\n\n'
+        + table(("field", "may be", "default", "meaning"), _fields(cls))
+        + "\n## On the wire\n\n"
+        f"For a small model of {len(spec)} trained tensors.\n\n"
+        + table(("field", "to", "variant", "when", "codec", "unit", "bytes"), wire)
+    )
+
+
+def composed() -> str:
+    """What composes with what, each cell as a round of tiny sites answered."""
+    columns = (*composition.COLUMNS, composition.CODES)
+    rows = [(f"[`{name}`]({name}.md)", *(composition.cell(name, c) for c in columns)) for name in strategies.names()]
+    return (
+        "# What composes with what\n\nEvery method with its default fields, in a round of five tiny sites. *no* is "
+        "what the code refuses, with its own words for what it found. `dp.*` also needs a task with gradients of "
+        'single rows. `secure.noise = "sum"` is with `dp.*` and one step a participation, or with the noise of a '
+        "method that adds some.\n\n" + table(("method", *columns), rows)
+    )
+
+
+def commands() -> str:
+    """What each command says of itself."""
+    parts = ["# The commands\n\n`fedveil COMMAND --help` prints these on the machine at hand.\n"]
+    for name in sorted(console.commands()):
+        whole = console.parser(name)
+        chosen = next(a for a in whole._actions if isinstance(a, argparse._SubParsersAction)).choices[name]
+        parts.append(f"## fedveil {name}\n\n```text\n{chosen.format_help().rstrip()}\n```\n")
+        for action in chosen._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for below, one in action.choices.items():
+                    parts.append(f"### fedveil {name} {below}\n\n```text\n{one.format_help().rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown. A bar in a cell is shown as one."""
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _values(field: FieldInfo) -> str:
+    kind = field.annotation
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(kind))
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = [
+        f"{words} {getattr(m, sign)}" for m in field.metadata for sign, words in signs.items() if hasattr(m, sign)
+    ]
+    return ", ".join([_WORDS.get(kind, str(kind)), *bounds])
+
+
+def _shown(value: object) -> str:
+    return f"{value}".lower() if isinstance(value, bool) else (f"{value}" or '""')
+
+
+def _fields(cls: type[Method]) -> list[tuple[str, str, str, str]]:
+    words = {
+        name: " ".join(meaning.split())
+        for base in reversed(cls.__mro__)
+        for names, meaning in _OF_FIELD.findall((inspect.getdoc(base) or "").partition("Attributes:")[2])
+        for name in names.split(", ")
+    }
+    return [
+        (f"`{field.name}`", f"`{field.type}`", f"`{default!r}`", words.get(field.name, ""))
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        for default in [field.default if field.default_factory is dataclasses.MISSING else field.default_factory()]
+    ]
+
+
+def _wire(layout: Layout) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for field in layout.fields:
+        shape = [n for n in field.shape if n is not None]
+        nbytes = f"{field.codec.nbytes(tuple(shape)):,}" if len(shape) == len(field.shape) else "varies"
+        to = {"down": "client", "up": "server"}[field.direction]
+        every = ", ".join(field.variants) or "every"
+        rows.append((f"`{field.name}`", to, every, field.when, field.codec.name, field.unit, nbytes))
+    return rows
+
+
+def main() -> None:
+    """Copies docs/ to a folder, and writes the pages beside them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder)
+    for name, text in pages().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Makes the small bases that come with FedVeil."""

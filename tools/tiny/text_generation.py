@@ -1,0 +1,132 @@
+"""Makes the bundled base of the task text-generation: a small GPT-2 for offline use.
+
+    python -m tools.tiny.text_generation --data <folder with the E2E NLG train.jsonl> --out
+    fedveil/assets/tiny-text-generation
+
+4 layers, 160 wide, 192 tokens of context, a byte-level BPE of 1024 tokens; 1.4 M parameters, kept as fp16. It is
+pre-trained as a plain language model on the public part of E2E NLG: meaning representations whose SHA-256 ends in a
+digit that `is_public` names. It reads paragraphs of several sentences about one restaurant and lists of attributes, but
+never a meaning representation together with its sentence: that mapping is what fine-tuning has to teach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.tiny.training import Losses, byte_level_bpe, save, trained
+
+PUBLIC_DIGITS = frozenset({8, 9})
+END = "<|endoftext|>"
+
+LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 4, 160, 5, 192, 1024
+BATCH, RATES = 10, (3e-3, 0.01)
+
+
+def is_public(mr: str) -> bool:
+    """Whether rows of this meaning representation were shown to the base; the federated data has none of them."""
+    return int(hashlib.sha256(mr.encode()).hexdigest(), 16) % 10 in PUBLIC_DIGITS
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of one JSON Lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def paragraphs(rows: Sequence[dict[str, str]], rng: random.Random) -> list[str]:
+    """One epoch of text: a restaurant's sentences, two or three a paragraph, and its attributes in two orders."""
+    sentences: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        sentences[row["mr"]].append(row["ref"])
+    texts = []
+    for mr, refs in sentences.items():
+        refs = rng.sample(refs, len(refs))
+        while refs:
+            size = rng.choice((2, 3))
+            texts.append("\n".join(refs[:size]))
+            refs = refs[size:]
+        texts.append("\n".join(", ".join(_shuffled(mr.split(", "), rng)) for _ in range(2)))
+    rng.shuffle(texts)
+    return texts
+
+
+def _shuffled(items: list[str], rng: random.Random) -> list[str]:
+    return rng.sample(items, len(items))
+
+
+def make(data: Path, out: Path, seed: int, steps: int) -> float:
+    """Trains tokenizer and model on the public part of `data`/train.jsonl; returns the mean loss of the last 50 steps.
+
+    The same seed, data and machine give the same files.
+    """
+    import torch
+
+    rows = [row for row in read_rows(data / "train.jsonl") if is_public(row["mr"])]
+    rng = random.Random(seed)
+    tokenizer = _tokenizer(paragraphs(rows, rng))
+    model = _model(tokenizer, seed)
+    blocks = _blocks(rows, tokenizer, rng)
+
+    def losses() -> Losses:
+        batch = torch.tensor([next(blocks) for _ in range(BATCH)])
+        logits = model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        return loss, loss
+
+    loss = trained(model.parameters(), RATES, steps, losses)
+    save(out, model, tokenizer)
+    return loss
+
+
+def _tokenizer(texts: list[str]) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = byte_level_bpe(texts, VOCABULARY, [END])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END)
+
+
+def _model(tokenizer: Any, seed: int) -> Any:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    end = tokenizer.eos_token_id
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=CONTEXT, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=end, eos_token_id=end, pad_token_id=end,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(config).train()
+
+
+def _blocks(rows: Sequence[dict[str, str]], tokenizer: Any, rng: random.Random) -> Iterator[list[int]]:
+    """Blocks of CONTEXT tokens cut from an endless stream of paragraphs, each closed by END."""
+    stream: list[int] = []
+    while True:
+        for ids in tokenizer(paragraphs(rows, rng))["input_ids"]:
+            stream += [*ids, tokenizer.eos_token_id]
+            while len(stream) >= CONTEXT:
+                yield stream[:CONTEXT]
+                stream = stream[CONTEXT:]
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description="Makes the tiny base model.")
+    parser.add_argument("--data", type=Path, required=True, help="folder with the E2E NLG train.jsonl")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=2500)
+    arguments = parser.parse_args()
+    loss = make(arguments.data, arguments.out, arguments.seed, arguments.steps)
+    sys.stdout.write(f"{arguments.out}: loss {loss:.3f} a token\n")
+
+
+if __name__ == "__main__":
+    _main()
