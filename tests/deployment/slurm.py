@@ -51,7 +51,7 @@ class Job:
     folder: Path
 
     def state(self) -> str:
-        """PENDING, RUNNING, TIMEOUT, or the batch script's exit code."""
+        """PENDING, RUNNING, TIMEOUT, CANCELLED before it began, or the batch script's exit code."""
         return (self.folder / "state").read_text()
 
     def left(self) -> list[str]:
@@ -118,6 +118,9 @@ def manage(arguments: list[str]) -> int:
     folder = Path(arguments[0])
     asked, job = json.loads((folder / "asked.json").read_text()), int(folder.name)
     while asked.get("dependency") == "singleton" and any(_before(folder, asked.get("job-name", ""))):
+        if (folder / "limit").exists():
+            _say(folder, "CANCELLED")
+            return 0
         time.sleep(0.1)
     env = {**os.environ, **of_options(asked, job)}
     batch = subprocess.Popen([str(folder / "script")], env=env, start_new_session=True)
