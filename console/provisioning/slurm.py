@@ -12,6 +12,6 @@ def require_one_task(environ: Mapping[str, str]) -> None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # srun's; a batch script has SLURM_NTASKS too, and runs once
     if tasks != "1":
         raise ConfigError(
-            f"srun: expected one task, which starts a process for each GPU, found {tasks}; use srun --ntasks=1 "
-            "--gpus-per-task=N fedveil site start --processes N"
+            f"srun: expected one task, which starts a process for each GPU, found {tasks}; leave srun out of the batch "
+            "script, and start the site with --processes N: docs/slurm.md"
         )

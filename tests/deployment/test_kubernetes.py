@@ -17,11 +17,11 @@ from fedveil.console.provisioning.federation import FederationFile
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "docker" / "k8s"
-SERVER, SITE = (list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())) for name in ("server", "site"))
+SERVER, SITE = (list(yaml.safe_load_all((FOLDER / name / f"{name}.yaml").read_text())) for name in ("server", "site"))
 LOCKED = {"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-APPS, NODE = "fedveil-north-apps", "fedveil-north"
+APPS, NODE = "fedveil-site-apps", "fedveil-site"
 SUPERNODE = {
     "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": NODE}},
     "podSelector": {"matchLabels": {"app": "supernode"}},
@@ -64,6 +64,7 @@ def test_every_pod_is_locked_down():
         assert spec.get("automountServiceAccountToken") is False or spec["serviceAccountName"] == "superexec"
         for container in spec["containers"]:
             assert container["securityContext"] == LOCKED
+            assert set(container["resources"]["limits"]) >= {"cpu", "memory"}
             mounts = {m["name"] for m in container["volumeMounts"]}
             volumes = {v["name"] for v in spec["volumes"]} | {"state", "runs"}
             assert mounts <= volumes
@@ -76,7 +77,8 @@ def test_the_programs_are_those_of_the_compose_files():
     found = {c["name"]: c["command"] for spec in [*pods(SERVER), *pods(SITE)] for c in spec["containers"]}
 
     def flags(command: list[str]) -> set[str]:
-        words = {word.partition("=/")[0].replace(address(), "supernode") for word in command}
+        joined = re.sub(r"(--(?:superlink|runtime-api-address)) ", r"\1=", " ".join(command))
+        words = {word.partition("=/")[0].replace(address(), "supernode") for word in joined.split()}
         return {word.replace("${FEDVEIL_CONTROL_HOST:-127.0.0.1}", "127.0.0.1") for word in words}
 
     for name in ("superlink", "serverapp", "supernode"):
@@ -99,7 +101,7 @@ def test_the_message_pod_passes_the_guard_and_sees_no_key():
 
 def test_a_signing_key_stays_the_owners_alone_and_no_secret_of_the_namespace_that_superexec_lists():
     """With fsGroup, each mount would make files of the claim readable by the group, and the site refuses such a key."""
-    (put,) = yaml.safe_load_all((FOLDER / "put-signing-key.yaml").read_text())
+    (put,) = yaml.safe_load_all((FOLDER / "site" / "put-signing-key.yaml").read_text())
     context = task_pod()["spec"]["securityContext"]
     assert put["spec"]["securityContext"] == context
     assert context["fsGroupChangePolicy"] == "OnRootMismatch"
@@ -161,36 +163,6 @@ def test_superexec_lists_secrets_where_no_key_is():
         and any(v.get("secret", {}).get("secretName") == "node-key" for v in d["spec"]["template"]["spec"]["volumes"])
     ]
     assert keyed == [NODE]
-    words = (ROOT / "docs" / "deploy.md").read_text()
-    assert f"kubectl -n {NODE} create secret generic node-key" in words
-    assert f"kubectl -n {APPS} create secret generic node-key" not in words
-
-
-def test_the_admission_policy_admits_what_flower_starts_and_names_who_is_bound():
-    policy = one(SITE, "ValidatingAdmissionPolicy", "fedveil-north-message-pods")["spec"]
-    binding = one(SITE, "ValidatingAdmissionPolicyBinding", "fedveil-north-message-pods")["spec"]
-    assert policy["failurePolicy"] == "Fail"
-    assert (binding["policyName"], binding["validationActions"]) == ("fedveil-north-message-pods", ["Deny"])
-    assert binding["matchResources"]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": APPS}
-    (subject,) = one(SITE, "RoleBinding", "superexec")["subjects"]
-    (condition,) = policy["matchConditions"]
-    user = f"system:serviceaccount:{subject['namespace']}:{subject['name']}"
-    assert condition["expression"] == f'request.userInfo.username == "{user}"'
-    assert policy["matchConstraints"]["resourceRules"] == [
-        {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
-    ]
-    rules = {v["message"].partition(":")[0]: v["expression"] for v in policy["validations"]}
-    assert set(rules) == {"labels", "containers", "command", "service account", "volumes", "mounts"}
-    spec = task_pod()["spec"]
-    (container,) = spec["containers"]
-    assert f'image == "{container["image"]}"' in rules["containers"]
-    assert f"c.command == {json.dumps(container['command'])}" in rules["command"]
-    for word in ("env", "envFrom", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"):
-        assert f"!has(c.{word})" in rules["command"]
-    assert spec["automountServiceAccountToken"] is False
-    for mount in container["volumeMounts"]:
-        assert f'(m.name == "{mount["name"]}" && m.mountPath == "{mount["mountPath"]}")' in rules["mounts"]
-    assert rules["mounts"].count("m.mountPath ==") == len(container["volumeMounts"])
-    claims = {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
-    assert claims == {"state", "data"} == set(re.findall(r'claimName == "(\w+)"', rules["volumes"]))
-    assert "v.persistentVolumeClaim.readOnly" in rules["volumes"]
+    made = yaml.safe_load((FOLDER / "of-site" / "kustomization.yaml").read_text())["secretGenerator"]
+    assert [one["namespace"] for one in made if one["name"] == "node-key"] == [NODE]
+    assert {file for one in made if one["namespace"] == APPS for file in one["files"]} == {"keys/superexec-secret"}
