@@ -6,6 +6,7 @@ import json
 from xml.etree import ElementTree
 
 from fedveil.attacks.findings import Finding
+from fedveil.attacks.paired import Across
 from fedveil.console.report import gained, trade
 from tests.conftest import ROOT
 
@@ -17,7 +18,9 @@ def arms() -> list[trade.Arm]:
     found = []
     for row in json.loads((PICTURES / "demo.json").read_text()):
         told = {k: tuple(v) if isinstance(v, list) else v for k, v in row["told"].items()} if row["told"] else None
+        across = [Across(**{k: tuple(v) if isinstance(v, list) else v for k, v in a.items()}) for a in row.get("across", [])]
         given = row | {"told": told and Finding(**told), "lost": tuple(row["lost"]), "won": tuple(row["won"])}
+        given |= {"across": across}
         found.append(trade.Arm(**given))
     return found
 
