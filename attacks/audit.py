@@ -44,6 +44,7 @@ from fedveil.attacks.controls import Control
 from fedveil.attacks.findings import TO_LOSE, Audit, Finding, Numbers, Rebuilt, beside, corrected, finding, notes
 from fedveil.attacks.hidden_model import factor_pairing
 from fedveil.attacks.membership.scores import PublicBase, centred, loss_of
+from fedveil.attacks.paired import Sides
 from fedveil.attacks.reconstruction import pictures
 from fedveil.attacks.samples import LEAST, Sample, Source, samples
 from fedveil.attacks.unseen import of_run
@@ -148,6 +149,7 @@ def audit(
     sums: View | None = None,
     attacks: Sequence[Attack] | None = None,
     known: Sequence[Finding] = (),
+    scored: dict[tuple[str, str], Sides] | None = None,
 ) -> Audit:
     """Runs every attack on the server's model, each rebuilt client, what each site sent, and the controls.
 
@@ -162,6 +164,7 @@ def audit(
         sums: of a secure run, where its broadcasts show them.
         attacks: by default every installed one.
         known: findings about the controls, where they are known already.
+        scored: gets the scores of members and non-members, by model and attack.
 
     Raises:
         ValueError: `knowledge` has no final model.
@@ -171,7 +174,7 @@ def audit(
     task, base = knowledge.task, PublicBase(knowledge.task, knowledge.initial)
     everyone = [row for sample in members.values() for row in sample.rows]
     attacks = installed() if attacks is None else attacks
-    found = Collector(attacks, base, non_members, seed, say)
+    found = Collector(attacks, base, non_members, seed, say, scored)
     found.done = [*(known or found.of_controls(knowledge, everyone, control, taught))]
     found.of_model("server", task, knowledge.server, everyone)
     rebuilt, sites, kind = [], list(members), view.exchange.method.sends
@@ -213,8 +216,10 @@ class Collector:
         non_members: Sample,
         seed: int,
         say: Callable[[str], None],
+        scored: dict[tuple[str, str], Sides] | None = None,
     ) -> None:
         self.done: list[Finding] = []
+        self._scored = {} if scored is None else scored
         self._theirs: dict[tuple[object, ...], Mapping[str, Numbers]] = {}
         self._on_models = [attack for attack in attacks if isinstance(attack, ModelAttack)]
         self._on_uploads = [attack for attack in attacks if isinstance(attack, UploadAttack)]
@@ -289,4 +294,5 @@ class Collector:
             z = statistics.rank_test(members, non_members, labels, other_labels)
             members, non_members = centred(members, non_members, labels, other_labels)
         if len(members) and len(non_members):
+            self._scored[model, attack] = members, non_members
             self.done.append(finding(model, attack, members, non_members, self._seed, z))

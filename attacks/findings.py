@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from fedveil.attacks import statistics
 from fedveil.attacks.base import OTHER_ROWS, OVERFITTED, ROUND_0, WRONG_SITE
 from fedveil.attacks.controls import Control
+from fedveil.attacks.paired import Across
 from fedveil.errors import StateError
 
 FILE = "audit.json"  # of a run folder: an Audit as JSON
@@ -32,7 +33,7 @@ RESAMPLES = 1000
 ALPHA = 0.05  # of all verdicts of a kind together
 TO_LOSE = (ROUND_0, OTHER_ROWS)
 CONTROLS = (*TO_LOSE, OVERFITTED)
-_MOST_BYTES, _MOST_FINDINGS, _MOST_NAME = 1 << 26, 20_000, 300
+_MOST_BYTES, _MOST_FINDINGS, _MOST_ATTACKS, _MOST_NAME = 1 << 26, 20_000, 1000, 300
 Numbers = NDArray[np.float64]
 
 
@@ -85,11 +86,13 @@ class Audit:
         findings: by model, then attack.
         rebuilt: one a site.
         notes: sentences, the controls' verdicts first.
+        across: of an audit of several runs of the same rows: each attack over all sites, beside one of the runs.
     """
 
     findings: Sequence[Finding]
     rebuilt: Sequence[Rebuilt]
     notes: Sequence[str] = field(default_factory=list)
+    across: Sequence[Across] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """For a file."""
@@ -113,7 +116,10 @@ class Audit:
                 raise ValueError(f"{len(told['findings'])} findings")
             found = [_finding(row) for row in told["findings"]]
             rebuilt = [Rebuilt(str(r["site"]), float(r["coverage"]), int(r["staleness"])) for r in told["rebuilt"]]
-            return cls(found, rebuilt, [str(note) for note in told["notes"]])
+            across = told.get("across", [])  # not in a file of an older version
+            if len(across) > _MOST_ATTACKS:
+                raise ValueError(f"{len(across)} attacks")
+            return cls(found, rebuilt, [str(note) for note in told["notes"]], [Across.read(row) for row in across])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StateError(
                 f"{file}: expected what fedveil audit writes, found {error!r}; audit the run again"

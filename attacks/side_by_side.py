@@ -1,21 +1,24 @@
 """A few attacks on several runs of the same sites and rows, with controls that are trained and asked once.
 
-It is the audit of `fedveil demo`: what fits into seconds, beside the same controls as in attacks/audit.py.
+It is the audit of `fedveil demo`: what fits into seconds, beside the same controls as in attacks/audit.py. The runs are
+compared row by row (attacks/paired.py), over all sites, by what the server has of each: its upload, or, where the run
+summed unseen, the sum.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedveil import rng, strategies, tasks
 from fedveil.attacks import audit
 from fedveil.attacks.base import Attack, Knowledge, View
 from fedveil.attacks.controls import Control
-from fedveil.attacks.findings import Audit, Finding
+from fedveil.attacks.findings import Audit, Finding, tried
 from fedveil.attacks.membership.scores import PublicBase
+from fedveil.attacks.paired import Across, Placed, Sides, placed
 from fedveil.attacks.samples import Sample, Source, samples
 from fedveil.attacks.unseen import of_run
 from fedveil.config import RunConfig
@@ -47,6 +50,28 @@ class Common:
     seed: int
 
 
+@dataclass(frozen=True)
+class Attacked:
+    """A run's audit.
+
+    Attributes:
+        audit: what was found.
+        over_sites: of each attack the parts of its mean area; none where the sites' non-members are not the same rows,
+            or where the server's sums of unseen uploads are not shown.
+    """
+
+    audit: Audit
+    over_sites: Mapping[str, Placed]
+
+    def beside(self, base: Attacked | None, digest: str = "") -> Audit:
+        """The audit with each attack over all sites, compared with `base`, whose audit.json has that digest."""
+        across = [
+            Across.of(attack, mine, base.over_sites.get(attack) if base else None, digest)
+            for attack, mine in self.over_sites.items()
+        ]
+        return replace(self.audit, across=across)
+
+
 def common(
     folder: Path, config: RunConfig, asked: Sequence[str], source: Source, attacks: Sequence[Attack], by_heart: int
 ) -> Common:
@@ -76,7 +101,7 @@ def common(
     return Common(config, attacks, members, rest, *trained, found, source.seed)
 
 
-def audit_beside(told: Common, folder: Path, config: RunConfig) -> Audit:
+def audit_beside(told: Common, folder: Path, config: RunConfig) -> Attacked:
     """Attacks a finished run on what its tap recorded. Writes nothing.
 
     Raises:
@@ -89,11 +114,27 @@ def audit_beside(told: Common, folder: Path, config: RunConfig) -> Audit:
             "audit it by itself"
         )
     knowledge, view, sums, said = _read(folder, config)
+    scored: dict[tuple[str, str], Sides] = {}
     found = audit.audit(
         view, knowledge, told.members, told.non_members, told.overfitted, told.taught, told.seed,
-        sums=sums, attacks=told.attacks, known=told.of_controls,
+        sums=sums, attacks=told.attacks, known=told.of_controls, scored=scored,
     )  # fmt: skip
-    return Audit(found.findings, found.rebuilt, [*said, *found.notes])
+    has = {site: f"{site}, the sum" if sums else site for site in told.members}
+    hidden = config.secure.enabled and sums is None
+    comparable = not hidden and not any(told.non_members.labels)
+    over = over_sites(scored, tried(found.findings), list(has.values())) if comparable else {}
+    return Attacked(Audit(found.findings, found.rebuilt, [*said, *found.notes]), over)
+
+
+def over_sites(
+    scored: Mapping[tuple[str, str], Sides], attacks: Sequence[str], models: Sequence[str]
+) -> dict[str, Placed]:
+    """The parts of each attack's mean area over `models`, of the attacks that have scores of all of them."""
+    return {
+        attack: placed([scored[model, attack] for model in models])
+        for attack in attacks
+        if all((model, attack) in scored for model in models)
+    }
 
 
 def _read(folder: Path, config: RunConfig) -> tuple[Knowledge, View, View | None, Sequence[str]]:

@@ -28,6 +28,7 @@ from fedveil import __version__, places
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.foreign import shown
 
+DOCUMENTATION = "https://github.com/fedveil/fedveil/tree/main/docs"
 # The groups, in the order of a newcomer's needs. A folder that is not named here comes last.
 _GROUPS = {
     "trying": "to try and to measure",
@@ -111,7 +112,8 @@ def _listed(found: dict[str, Path]) -> str:
     for group in order:
         lines += ["", f"{_GROUPS.get(group, group)}:"]
         lines += [f"  {name:<10} {_summary(file)}" for name, file in found.items() if file.parent.name == group]
-    return "\n".join([*lines[1:], "", "fedveil COMMAND --help says more about one of them."])
+    docs = f"docs/ and README, where they are named, lie in the source: {DOCUMENTATION}"
+    return "\n".join([*lines[1:], "", "fedveil COMMAND --help says more about one of them.", docs])
 
 
 def _summary(file: Path) -> str:

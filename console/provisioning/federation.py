@@ -101,7 +101,8 @@ def parse(file: Path) -> FederationFile:
         known = [f.alias or name for name, f in FederationFile.model_fields.items()]
         raise ConfigError(f"{file}: {key}: {first['msg']}, found {first['input']!r}; known keys: {known}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: expected a federation.toml, found none ({error}); see docs/deploy.md") from None
+        least = 'name = "pilot", server = ["fl.example.org"], sites = ["north", "south"], a line each'
+        raise ConfigError(f"{file}: expected a federation.toml, found none ({error}); the least: {least}") from None
 
 
 def registry(folder: Path) -> Path:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fedveil.attacks import findings, side_by_side
+from fedveil.attacks.findings import Audit
 from fedveil.attacks.membership.alignment import Alignment
 from fedveil.attacks.samples import Source
-from fedveil.attacks.side_by_side import Common
+from fedveil.attacks.side_by_side import Attacked, Common
 from fedveil.config import parse
 from fedveil.console import samples
 from fedveil.console.report import run_page, trade
@@ -27,7 +29,20 @@ _OWN = (
 )
 
 
-def measure(folder: Path, data: Path, before: Common | None) -> Common | None:
+@dataclass(frozen=True)
+class Measured:
+    """What `measure` found.
+
+    Attributes:
+        told: the controls, for the next run of the same sites; None before the first run with a tap.
+        attacked: None where the run has no tap.
+    """
+
+    told: Common | None
+    attacked: Attacked | None = None
+
+
+def measure(folder: Path, data: Path, before: Common | None) -> Measured:
     """Attacks the run in `folder` if it has a tap, beside controls, and asks its model for texts.
 
     Writes audit.json and samples.json.
@@ -35,10 +50,7 @@ def measure(folder: Path, data: Path, before: Common | None) -> Common | None:
     Args:
         folder: of a finished run.
         data: the sites' rows.
-        before: what this returned for a run before it, None for the first.
-
-    Returns:
-        The controls, for the next run of the same sites.
+        before: the controls of a run before it, None for the first.
 
     Raises:
         FedVeilError: as `side_by_side` and `samples.write`.
@@ -47,12 +59,28 @@ def measure(folder: Path, data: Path, before: Common | None) -> Common | None:
     config = parse(run.config["config"])
     samples.write(folder)
     if not config.run.tap:
-        return before
+        return Measured(before)
     source = Source(data, most=_ROWS)
     told = before or side_by_side.common(folder, config, run.sites, source, [Alignment()], _BY_HEART)
     found = side_by_side.audit_beside(told, folder, config)
-    write_atomic(folder / findings.FILE, json.dumps(found.to_json(), indent=1).encode())
-    return told
+    _save(folder, found.audit)
+    return Measured(told, found)
+
+
+def compare(attacked: Mapping[Path, Attacked]) -> None:
+    """Writes the audit.json of each run folder anew: each attack over all sites, beside the FedAvg run's same rows."""
+    base = next((folder for folder in attacked if load(folder).method == summary.BASELINE), None)
+    digest = _save(base, attacked[base].beside(None)) if base else ""
+    for folder, run in attacked.items():
+        if folder != base:
+            _save(folder, run.beside(attacked[base] if base else None, digest))
+
+
+def _save(folder: Path, audit: Audit) -> str:
+    """Writes audit.json; its SHA-256."""
+    content = json.dumps(audit.to_json(), indent=1).encode()
+    write_atomic(folder / findings.FILE, content)
+    return hashlib.sha256(content).hexdigest()
 
 
 def write(out: Path, runs: Sequence[Run]) -> None:

@@ -1,19 +1,23 @@
 """What runs side by side gained: how good the model is, what an attacker could still tell, what the sites sent.
 
-An attacker's figure is the strongest finding of the run's audit whose attack has controls that hold. Where none is, the
-picture says so and draws nothing.
+An attacker's figure is the mean over the sites where the audit has it, else the strongest finding about the run, of an
+attack whose controls hold. Where none is, the picture says so and draws nothing. Runs whose audits asked the same rows
+are compared row by row, corrected for how many are (attacks/paired.py); others by whether their intervals are apart.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fedveil import places
-from fedveil.attacks import findings
+from fedveil.attacks import findings, paired
 from fedveil.attacks.findings import Audit, Finding
+from fedveil.attacks.paired import Across
+from fedveil.attacks.statistics import holm
 from fedveil.console.report.figures import COLOURS, INK, drawn
 from fedveil.console.runs.folder import Run
 from fedveil.console.runs.summary import BASELINE
@@ -35,6 +39,8 @@ class Arm:
         attacked: whether there is an audit.
         told: its strongest usable finding about the run, None where there is none.
         lost, won: intervals of that attack's controls: on what it must lose, and what it must win.
+        across: what usable attacks found over all sites, and beside another run.
+        digest: SHA-256 of its audit.json, "" without.
     """
 
     name: str
@@ -46,13 +52,27 @@ class Arm:
     told: Finding | None = None
     lost: tuple[float, float] = (0.5, 0.5)
     won: tuple[float, float] = (1.0, 1.0)
+    across: Sequence[Across] = ()
+    digest: str = ""
+
+    def over_sites(self, attack: str = "") -> Across | None:
+        """Of that attack, by default of the strongest finding's."""
+        attack = attack or (self.told.attack if self.told else "")
+        return next((a for a in self.across if a.attack == attack), None)
+
+    @property
+    def auroc(self) -> tuple[float, float, float]:
+        """Over all sites, or of the strongest finding, which the run must have."""
+        assert self.told is not None
+        found = self.over_sites()
+        return found.auroc if found else self.told.auroc
 
     @property
     def words(self) -> str:
         """What an attacker could tell."""
         if self.told is None:
             return "not decided here" if self.attacked else "not attacked"
-        return f"{100 * self.told.auroc[0]:.0f} %"
+        return f"{100 * self.auroc[0]:.0f} %"
 
 
 def arm(run: Run) -> Arm:
@@ -64,12 +84,15 @@ def arm(run: Run) -> Arm:
     if audit is None or not ordered:
         return plain
     told = ordered[0]
+    usable = {f.attack for f in ordered}
     lost = findings.to_lose(audit.findings, told.attack)
     won = [f for f in audit.findings if f.kind == "to win" and f.attack == told.attack]
     return Arm(
         plain.name, plain.method, plain.before, plain.after, plain.sent, True, told,
         (min(f.auroc[1] for f in lost), max(f.auroc[2] for f in lost)),
         (min(f.auroc[1] for f in won), max(f.auroc[2] for f in won)),
+        [a for a in audit.across if a.attack in usable],
+        hashlib.sha256((run.folder / findings.FILE).read_bytes()).hexdigest(),
     )  # fmt: skip
 
 
@@ -81,21 +104,52 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
         return []
     if base.told is None or base.told.verdict != "above":
         return [f"Not decided here what withholding gains: no attack that counts wins on {base.name}."]
-    less = [a for a in others if a.told and a.told.auroc[2] < base.told.auroc[1]]
+    sides = {a.name: side for a, side in zip(others, _sides(others, base), strict=True)}
+    less = [a for a in others if sides[a.name] == "less"]
+    more = [a.name for a in others if sides[a.name] == "more"]
     answer = f"Not decided here: nothing is told apart from {base.name}, on which an attacker is right {_of(base)}."
     if less:
-        best = min(less, key=lambda a: a.told.auroc[0] if a.told else 1.0)
+        best = min(less, key=lambda a: a.auroc[0])
         answer = (
             f"With {best.name} an attacker is right {_of(best)} (a coin: 50) instead of {_of(base)} with {base.name}, "
             f"{_cost(best, base)}."
         )
-    said = [f"{base.name}: from what sites send, an attacker picks the trained row of a pair {_chance(base.told)}."]
-    return [answer, *said, *(f"{a.name}: {_beside(a, base)}." for a in others)]
+    elif more:
+        answer = f"Nothing is gained here: {' and '.join(more)} told an attacker more than {base.name} ({_of(base)})."
+    said = [f"{base.name}: from what the server has, an attacker picks the trained row of a pair {_chance(base)}."]
+    return [answer, *said, *(f"{a.name}: {_beside(a, base, sides[a.name])}." for a in others)]
+
+
+def _sides(others: Sequence[Arm], base: Arm) -> list[str]:
+    """Of each arm: whether it told "less" or "more" than `base`, or "" where it was not told apart.
+
+    Every comparison of the same rows is corrected for all others, of the same attack or not.
+    """
+    assert base.told is not None
+    pairs = [(a.name, p) for a in others for p in a.across if p.base and p.base == base.digest]
+    decided = {
+        (name, p.attack): p.less[0]
+        for (name, p), corrected in zip(pairs, holm([p.p for _, p in pairs]), strict=True)
+        if corrected <= paired.ALPHA
+    }
+    same_rows = {(name, p.attack) for name, p in pairs}
+    return [_side(a, base, base.told.attack, decided, same_rows) for a in others]
+
+
+def _side(
+    a: Arm, base: Arm, attack: str, decided: Mapping[tuple[str, str], float], same_rows: Collection[tuple[str, str]]
+) -> str:
+    if (a.name, attack) in same_rows:
+        found = decided.get((a.name, attack), 0.0)
+        return "less" if found > 0 else "more" if found < 0 else ""
+    assert base.told is not None
+    if a.told and a.told.auroc[2] < base.told.auroc[1]:
+        return "less"
+    return "more" if a.told and a.told.auroc[1] > base.told.auroc[2] else ""
 
 
 def _of(a: Arm) -> str:
-    assert a.told is not None
-    return f"{100 * a.told.auroc[0]:.0f} times in 100"
+    return f"{100 * a.auroc[0]:.0f} times in 100"
 
 
 def _cost(a: Arm, base: Arm) -> str:
@@ -120,21 +174,23 @@ def larger(arms: Sequence[Arm]) -> str:
     return f"{said}; alignment there: {', '.join(told)}."
 
 
-def _beside(a: Arm, base: Arm) -> str:
+def _beside(a: Arm, base: Arm, side: str) -> str:
     assert base.told is not None
     if a.told is None:
-        gain = a.words
-    elif a.told.verdict != "above":
-        gain = f"not told from guessing ({_chance(a.told)})"
-    elif a.told.auroc[2] < base.told.auroc[1]:
-        gain = f"less, but not nothing ({_chance(a.told)})"
-    else:
-        gain = f"{_chance(a.told)}, not told apart from {base.name}"
-    return f"{gain}; {_cost(a, base)}"
+        return f"{a.words}; {_cost(a, base)}"
+    found = {"less": "less", "more": "more", "": f"not told apart from {base.name}"}[side]
+    if a.told.verdict != "above":
+        found = f"{found}, and not told from guessing" if side else "not told from guessing"
+    elif side == "less":
+        found = "less, but not nothing"
+    over = a.over_sites(base.told.attack)
+    if over and over.base and over.base == base.digest:
+        found += ", {:+.0f} [{:+.0f}, {:+.0f}] on the same rows".format(*(-100 * over.less[i] for i in (0, 2, 1)))
+    return f"{_chance(a)}: {found}; {_cost(a, base)}"
 
 
-def _chance(f: Finding) -> str:
-    return "{:.0f} times in 100 [{:.0f}, {:.0f}]".format(*(100 * x for x in f.auroc))
+def _chance(a: Arm) -> str:
+    return "{:.0f} times in 100 [{:.0f}, {:.0f}]".format(*(100 * x for x in a.auroc))
 
 
 def svg(arms: Sequence[Arm], name: str = "trade") -> str:
@@ -201,7 +257,7 @@ def _attacker(axes: Any, arms: Sequence[Arm]) -> None:
         if a.told is None:
             axes.text(66, y, a.words, ha="center", va="center", style="italic")
             continue
-        value, low, high = (100 * x for x in a.told.auroc)
+        value, low, high = (100 * x for x in a.auroc)
         colour = _ORANGE if a.told.verdict == "above" else _BLUE
         axes.plot((low, high), (y, y), color=colour, linewidth=2)
         axes.plot((value,), (y,), "o", markersize=8, color=colour)
@@ -219,13 +275,14 @@ def _bytes(axes: Any, arms: Sequence[Arm]) -> None:
 
 def caption(arms: Sequence[Arm]) -> str:
     """What the picture shows, in words."""
-    attack = next((a.told.attack for a in arms if a.told), "")
-    if not attack:
+    first = next((a for a in arms if a.told), None)
+    if first is None or first.told is None:
         return "Quality: open circle untrained, full circle after the last round. No attack is shown."
+    which = "the mean over the sites" if first.over_sites() else "its strongest finding"
     return (
         "Quality: open circle untrained, full circle after the last round, on rows that no site has. An attacker who "
         "reads what the server gets is shown a row that a site trained on and one that it did not "
-        f"({attack}, its strongest finding, 95 %). Blue band: the same attack on models that never saw the rows. "
+        f"({first.told.attack}, {which}, 95 %). Blue band: the same attack on models that never saw the rows. "
         "Orange band: on rows known by heart. An orange point shows membership; a blue one was not told from guessing, "
         "which proves no safety. One run each: no result to cite."
     )

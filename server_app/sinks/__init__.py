@@ -8,16 +8,12 @@ A file has `EXTRA` (the extra of pyproject.toml that it needs), `NEEDS` (the mod
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedveil.config import RunConfig
-from fedveil.discovery import Room
-from fedveil.errors import ConfigError
+from fedveil.server_app.following import extras
 from fedveil.server_app.following.outlets import Sink
-
-_ROOM = Room("fedveil.server_app.sinks", "fedveil.sinks", "sinks.use", needs=("EXTRA", "NEEDS", "create"))
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class About:
 
 def names() -> list[str]:
     """Names of all sinks: the files of this folder, and those of other packages."""
-    return _ROOM.names()
+    return extras.ROOM.names()
 
 
 def opened(about: About) -> dict[str, Sink]:
@@ -53,12 +49,4 @@ def opened(about: About) -> dict[str, Sink]:
     Raises:
         ConfigError: one is unknown, its extra is not installed here, or it cannot work as it is set.
     """
-    modules = {name: _ROOM.module(name) for name in about.config.sinks.names}
-    for name, module in modules.items():
-        if importlib.util.find_spec(module.NEEDS) is None:
-            extra = module.EXTRA
-            raise ConfigError(
-                f'sinks.use: expected the extra "{extra}" at the ServerApp, found no {module.NEEDS} for {name}; '
-                f"next step: pip install --require-hashes --no-deps -r lock/{extra}.txt"
-            )
-    return {name: module.create(about) for name, module in modules.items()}
+    return {name: module.create(about) for name, module in extras.installed(about.config, "at the ServerApp").items()}

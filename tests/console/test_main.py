@@ -2,12 +2,14 @@ import argparse
 import signal
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 from fedveil import strategies
 from fedveil.console import main
 from fedveil.console.commands.trying import methods
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +120,11 @@ def test_bench_list_and_missing_preset(capsys):
     assert "core/aggregate" in capsys.readouterr().out
     assert main.main(["bench"]) == 2
     assert "core/aggregate" in capsys.readouterr().err
+
+
+def test_the_help_says_where_the_documents_are_that_messages_name(capsys):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Documentation"] == main.DOCUMENTATION
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    assert main.DOCUMENTATION in capsys.readouterr().out

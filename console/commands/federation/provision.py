@@ -1,6 +1,13 @@
 """`fedveil provision`: makes certificates and a start-up kit for each site.
 
 From a federation.toml it makes one folder: a certificate authority, the server's own folder, and the kits.
+The smallest:
+
+    name = "pilot"
+    server = ["fl.example.org"]     # how sites reach the server
+    sites = ["north", "south"]
+
+docs/deploy.md has the other keys: ports, days, image.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ _CA_LASTS = 3  # times the server's certificate
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    parser.add_argument("file", type=Path, help="federation.toml; docs/deploy.md shows one")
+    parser.add_argument("file", type=Path, help="federation.toml")
     parser.add_argument("--out", type=Path, help="folder to make; default: the federation's name, beside the file")
     parser.set_defaults(run=run)
 

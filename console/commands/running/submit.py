@@ -1,7 +1,9 @@
 """`fedveil submit`: runs an app on a federation, and stays until its end.
 
 Where no app is named, this installation's own is sent. A relative run.dir is below the folder in which the server runs
-apps: FOLDER, where fedveil server start was used. The exit code says what became of the run, as that of
+apps: FOLDER, where fedveil server start was used. What sinks.use names must be installed here, for as a rule the server
+runs apps with this same installation. Where it has one of its own, --extras-at-server leaves the question to the
+ServerApp, which refuses before any site is asked. The exit code says what became of the run, as that of
 `fedveil watch` does: 0 completed, 1 failed, 3 stopped, 4 still going after --timeout.
 """
 
@@ -10,11 +12,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedveil.config import parse
+from fedveil.config import RunConfig, parse
 from fedveil.console.flower.command_line import Flower
 from fedveil.console.run_config import overrides
 from fedveil.console.runs.following import Followed
 from fedveil.console.terminal import terminal
+from fedveil.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,16 +31,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until it has ended"
     )
+    parser.add_argument(
+        "--extras-at-server", action="store_true", help="the server has packages of its own: ask there alone for extras"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit code says what became of the run."""
     settings = overrides(args.config, args.set)
-    config = parse(settings).run
+    parsed = parse(settings)
+    config = parsed.run
+    if parsed.sinks.names and not args.extras_at_server:
+        _require_sinks(parsed)
     flower = Flower(args.federation.absolute() / "server" / "flower")
     number = flower.submit(args.app, settings)
     print(f"run {number}: submitted", flush=True)
     folder = Path(config.dir).expanduser() / (config.name or f"run-{number}")
     # fedveil server start runs apps in the federation's folder, a container in / as this command's.
     return Followed(terminal(), number, [folder, args.federation / folder], flower).to_its_end(args.timeout)
+
+
+def _require_sinks(config: RunConfig) -> None:
+    from fedveil.server_app.following import extras  # Flower's import is for who names a sink
+
+    try:
+        extras.installed(config, "here, where the server's apps run as a rule")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; nothing was sent. If the server has an installation of its own that has it: --extras-at-server"
+        ) from None

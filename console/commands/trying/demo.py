@@ -35,9 +35,7 @@ from fedveil.errors import ConfigError, FedVeilError
 from fedveil.foreign import shown
 
 if TYPE_CHECKING:
-    from fedveil.attacks.side_by_side import Common
-
-    Measured = Future[Common | None]
+    from fedveil.console.report.gained import Measured
 
 DATA = places.folder("data/e2e")
 RUN_TIMEOUT = 1800.0
@@ -108,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     data = Path(settings.get("task.data", DATA))
     federation = LocalFederation([LocalSite(f"site-{i}", data) for i in range(args.sites)])
     failed = False
-    measured: list[Measured] = []
+    measured: list[Future[Measured]] = []
     # An attack on a run takes the time in which the next one waits for its processes.
     with ThreadPoolExecutor(1) as aside, federation:
         console.print(f"All {args.sites} sites online after {time.monotonic() - started:.1f} s")
@@ -184,23 +182,26 @@ def _explain(federation: LocalFederation, run: int, method: str, ended: Ended, o
     print("\n".join(map(shown, federation.server_log(run).splitlines())), file=sys.stderr)
 
 
-def _measure(folder: Path, data: Path, before: list[Measured]) -> Common | None:
+def _measure(folder: Path, data: Path, before: list[Future[Measured]]) -> Measured:
     from fedveil.console.report import gained  # needs torch, a second for which the start shall not wait
 
-    return gained.measure(folder, data, before[0].result() if before else None)
+    return gained.measure(folder, data, before[0].result().told if before else None)
 
 
-def _results(console: Console, out: Path, arms: list[Arm], measured: list[Measured]) -> None:
+def _results(console: Console, out: Path, arms: list[Arm], measured: list[Future[Measured]]) -> None:
     from fedveil.console.report import gained
 
     found = [runs.load(out / arm.name) for arm in arms if (out / arm.name / "status.json").is_file()]
     if not found:
         return
+    attacked = {}
     for arm, done in zip(arms, measured, strict=False):  # a run that failed is not measured
         try:
-            done.result()
+            if of_run := done.result().attacked:
+                attacked[out / arm.name] = of_run
         except FedVeilError as error:  # what was trained is worth showing all the same
             console.print(f"{arm.name}: not attacked: {shown(error)}", soft_wrap=True)
+    gained.compare(attacked)
     gained.write(out, found)
     console.print(summary.table(found))
     for line in gained.said(found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -162,3 +163,35 @@ def test_the_end_says_rounds_scores_model_and_the_next_command(flower, make_run,
     assert (state, model) == ("completed", f"model: {made}/final")
     assert rounds == "rounds: 3 of 5; last scores: bleu 21.2500, cider 0.8750, loss 3.1312"
     assert after == f"next: fedveil report {made}"
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """An installation without any extra."""
+    found = importlib.util.find_spec
+    extras = {"mlflow", "tensorboard", "prometheus_client"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in extras else found(name))
+
+
+@pytest.mark.parametrize("sink", ["mlflow", "tensorboard", "prometheus"])
+def test_a_missing_extra_is_refused_before_anything_is_sent(tmp_path, flower, capsys, bare, sink):
+    assert submitted(tmp_path, "--set", f"sinks.use={sink}") == 2
+    said = capsys.readouterr().err
+    assert f'sinks.use: expected the extra "{sink}" here' in said
+    assert f"pip install --require-hashes --no-deps -r lock/{sink}.txt" in said
+    assert "nothing was sent" in said
+    assert "--extras-at-server" in said
+    assert flower == []
+
+
+def test_an_unknown_sink_is_refused_with_those_there_are(tmp_path, flower, capsys):
+    assert submitted(tmp_path, "--set", "sinks.use=wandb") == 2
+    assert "expected one of ['mlflow', 'prometheus', 'tensorboard'], found \"wandb\"" in capsys.readouterr().err
+    assert flower == []
+
+
+def test_a_server_with_packages_of_its_own_is_asked_itself(tmp_path, flower, bare):
+    folder(tmp_path, "completed")
+    options = ["--set", "run.name=first", "--set", "sinks.use=mlflow", "--extras-at-server"]
+    assert submitted(tmp_path, *options) == 0
+    assert flower[1][1]["sinks.use"] == "mlflow"

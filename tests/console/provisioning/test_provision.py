@@ -360,6 +360,15 @@ def test_a_lost_certificate_is_named(federation, action, lost, capsys):
     assert main(["members", action, str(federation)]) == 2
 
 
+def test_what_a_missing_federation_is_told_is_one(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        parse(tmp_path / "federation.toml")
+    least = str(error.value).partition("; the least: ")[2].removesuffix(", a line each")
+    lines = least.replace(", server", "\nserver").replace(", sites", "\nsites")
+    (tmp_path / "federation.toml").write_text(lines)
+    assert parse(tmp_path / "federation.toml").sites == ["north", "south"]
+
+
 @pytest.mark.parametrize(
     "text,reason",
     [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedveil.attacks.findings import Audit, Finding, beside
+from fedveil.attacks.paired import Across
 
 Interval = tuple[float, float, float]
 
@@ -25,7 +28,15 @@ def controlled(*about: Finding, attack: str = "alignment", won: str = "above", l
     ]
 
 
-def audited(run: Path, *about: Finding, **controls: str) -> Path:
+def audited(run: Path, *about: Finding, across: Sequence[Across] = (), **controls: str) -> Path:
     """Writes the audit of a run."""
-    (run / "audit.json").write_text(json.dumps(Audit(controlled(*about, **controls), [], ["a note"]).to_json()))
+    audit = Audit(controlled(*about, **controls), [], ["a note"], across)
+    (run / "audit.json").write_text(json.dumps(audit.to_json()))
     return run
+
+
+def over_sites(auroc: float, base: Path | None = None, less: float = 0.0, p: float = 1.0, half: float = 0.04) -> Across:
+    """An attack over three sites, beside the audited run in the folder `base`."""
+    digest = hashlib.sha256((base / "audit.json").read_bytes()).hexdigest() if base else ""
+    interval = (less, less - half, less + half)
+    return Across("alignment", 3, (auroc, auroc - half, auroc + half), digest, interval, p)

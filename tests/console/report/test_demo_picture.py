@@ -6,18 +6,26 @@ import json
 from xml.etree import ElementTree
 
 from fedveil.attacks.findings import Finding
+from fedveil.attacks.paired import Across
 from fedveil.console.report import gained, trade
 from tests.conftest import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"
 
 
+def tuples(row: dict) -> dict:
+    """Lists as the tuples that they were before they were JSON."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+
+
 def arms() -> list[trade.Arm]:
     """The arms of the committed run."""
     found = []
     for row in json.loads((PICTURES / "demo.json").read_text()):
-        told = {k: tuple(v) if isinstance(v, list) else v for k, v in row["told"].items()} if row["told"] else None
+        told = tuples(row["told"]) if row["told"] else None
+        across = [Across(**tuples(a)) for a in row.get("across", [])]
         given = row | {"told": told and Finding(**told), "lost": tuple(row["lost"]), "won": tuple(row["won"])}
+        given |= {"across": across}
         found.append(trade.Arm(**given))
     return found
 

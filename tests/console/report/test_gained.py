@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+import pytest
+
 from fedveil.attacks.findings import Audit
+from fedveil.attacks.paired import placed
+from fedveil.attacks.side_by_side import Attacked
 from fedveil.console import samples
-from fedveil.console.report import gained
+from fedveil.console.report import gained, trade
 from fedveil.console.runs import folder
 from fedveil.sealed import VARIABLE
 from tests.console.commands.test_audit import DATA, SITES, made
@@ -17,19 +22,44 @@ from tests.console.report.made import audited, found
 def test_a_run_with_a_tap_is_attacked_and_one_without_is_not(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "key"))
     tapped = made(tmp_path / "tapped", SITES, {"run.tap": True, "run.rounds": 1, "method.name": "fedavg"})
-    told = gained.measure(tapped, DATA, None)
+    first = gained.measure(tapped, DATA, None)
     audit = Audit.read(tapped)
+    told = first.told
     assert told is not None
-    assert audit is not None
+    assert first.attacked is not None
+    assert first.attacked.audit == audit
     assert {f.attack for f in audit.findings} == {"alignment", "alignment, wrong site"}
     (tapped / "audit.json").unlink()
     content = json.loads((tapped / "config.json").read_text())
     content["config"]["run.tap"] = False
     (tapped / "config.json").write_text(json.dumps(content))
-    assert gained.measure(tapped, DATA, told) is told
-    assert gained.measure(tapped, DATA, None) is None
+    assert gained.measure(tapped, DATA, told) == gained.Measured(told)
+    assert gained.measure(tapped, DATA, None) == gained.Measured(None)
     assert Audit.read(tapped) is None
     assert samples.read(tapped) == []  # the server has no test rows
+
+
+def test_runs_are_compared_with_the_fedavg_run_wherever_it_stands(tmp_path):
+    rng = np.random.default_rng(2)
+    others, signal = rng.normal(0.0, 1.0, 60), rng.normal(0.0, 1.0, 60)
+    attacked = {}
+    for name, shift in (("fedrand", 0.2), ("fedavg", 1.6)):
+        run = audited(write_run(tmp_path, name), found("site-1", 0.8, "above"))
+        audit = Audit.read(run)
+        attacked[run] = Attacked(audit, {"alignment": placed([(signal + shift, others)])})
+    gained.compare(attacked)
+    arms = {run.name: trade.arm(folder.load(run)) for run in attacked}
+    (mine,), (base,) = arms["fedrand"].across, arms["fedavg"].across
+    assert (base.base, mine.base) == ("", arms["fedavg"].digest)
+    assert mine.less[0] == pytest.approx(base.auroc[0] - mine.auroc[0])
+    assert trade.verdict([arms["fedrand"], arms["fedavg"]])[0].startswith("With fedrand an attacker is right ")
+
+
+def test_without_a_fedavg_run_nothing_is_compared(tmp_path):
+    run = audited(write_run(tmp_path, "fedrand"), found("site-1", 0.8, "above"))
+    parts = {"alignment": placed([(np.arange(9.0), np.arange(9.0))])}
+    gained.compare({run: Attacked(Audit.read(run), parts)})
+    assert [(a.auroc[0], a.base) for a in Audit.read(run).across] == [(0.5, "")]
 
 
 def test_the_picture_and_its_figures_stand_beside_the_report(tmp_path):

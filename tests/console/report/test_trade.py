@@ -9,7 +9,7 @@ import pytest
 from fedveil.console.report import run_page, trade
 from fedveil.console.runs import folder
 from tests.console.conftest import write_run
-from tests.console.report.made import audited, found
+from tests.console.report.made import audited, found, over_sites
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_less_is_said_only_where_the_intervals_are_apart(pair):
         "With fedrand an attacker is right 60 times in 100 (a coin: 50) instead of 86 times in 100 with fedavg, "
         "at a test loss of 3.12 (there 3.13), 53 % of the bytes."
     )
-    assert "fedrand: not told from guessing (60 times in 100 [55, 65])" in text
+    assert "fedrand: 60 times in 100 [55, 65]: less, and not told from guessing; at a test loss" in text
 
 
 def test_an_overlap_is_not_told_apart(pair):
@@ -52,11 +52,80 @@ def test_an_overlap_is_not_told_apart(pair):
     assert text.startswith(
         "Not decided here: nothing is told apart from fedavg, on which an attacker is right 86 times"
     )
-    assert "82 times in 100 [77, 87], not told apart from fedavg; at a test loss of 3.12 (there 3.13), 53 % of" in text
+    assert "82 times in 100 [77, 87]: not told apart from fedavg; at a test loss of 3.12 (there 3.13), 53 % of" in text
 
 
 def test_intervals_apart_are_less_but_not_nothing(pair):
-    assert "fedrand: less, but not nothing (70 times in 100 [65, 75])" in said(pair(0.7, "above"))
+    assert "fedrand: 70 times in 100 [65, 75]: less, but not nothing; " in said(pair(0.7, "above"))
+
+
+def test_intervals_apart_on_the_other_side_are_more(pair):
+    text = said(pair(0.97, "above"))
+    assert text.startswith("Nothing is gained here: fedrand told an attacker more than fedavg (86 times in 100).")
+    assert "fedrand: 97 times in 100 [92, 100]: more; " in text
+
+
+@pytest.fixture
+def same_rows(tmp_path):
+    """FedAvg at 0.80 over the sites, and arms by name: (mean, what fedavg has more, p) -> the sentences."""
+
+    def made(**arms):
+        base = audited(write_run(tmp_path, "fedavg"), found("site-1", 0.86, "above"), across=[over_sites(0.80)])
+        runs = [base]
+        for name, (value, less, p) in arms.items():
+            across = [over_sites(value, base, less, p)]
+            runs.append(audited(write_run(tmp_path, name), found("site-1", value, "above"), across=across))
+        return [folder.load(run) for run in runs]
+
+    return made
+
+
+def test_the_same_rows_tell_runs_apart_whose_intervals_overlap(same_rows):
+    runs = same_rows(fedrand=(0.79, 0.01, 0.5), secure=(0.74, 0.06, 0.003))
+    text = said(runs)
+    assert text.startswith(
+        "With secure an attacker is right 74 times in 100 (a coin: 50) instead of 80 times in 100 with"
+    )
+    assert "an attacker picks the trained row of a pair 80 times in 100 [76, 84]." in text
+    assert "fedrand: 79 times in 100 [75, 83]: not told apart from fedavg, -1 [-5, +3] on the same rows; " in text
+    assert "secure: 74 times in 100 [70, 78]: less, but not nothing, -6 [-10, -2] on the same rows; " in text
+    svg = trade.svg([trade.arm(run) for run in runs])
+    assert ">80 %<" in svg  # the mean over the sites, not the strongest site's 86
+    assert "the mean over the sites" in trade.caption([trade.arm(run) for run in runs])
+
+
+@pytest.mark.parametrize(
+    "more,answer",
+    [
+        ({}, "With a an attacker is right 74"),
+        ({"b": (0.79, 0.01, 0.5)}, "Not decided here: nothing is told apart from"),
+    ],
+)
+def test_comparisons_are_corrected_for_each_other(same_rows, more, answer):
+    assert said(same_rows(a=(0.74, 0.06, 0.03), **more)).startswith(answer)
+
+
+def test_on_the_same_rows_more_is_said_too(same_rows):
+    text = said(same_rows(fedrand=(0.86, -0.06, 0.001)))
+    assert text.startswith("Nothing is gained here: fedrand told an attacker more than fedavg (80 times in 100).")
+    assert "fedrand: 86 times in 100 [82, 90]: more, +6 [+2, +10] on the same rows; " in text
+
+
+def test_a_comparison_with_another_audit_than_that_of_the_base_does_not_count(same_rows):
+    runs = same_rows(secure=(0.78, 0.06, 0.001))
+    audited(runs[0].folder, found("site-1", 0.86, "above", half=0.06), across=[over_sites(0.80)])  # audited again
+    text = said(runs)
+    assert text.startswith("Not decided here")
+    assert "on the same rows" not in text
+
+
+def test_an_attack_without_controls_is_not_compared(tmp_path):
+    base = audited(write_run(tmp_path, "fedavg"), found("site-1", 0.86, "above"), across=[over_sites(0.80)])
+    across = [over_sites(0.74, base, 0.06, 0.001)]
+    arm = audited(write_run(tmp_path, "lame"), found("site-1", 0.74, "above"), across=across, won="contains")
+    text = said([folder.load(base), folder.load(arm)])
+    assert text.startswith("Not decided here")
+    assert "lame: not decided here; " in text
 
 
 @pytest.mark.parametrize("given", [{"of_base": "contains", "base": 0.55}, {"won": "contains"}, {"lost": "above"}])
