@@ -152,7 +152,8 @@ def _part(settings: dict[str, Any], part: dict[str, Any], seed: int, options: Op
         figures, done = adversary.other_rows(task_of(VisionLanguage, gentle, options), found.members, gentle)
         rows[OTHER_ROWS] = _Row(figures, seconds=time.perf_counter() - started)
         options.say(f"seed {seed}: {OTHER_ROWS}: {done.loss_share:.3f} of the loss is left")
-    for label, chosen in settings["methods"].items():
+    for label in part.get("methods", settings["methods"]):
+        chosen = settings["methods"][label]
         fields = {"method.name": chosen["name"], "method.fields": chosen.get("fields", "")}
         rows |= _method(label, parse(flat | fields), settings, part, found, adversary, seed, options)
     return rows
