@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.fedrand.adversary import Figures
-from fedveil.errors import ConfigError
 
 
 def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[str]:
@@ -43,7 +42,8 @@ def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[s
         for metric, figure in figures.items():  # a metric begins with the name of its part
             if metric.endswith("alignment, wrong site"):
                 said.append(_control(name, "not above", metric, figure))
-    said += _claims(rows, settings.get("claims", []))
+    of_claims = max((len(f.seeds) for of_row in rows.values() for f in of_row.values()), default=0)
+    said += common.table(common.compared(rows, settings.get("claims", [])), of_claims)
     pairs = settings.get("errors", [])
     errors = [[rows[f"{name} client"]["reconstruction error"] for name in pair] for pair in pairs]
     less = [resampling.less(smaller, larger) for smaller, larger in errors]
@@ -52,24 +52,6 @@ def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[s
         shown = resampling.shown(resampling.interval(d), "+.3g")
         said.append(f"Reconstruction error: {pair[0]} {word} {pair[1]} (difference {shown}).")
     return said
-
-
-def _claims(rows: Mapping[str, Figures], claims: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Whether each claim holds: on one metric of two rows, paired by resample and by seed, corrected for the others.
-
-    Raises:
-        ConfigError: a claim about a row or a metric that the table does not have.
-    """
-    found = []
-    for claim in claims:
-        metric, mine, other = (claim[key] for key in ("metric", "row", "than"))
-        for name in (mine, other):
-            if metric not in rows.get(name, {}):
-                raise ConfigError(f'claims: expected a row with that metric, found none of "{name}" with "{metric}"')
-        d = resampling.less(rows[mine][metric], rows[other][metric])
-        text = f"{metric} of {mine} less that of {other}: {resampling.shown(resampling.interval(d), '+.3f')}"
-        found.append((f"{text}; the claim has {common.claim_in_words(claim)}", common.claimed(d, claim)))
-    return common.table(found, max((len(f.seeds) for of_row in rows.values() for f in of_row.values()), default=0))
 
 
 def _control(name: str, side: str, metric: str, figure: Figure) -> str:
