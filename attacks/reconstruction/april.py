@@ -9,12 +9,14 @@ Where the embedded tokens z0 feed only the attention of block 0, with d = dL/d(q
     A^T z0 = W^T G                               biases drop out
 
 Solve it for z0 by least squares, subtract E_pos, drop the class token, subtract the bias b of the patch embedding, and
-solve E X^T = (z - b)^T for the patches X.
+solve E X^T = (z - b)^T for the patches X. Where the picture is known to be X = T u, solve E (T u)^T = (z - b)^T for u,
+by LSMR (Fong, Saunders: SIAM J. Sci. Comput. 33(5), 2011).
 
 | case | result |
 |---|---|
 | block without layer norm and residual (`modified`), batch 1, D >= S + 1 and D >= C P^2 | exact |
 | the same, D < C P^2 | the patches of least norm: blurred |
+| the same, of a picture that was enlarged by a known map T | exact where the small one has fewer values than S D |
 | the standard pre-norm block | fails even undefended: z0 reaches the loss by the residual and W by the layer norm |
 | batch above 1 | fails: A is a sum over the batch |
 | a mask on the gradient | fails: zeros are taken as data, which says nothing of an adversary who knows the mask |
@@ -27,16 +29,22 @@ unless its undefended control succeeds.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.sparse.linalg import LinearOperator, lsmr
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fedveil.attacks.reconstruction.images import Image, untile
 
 Named = Mapping[str, Tensor]
+
+_EXACT, _MOST_STEPS = 1e-12, 2000  # of LSMR: the relative tolerance, and its end where it does not get there
 
 POSITION = r"embeddings\.position_embeddings"
 PATCH_WEIGHT = r"patch_embeddings\.projection\.weight"
@@ -44,6 +52,39 @@ _PATCH_BIAS = r"patch_embeddings\.projection\.bias"
 # Both spellings of transformers 5: q_proj since the attention classes were merged, query before.
 _SPELLINGS = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
 _QKV = [rf"layers?\.0\..*\b({new}|{old})\.weight" for new, old in _SPELLINGS]
+
+
+@dataclass(frozen=True)
+class Enlargement:
+    """A linear map T from a small picture into the model's input, such as bilinear resizing.
+
+    Attributes:
+        apply: T of (1, channels, height, width), in double precision.
+        shape: of the small picture, (channels, height, width).
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    shape: tuple[int, int, int]
+
+    def input_of(self, kernel: Tensor, tokens: Tensor) -> Image:
+        """T u for the u of least squares ||E T u - tokens||: kernel (D, C, P, P), tokens (S, D) without their bias."""
+
+        def embedded(flat: Tensor) -> Tensor:
+            patches = functional.conv2d(self.apply(flat.reshape(1, *self.shape)), kernel, stride=kernel.shape[-1])
+            return patches[0].flatten(1).T.flatten()
+
+        unknowns = math.prod(self.shape)
+        _, transposed = torch.func.vjp(
+            embedded, torch.zeros(unknowns, dtype=torch.float64)
+        )  # linear: the same anywhere
+        operator = LinearOperator(
+            (tokens.numel(), unknowns),
+            matvec=lambda u: embedded(torch.from_numpy(u.ravel())).numpy(),
+            rmatvec=lambda r: transposed(torch.from_numpy(r.ravel()))[0].numpy(),
+            dtype=float,
+        )
+        found = lsmr(operator, tokens.flatten().numpy(), atol=_EXACT, btol=_EXACT, maxiter=_MOST_STEPS)[0]
+        return self.apply(torch.from_numpy(found).reshape(1, *self.shape))[0]
 
 
 class ModifiedBlock(nn.Module):
@@ -75,12 +116,15 @@ def modified(model: nn.Module) -> nn.Module:
     return model
 
 
-def april(gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1.0) -> Image:
+def april(
+    gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1.0, enlargement: Enlargement | None = None
+) -> Image:
     """The image whose gradients these are, clipped to [low, high]. Zeros of a mask are taken as data.
 
     Args:
         gradients: by parameter name; those of the position embedding and of q, k, v of block 0 are used.
         model: the ViT at the weights that the gradients were taken at.
+        enlargement: what made the model's input of a smaller picture, if the adversary knows it; the input is returned.
 
     Raises:
         ValueError: a gradient that is missing.
@@ -91,9 +135,11 @@ def april(gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1
     g = torch.cat([double(named(gradients, each)) for each in _QKV])
     z0 = least_squares(a.T, w.T @ g)
     z = (z0 - double(named(weights, POSITION)).flatten(0, -2))[1:]  # row 0 is the class token
-    kernel = double(named(weights, PATCH_WEIGHT)).flatten(1)  # D x C P^2
-    patches = least_squares(kernel, (z - double(named(weights, _PATCH_BIAS))).T).T
-    return assemble(patches, model).clamp(low, high)
+    kernel = double(named(weights, PATCH_WEIGHT))  # D x C x P x P
+    tokens = z - double(named(weights, _PATCH_BIAS))  # S x D
+    if enlargement:
+        return enlargement.input_of(kernel, tokens).clamp(low, high)
+    return assemble(least_squares(kernel.flatten(1), tokens.T).T, model).clamp(low, high)
 
 
 def named(tensors: Named, pattern: str) -> Tensor:

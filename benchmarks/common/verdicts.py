@@ -77,6 +77,32 @@ def claim_in_words(claim: Mapping[str, Any]) -> str:
     return f"it {claim['is']}" + (f" (within {claim['margin']:g})" if "margin" in claim else "")
 
 
+def compared(
+    rows: Mapping[str, Mapping[str, Figure]], claims: Sequence[Mapping[str, Any]], form: str = "+.3f"
+) -> list[tuple[str, Said]]:
+    """What each claim of a preset says, and whether it holds: on one metric of two rows, paired by resample and seed.
+
+    A claim's "than" is another row, or a number that every seed is held to.
+
+    Raises:
+        ConfigError: a claim about a row or a metric that the table does not have.
+    """
+    found = []
+    for claim in claims:
+        metric, mine, other = (claim[key] for key in ("metric", "row", "than"))
+        for name in (mine, other):
+            if isinstance(name, str) and metric not in rows.get(name, {}):
+                raise ConfigError(
+                    f'claims: expected a row with that metric, found none of "{name}" with "{metric}"; mend the claim'
+                )
+        against = rows[other][metric] if isinstance(other, str) else resampling.fixed(float(other))
+        d = resampling.less(rows[mine][metric], against)
+        than = f"that of {other}" if isinstance(other, str) else f"{other:g}"
+        text = f"{metric} of {mine} less {than}: {resampling.shown(resampling.interval(d), form)}"
+        found.append((f"{text}; the claim has {claim_in_words(claim)}", claimed(d, claim)))
+    return found
+
+
 def words(said: Sequence[Said]) -> list[str]:
     """The word of each, corrected for the others."""
     corrected = holm([each.p for each in said])

@@ -11,8 +11,8 @@ that has the row's class.
 | <row>, noise only | gradients of zero, noise alone: attacks must lose |
 | <row> with `control = "win"` | undefended, known by heart: attacks must win |
 
-With `together` all rows of such a control are one site's: three classes, as a site has here, are told apart without
-learning a row by heart.
+With `together` all rows of such a row are one site's: three classes, as a site has here, are told apart without
+learning a row by heart. With `shadows = 0` it has the loss alone.
 
 | metric | what |
 |---|---|
@@ -20,6 +20,7 @@ learning a row by heart.
 | AUROC, per class; AUROC, global | pooled over rows; of a net a class, and of one net for all |
 | TPR at 1 % FPR, global | pooled over rows |
 | AUROC, loss | minus the loss of the row, no shadows |
+| right, held out | per cent of the others, whose class the model names |
 
 Of the nets' figures a seed has its own 95 % interval; over seeds values and ends are averaged, which is no narrower
 than the truth. The loss has the paired intervals of `resampling`.
@@ -52,7 +53,7 @@ from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows
 from fedveil.models.clip_towers import EncodedImage
 
-LOSS = "AUROC, loss"
+LOSS, RIGHT = "AUROC, loss", "right, held out"
 _MEMBERS, _OTHERS = 20, 21  # names of draws
 _ALL = "all"  # the site of a row with `together`
 _PARTS = ("members", "others", "pool")
@@ -68,7 +69,8 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
             metric: resampling.over_seeds([estimated(each["nets"][metric], each["rows"]) for each in of_seeds])
             for metric in of_seeds[0]["nets"]
         }
-        figures[name][LOSS] = resampling.over_seeds([Figure.from_json(each["loss"]) for each in of_seeds])
+        for metric in (LOSS, RIGHT):
+            figures[name][metric] = resampling.over_seeds([Figure.from_json(each[metric]) for each in of_seeds])
         metrics = {metric: resampling.interval(figure) for metric, figure in figures[name].items()}
         costs = {k: max(each["costs"][k] for each in of_seeds) for k in of_seeds[0]["costs"]}
         metrics |= {k: resampling.interval(resampling.fixed(v)) for k, v in costs.items() if v < math.inf}
@@ -89,7 +91,7 @@ def estimated(estimate: Sequence[float], rows: int) -> Figure:
 
 
 def verdicts(figures: Mapping[str, Mapping[str, Figure]], settings: Mapping[str, Any]) -> list[str]:
-    """Sentences on where each target stands, and on whether the controls hold.
+    """Sentences on where each target stands, on whether the controls hold, and on the preset's claims.
 
     A control to win must win over the seeds; one to lose fails as soon as its rows tell.
     """
@@ -98,7 +100,8 @@ def verdicts(figures: Mapping[str, Mapping[str, Figure]], settings: Mapping[str,
     controls, found = [], list[tuple[str, Said]]()
     for name, of_row in figures.items():
         for metric in ("AUROC, per class", "AUROC, global", LOSS):
-            figure = of_row[metric]
+            if (figure := of_row.get(metric)) is None:  # a row without shadows
+                continue
             i = resampling.interval(resampling.of_rows(figure) if name in blind else figure)
             text = f"{name}, {metric}: {resampling.shown(i)}"
             if name in winners:
@@ -108,6 +111,7 @@ def verdicts(figures: Mapping[str, Mapping[str, Figure]], settings: Mapping[str,
             else:
                 sides = ("below 0.5", "above 0.5", "not told from 0.5")
                 found.append((text, common.told(resampling.less(figure, resampling.fixed(0.5)), *sides)))
+    found += common.compared(figures, settings.get("claims", []))
     return [*controls, *common.table(found, max(len(of_row[LOSS].seeds) for of_row in figures.values()))]
 
 
@@ -115,17 +119,13 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     """What `run` asks of each seed."""
     sites = federated_prompts.load(settings, seed, options)
     parts = parted(sites.rows, np.random.default_rng(seed))
+    joined = {part: {_ALL: [row for rows in of_site.values() for row in rows]} for part, of_site in parts.items()}
     said: dict[str, Any] = {ZERO: _attacked(settings, sites, parts, None, False, options)}
     for name, chosen in settings["rows"].items():
-        if chosen.get("together", False):
-            joined = {
-                part: {_ALL: [row for rows in of_site.values() for row in rows]} for part, of_site in parts.items()
-            }
-            said[name] = _attacked(settings, _together(sites), joined, chosen, False, options)
-        else:
-            said[name] = _attacked(settings, sites, parts, chosen, False, options)
+        at = (_together(sites), joined) if chosen.get("together", False) else (sites, parts)
+        said[name] = _attacked(settings, *at, chosen, False, options)
         if chosen.get("control") is True:
-            said[federated_prompts.blind(name)] = _attacked(settings, sites, parts, chosen, True, options)
+            said[federated_prompts.blind(name)] = _attacked(settings, *at, chosen, True, options)
     return said
 
 
@@ -194,26 +194,32 @@ def _attacked(
     members, others, pool = ([row for of_site in parts[part].values() for row in of_site] for part in _PARTS)
     weights = trained(parts["members"])
     at = shadow.target(says, weights, members, _labelled(members), _labelled(others), pool)
-    how = shadow.Settings(shadows=(chosen or {}).get("shadows", settings["shadows"]))
-    found = shadow.records(like_target, says, pool, _labelled(pool)[1], how, generator)
-    outcome = shadow.attack(found, at, how, generator)
+    nets: dict[str, Estimate] = {}
+    rows = len(members)
+    if count := (chosen or {}).get("shadows", settings["shadows"]):
+        how = shadow.Settings(shadows=count)
+        found = shadow.records(like_target, says, pool, _labelled(pool)[1], how, generator)
+        outcome = shadow.attack(found, at, how, generator)
+        per_class, whole = outcome["per class"], outcome["global"]
+        rows = whole.rows
+        nets = {
+            "balanced accuracy, per class": per_class.accuracy,
+            "AUROC, per class": per_class.pooled_auroc,
+            "AUROC, global": whole.pooled_auroc,
+            "TPR at 1 % FPR, global": whole.pooled_tpr_at_1,
+        }
     mine, theirs = (_confidence(v, ls) for v, ls in ((at.members, at.member_labels), (at.others, at.other_labels)))
     loss = resampling.auroc(mine, theirs, (_MEMBERS,), (_OTHERS,))
-    per_class, whole = outcome["per class"], outcome["global"]
-    nets = {
-        "balanced accuracy, per class": per_class.accuracy,
-        "AUROC, per class": per_class.pooled_auroc,
-        "AUROC, global": whole.pooled_auroc,
-        "TPR at 1 % FPR, global": whole.pooled_tpr_at_1,
-    }
+    right = resampling.mean(100.0 * (at.others.argmax(-1) == np.asarray(at.other_labels)), _OTHERS)
     options.say(
         f"seed {sites.seed}: {'zero-shot' if chosen is None else chosen['name']}{', noise only' if dark else ''}: "
-        f"global AUROC {whole.pooled_auroc.value:.3f}, loss {loss.value:.3f}, {time.perf_counter() - started:.0f} s"
+        f"loss {loss.value:.3f}, right {right.value:.1f} %, {time.perf_counter() - started:.0f} s"
     )
     return {
         "nets": {metric: _triple(e) for metric, e in nets.items()},
-        "loss": loss.to_json(),
-        "rows": whole.rows,
+        LOSS: loss.to_json(),
+        RIGHT: right.to_json(),
+        "rows": rows,
         "costs": federated[0].costs if federated else {},
         "privacy": federated[0].privacy if federated else "no row was seen",
     }

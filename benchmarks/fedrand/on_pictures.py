@@ -30,7 +30,7 @@ from typing import Any
 
 from fedveil import rng, strategies
 from fedveil.attacks import controls
-from fedveil.attacks.base import OTHER_ROWS, View
+from fedveil.attacks.base import OTHER_ROWS, OVERFITTED, View
 from fedveil.attacks.hidden_model import factor_pairing
 from fedveil.attacks.hidden_model.factor_pairing import RebuiltClient
 from fedveil.attacks.membership import scores as membership
@@ -142,19 +142,29 @@ def _part(settings: dict[str, Any], part: dict[str, Any], seed: int, options: Op
     if settings["attack"]:
         adversary = _adversary(settings["attack"], flat, task, initial, found, options)
         rows["round 0"].figures |= adversary.attacked(task, [Target((), initial, found.members)])
-        own, started = controls.settings(config), time.perf_counter()
-        figures, done = adversary.overfitted(
-            task_of(VisionLanguage, own, options), found.members[: settings["overfitted_members"]], own
-        )
-        rows["overfitted FedAvg"] = _Row(figures, seconds=time.perf_counter() - started)
-        options.say(f"seed {seed}: overfitted FedAvg: {done.loss_share:.3f} of the loss is left")
-        gentle, started = controls.gently(own), time.perf_counter()
-        figures, done = adversary.other_rows(task_of(VisionLanguage, gentle, options), found.members, gentle)
-        rows[OTHER_ROWS] = _Row(figures, seconds=time.perf_counter() - started)
-        options.say(f"seed {seed}: {OTHER_ROWS}: {done.loss_share:.3f} of the loss is left")
-    for label, chosen in settings["methods"].items():
+        rows |= _trained_controls(adversary, config, found, settings["overfitted_members"], options)
+    for label in part.get("methods", settings["methods"]):
+        chosen = settings["methods"][label]
         fields = {"method.name": chosen["name"], "method.fields": chosen.get("fields", "")}
         rows |= _method(label, parse(flat | fields), settings, part, found, adversary, seed, options)
+    return rows
+
+
+def _trained_controls(
+    adversary: Adversary, config: RunConfig, found: Drawn, members: int, options: Options
+) -> dict[str, _Row]:
+    """A model that knows `members` rows by heart, and one that other rows taught; neither where `members` is 0."""
+    if not members:
+        return {}
+    rows = {}
+    own, started = controls.settings(config), time.perf_counter()
+    figures, done = adversary.overfitted(task_of(VisionLanguage, own, options), found.members[:members], own)
+    rows[OVERFITTED] = _Row(figures, seconds=time.perf_counter() - started)
+    options.say(f"seed {config.run.seed}: {OVERFITTED}: {done.loss_share:.3f} of the loss is left")
+    gentle, started = controls.gently(own), time.perf_counter()
+    figures, done = adversary.other_rows(task_of(VisionLanguage, gentle, options), found.members, gentle)
+    rows[OTHER_ROWS] = _Row(figures, seconds=time.perf_counter() - started)
+    options.say(f"seed {config.run.seed}: {OTHER_ROWS}: {done.loss_share:.3f} of the loss is left")
     return rows
 
 

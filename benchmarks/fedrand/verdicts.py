@@ -39,8 +39,11 @@ def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[s
             if metric in settings.get("controls", []):
                 said.append(_control(control, side, metric, figure))
     for name, figures in rows.items():
-        if wrong := figures.get("alignment, wrong site"):
-            said.append(_control(name, "not above", "alignment, wrong site", wrong))
+        for metric, figure in figures.items():  # a metric begins with the name of its part
+            if metric.endswith("alignment, wrong site"):
+                said.append(_control(name, "not above", metric, figure))
+    of_claims = max((len(f.seeds) for of_row in rows.values() for f in of_row.values()), default=0)
+    said += common.table(common.compared(rows, settings.get("claims", [])), of_claims)
     pairs = settings.get("errors", [])
     errors = [[rows[f"{name} client"]["reconstruction error"] for name in pair] for pair in pairs]
     less = [resampling.less(smaller, larger) for smaller, larger in errors]

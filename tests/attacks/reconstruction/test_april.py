@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
-from fedveil.attacks.reconstruction.april import ModifiedBlock, april, modified
+from fedveil.attacks.reconstruction.april import Enlargement, ModifiedBlock, april, modified
 from fedveil.attacks.reconstruction.images import mean_image, psnr
 from tests.attacks.reconstruction.small_vit import LABEL, POSITION, gradients, masked, smooth, vit
 
@@ -68,6 +69,25 @@ def test_fewer_features_than_pixels_of_a_patch_blur():
     blurred = psnr(april(gradients(model, true), model), true[0], 2)
     model = modified(vit(size=16, hidden=48))
     assert blurred < 50 < 60 < psnr(april(gradients(model, true), model), true[0], 2)
+
+
+def enlargement(side, size):
+    def apply(images):
+        return functional.interpolate(images, size, mode="bilinear", align_corners=False)
+
+    return Enlargement(apply, (3, side, side))
+
+
+def test_a_known_enlargement_reads_what_a_narrow_model_blurs():
+    """D = 40 < 48 = C P^2, but 16 tokens of 40 are more than the 192 values of the small picture."""
+    known = enlargement(8, 16)
+    true = known.apply(smooth(1, 8))
+    model = modified(vit(size=16, hidden=40))
+    sent = gradients(model, true)
+    assert psnr(april(sent, model), true[0], 2) < 50
+    assert psnr(april(sent, model, enlargement=known), true[0], 2) > 60
+    assert psnr(april(sent, model, enlargement=enlargement(4, 16)), true[0], 2) < 50  # of another size
+    assert psnr(april(masked(sent, 0.5), model, enlargement=known), true[0], 2) < 20
 
 
 def test_modified_is_attention_then_mlp(model):

@@ -11,9 +11,12 @@ import pytest
 from fedveil.attacks.membership import lira
 from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.dp_fpl import membership
+from fedveil.benchmarks.dp_fpl.federated_prompts import Sites
 from fedveil.benchmarks.run import Options
 from tests.benchmarks.dp_fpl.small import around, needs_data
 from tests.benchmarks.dp_fpl.small import settings as small
+
+ROWS = [SimpleNamespace(label=k // 24, number=k) for k in range(48)]
 
 
 def test_members_others_and_pool_share_no_row_and_have_the_same_classes():
@@ -70,6 +73,53 @@ def test_an_estimate_keeps_its_interval_and_several_are_as_wide():
     assert resampling.interval(one) == pytest.approx({"mean": 0.6, "low": 0.55, "high": 0.7, "n": 30}, abs=2e-3)
     both = resampling.over_seeds([one, one])
     assert both.replicates == pytest.approx(one.replicates)
+
+
+def test_a_claim_holds_a_row_to_another_or_to_a_number():
+    def figures(loss, right):
+        of_seeds = ((loss - 0.002, loss + 0.002, loss), (right - 1, right + 1, right))
+        rows = [resampling.over_seeds([around(v, 1e-4) for v in each]) for each in of_seeds]
+        return dict(zip((membership.LOSS, membership.RIGHT), rows, strict=True))
+
+    found = {"zero-shot": figures(0.5, 50.0), "plain": figures(0.7, 80.0), "private": figures(0.51, 75.0)}
+    claims = [
+        {"metric": membership.LOSS, "row": "plain", "than": 0.55, "is": "higher"},
+        {"metric": membership.LOSS, "row": "private", "than": 0.5, "is": "not higher", "margin": 0.05},
+        {"metric": membership.LOSS, "row": "plain", "than": 0.5, "is": "not higher", "margin": 0.05},
+        {"metric": membership.RIGHT, "row": "private", "than": "zero-shot", "is": "higher"},
+    ]
+    said = membership.verdicts(found, {"rows": {}, "claims": claims})
+    words = [s.rpartition(": ")[2] for s in said if "the claim has" in s]
+    assert words == ["holds here.", "holds here.", "does not hold here.", "holds here."]
+    assert any(s.startswith("AUROC, loss of plain less 0.55: +0.150 [") for s in said)
+
+
+def test_rows_together_have_their_control_at_the_same_site(monkeypatch):
+    """A control of noise that ran on other sites than its row would be compared with another model."""
+    classes = {"a": frozenset({0}), "b": frozenset({1})}
+    sites = Sites({}, {}, 0, Options(), {"a": ROWS[:24], "b": ROWS[24:]}, classes, (), None)
+    asked = []
+    monkeypatch.setattr(membership.federated_prompts, "load", lambda *_: sites)
+    monkeypatch.setattr(
+        membership, "_attacked", lambda _, at, parts, chosen, dark, __: asked.append((at.names, dark, parts["members"]))
+    )
+    rows = {"apart": {"control": True}, "joined": {"control": True, "together": True}}
+    assert list(membership.of_seed({"rows": rows}, 0, Options())) == [
+        "zero-shot", "apart", "apart, noise only", "joined", "joined, noise only",
+    ]  # fmt: skip
+    assert [(names, dark) for names, dark, _ in asked[1:]] == [
+        (["a", "b"], False), (["a", "b"], True), (["all"], False), (["all"], True),
+    ]  # fmt: skip
+    assert {len(parts["all"]) for _, _, parts in asked[3:]} == {12}
+
+
+@needs_data
+def test_without_shadows_a_row_has_the_loss_and_what_it_names_rightly():
+    found = membership.of_seed(small({"plain": {"name": "promptfl", "shadows": 0}}) | {"shadows": 0}, 0, Options())
+    for row in found.values():
+        assert row["nets"] == {}
+        assert 0 <= row[membership.RIGHT][0] <= 100
+    assert found["plain"][membership.LOSS][0] != found["zero-shot"][membership.LOSS][0]
 
 
 @pytest.mark.slow

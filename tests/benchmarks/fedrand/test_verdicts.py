@@ -8,6 +8,7 @@ import pytest
 from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.fedrand.verdicts import verdicts
+from fedveil.errors import ConfigError
 
 
 def around(value: float, width: float = 0.01) -> Figure:
@@ -77,3 +78,46 @@ def test_reconstruction_errors_are_compared(pair, word):
     rows = {f"{name} client": {"reconstruction error": around(v)} for name, v in values.items()}
     (sentence,) = verdicts(rows, {"methods": {}, "errors": [list(pair)]})
     assert f"{pair[0]} {word} {pair[1]} (difference " in sentence
+
+
+def seeded(*values: float, width: float = 0.001) -> Figure:
+    return resampling.over_seeds([around(v, width) for v in values])
+
+
+def claimed(mine: Figure, other: Figure, **more: object) -> str:
+    claim = {"metric": "alignment", "row": "X client", "than": "Y client", "is": "not lower", "margin": 0.05} | more
+    rows = {"X client": {"alignment": mine}, "Y client": {"alignment": other}}
+    return verdicts(rows, {"methods": {}, "claims": [claim]})[0]
+
+
+def test_a_claim_is_judged_by_its_margin_and_its_pairs():
+    base = (0.7, 0.95, 0.8, 0.9, 0.75)
+    near, far = (seeded(*(v - less for v in base)) for less in (0.01, 0.2))
+    assert claimed(near, seeded(*base)).endswith("it not lower (within 0.05): holds here.")
+    assert claimed(near, seeded(*base), margin=0.005).endswith("does not hold here.")
+    assert claimed(far, seeded(*base)).endswith("does not hold here.")
+    # The same values in another order are five pairs apart by their spread: nothing is told.
+    assert claimed(seeded(*(v - 0.01 for v in reversed(base))), seeded(*base)).endswith("not decided.")
+    assert claimed(seeded(*base[:2]), seeded(*base[:2])).endswith("not decided.")
+
+
+def test_claims_of_a_table_are_corrected_together():
+    rows = {
+        "X client": {m: seeded(0.5, 0.53, 0.51, 0.52, 0.56) for m in "abcdefgh"},
+        "Y client": {m: seeded(0.5, 0.51, 0.49, 0.5, 0.52) for m in "abcdefgh"},
+    }
+    claims = [{"metric": m, "row": "X client", "than": "Y client", "is": "higher"} for m in "abcdefgh"]
+    alone = verdicts(rows, {"methods": {}, "claims": claims[:1]})[0]
+    assert alone.endswith("holds here.")
+    assert all("not decided" in said for said in verdicts(rows, {"methods": {}, "claims": claims})[:8])
+
+
+def test_a_claim_about_what_is_not_measured_is_refused():
+    with pytest.raises(ConfigError, match='claims: expected a row with that metric, found none of "X client"'):
+        claimed(seeded(0.5, 0.5, 0.5), seeded(0.5, 0.5, 0.5), metric="losses")
+
+
+def test_the_wrong_site_of_every_part_is_a_control():
+    (said,) = verdicts({"M client": {"CIFAR alignment, wrong site": around(0.7)}}, {"methods": {}})
+    assert said.startswith("Control M client, CIFAR alignment, wrong site: ")
+    assert said.endswith("NOT HELD.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.random_binary import reconstruction
 from fedveil.benchmarks.run import Options
+from fedveil.errors import ConfigError
 from tests.benchmarks.random_binary.noise import VIT
 
 
@@ -69,14 +71,58 @@ def test_images_of_a_batch_are_put_in_the_order_that_fits():
     assert [psnr(f, t, 2) for f, t in zip(found, true, strict=True)] == [float("inf")] * 3
 
 
+def judged(expect: str, values: Sequence[float], means: Sequence[float] = (11.0, 11.5, 10.5)) -> list[str]:
+    def figure(each: Sequence[float]) -> Figure:
+        return resampling.over_seeds([Figure(v, np.full(resampling.REPLICATES, v), 3) for v in each])
+
+    figures = {"it": {"psnr": figure(values)}, "mean image, vit": {"psnr": figure(means)}}
+    return reconstruction.verdicts([{"name": "it", "model": "vit", "expect": expect}], figures)
+
+
 @pytest.mark.parametrize(
-    ("expect", "value", "held"),
-    [("recovered", 61.0, True), ("recovered", 59.0, False), ("fails", 9.0, True), ("fails", 12.0, False)],
-)
-def test_a_case_is_judged_by_its_interval(expect, value, held):
-    figures = {
-        "it": {"psnr": Figure(value, np.full(resampling.REPLICATES, value), 3)},
-        "mean image, vit": {"psnr": Figure(11.0, np.full(resampling.REPLICATES, 11.0), 3)},
-    }
-    said = reconstruction._verdict({"name": "it", "model": "vit", "expect": expect}, figures)
-    assert said.endswith(": held." if held else "NOT HELD.")
+    ("expect", "value", "word"),
+    [
+        ("recovered", 65.0, "holds here."), ("recovered", 55.0, "does not hold here."),
+        ("recovered", 61.0, "not decided."), ("missed", 25.0, "holds here."), ("missed", 35.0, "does not hold here."),
+        ("fails", 5.0, "holds here."), ("fails", 17.0, "does not hold here."), ("fails", 10.8, "not decided."),
+    ],
+)  # fmt: skip
+def test_a_case_is_judged_over_its_seeds(expect, value, word):
+    said, how = judged(expect, (value - 1, value + 1, value))
+    assert said.endswith(f": {word}")
+    assert how.endswith("words are corrected for 1 comparisons (Holm).")
+
+
+def test_two_seeds_judge_no_case():
+    said, how = judged("recovered", (100.0, 101.0), (11.0, 11.5))
+    assert said.endswith("not decided.")
+    assert "2 seeds are too few to decide" in how
+
+
+def test_another_expectation_is_refused():
+    with pytest.raises(ConfigError, match="expect: expected recovered, missed or fails, found lost"):
+        judged("lost", (1.0, 2.0, 3.0))
+
+
+def test_the_mean_image_leaves_out_the_images_of_every_seed(monkeypatch):
+    """Also of those that the command line asks for beyond the preset's."""
+    asked = {}
+
+    def answered(module, settings, options):
+        asked.update(settings)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(reconstruction.seeds, "run", answered)
+    with pytest.raises(ConfigError, match="enough"):
+        reconstruction.run({"cases": [], "seeds": 2}, Options(seeds=5))
+    assert asked["seeds"] == 5
+
+
+def test_a_batch_has_its_images_where_a_seed_has_fewer(tmp_path):
+    batch = case("matching", batch=2)
+    settings = {
+        "data": "noise", "classes": 3, "seeds": 2, "images": 1, "mean_of": 6, "models": {"vit": VIT}, "cases": [batch],
+    }  # fmt: skip
+    first, second = (reconstruction._Target(settings, batch, seed, tmp_path, Options()) for seed in (0, 1))
+    assert (len(first.images), len(second.images), first.width) == (2, 2, 2)
+    assert not any(torch.equal(mine, theirs) for mine in first.images for theirs in second.images)
