@@ -98,9 +98,10 @@ class Seal:
             StateError: it is not such a file, or not sealed as this says.
         """
         with path.open("rb") as file:
-            return b"".join(self._opened(file, role, path))
+            return b"".join(self.opened(file, role, path))
 
-    def _opened(self, file: BinaryIO, role: str, path: Path) -> Iterator[bytes]:
+    def opened(self, file: BinaryIO, role: str, path: Path) -> Iterator[bytes]:
+        """The same of an open file, chunk by chunk: the content is whole only once all of them have come."""
         sealed = file.read(len(_MAGIC) - 1) == _MAGIC[:-1]
         file.seek(0)
         if self.key is None or not sealed:
