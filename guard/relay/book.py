@@ -61,6 +61,11 @@ class Book:
                 book.replies[line["order"]] = line["reply"]
         return book
 
+    def release(self) -> None:
+        """Another process may have it now."""
+        if self._held is not None:
+            self._held.close()
+
     def require_new(self, id_: str, run: str, order: Order) -> None:
         """Raises PolicyError for an order that is not to be taken."""
         if reply := self.replies.get(id_):

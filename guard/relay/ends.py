@@ -7,7 +7,6 @@ two folders. Both are Flower's program, so heartbeats, tasks and parts of messag
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +74,3 @@ class Letters:
         """Its head and content. Raises WireError."""
         with self.incoming.opened(name) as file:
             return opened(file, name, self._kind, self.own, self.peer, self._most)
-
-
-def as_this_user() -> None:
-    """Flower's SuperNode, whose own port serves this user alone where the kernel says who asks."""
-    from fedveil.guard import loopback, supernode  # a second of imports, which tests of the rest do without
-
-    if sys.platform == "linux":
-        loopback.main("flower-supernode")
-    else:
-        supernode.main()

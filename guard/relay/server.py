@@ -52,9 +52,10 @@ from fedveil.errors import StateError, WireError
 from fedveil.foreign import shown
 from fedveil.guard import reply as replies
 from fedveil.guard.relay.contents import Order, Reply
-from fedveil.guard.relay.ends import Letters, Settings, as_this_user
+from fedveil.guard.relay.ends import Letters, Settings
 from fedveil.guard.relay.folders import SUFFIX
 from fedveil.guard.relay.letter import ORDER, REPLY, Unfinished, closed
+from fedveil.guard.relay.program import as_this_user
 from fedveil.records import audit_log
 from fedveil.records.files import write_atomic
 from fedveil.wire import slices
