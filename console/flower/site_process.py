@@ -106,7 +106,7 @@ def alone(env: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def relayed(env: Mapping[str, str], folder: Path, end: str, settings: Settings) -> dict[str, str]:
-    """`env` for a SuperNode that is one end of a relay (guard/relay): "server" or "site". Its program goes to `folder`."""
+    """`env` for a SuperNode that is one end of a relay (guard/relay): "server" or "site". `folder`: of its program."""
     _write(folder / "flower-supernode", f"relay.{end}", repr(settings.to_text()))
     return {**env, "PATH": os.pathsep.join([str(folder), env["PATH"]])}
 

@@ -6,7 +6,7 @@
 
 | an order | what happens |
 |---|---|
-| was answered | refused, for ever, whatever the clock says |
+| was answered | it is not taken again, ever, whatever the clock says |
 | was taken, and the process ended before it was answered | taken again; both logs show that a turn was charged twice |
 | is older than one of the same run that was taken | refused: the server has gone on since |
 | the log is torn or changed | StateError: nothing is taken |
@@ -26,6 +26,10 @@ from fedveil.records import audit_log
 
 NAME = "relay-log.jsonl"
 _LOCK = "relay.lock"
+
+
+class Known(PolicyError):
+    """A letter that was taken before; it may lie there for good, or somebody brings it once more."""
 
 
 @dataclass
@@ -67,9 +71,9 @@ class Book:
             self._held.close()
 
     def require_new(self, id_: str, run: str, order: Order) -> None:
-        """Raises PolicyError for an order that is not to be taken."""
+        """Raises Known, or PolicyError, for an order that is not to be taken."""
         if reply := self.replies.get(id_):
-            raise PolicyError(f"answered before: expected a new order, found one whose reply is {reply}; send that one")
+            raise Known(f"was answered before, and is not again: its reply is {reply}")
         if order.made < self.newest.get(run, 0):
             raise PolicyError(
                 "older: expected the newest order of its run, found one from before another that was taken; the server "

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from fedveil.errors import StateError
+from fedveil.errors import StateError, WireError
+from fedveil.foreign import shown
 from fedveil.guard.relay.folders import Incoming
 from fedveil.guard.relay.keys import Secret, read_public
 from fedveil.guard.relay.letter import Head, opened
@@ -72,5 +73,9 @@ class Letters:
 
     def opened(self, name: str) -> tuple[Head, bytes]:
         """Its head and content. Raises WireError."""
-        with self.incoming.opened(name) as file:
-            return opened(file, name, self._kind, self.own, self.peer, self._most)
+        try:
+            with self.incoming.opened(name) as file:
+                return opened(file, name, self._kind, self.own, self.peer, self._most)
+        except OSError as error:  # of a stick that was pulled out, for example
+            words = shown(error.strerror, 80)
+            raise WireError(f"{name}: expected a file that can be read, found {words}; copy it again") from None

@@ -92,9 +92,10 @@ class Incoming:
                 f"{name}: expected a plain file that can be read, found another ({shown(error.strerror, 80)}); "
                 "copy the letter itself"
             ) from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise WireError(f"{name}: expected a plain file, found something else; copy the letter itself")
         with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise WireError(f"{name}: expected a plain file, found something else; copy the letter itself")
             yield file
 
 

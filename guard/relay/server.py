@@ -12,7 +12,8 @@ is the site, and it sees what the server sees: it belongs on the server's machin
 | an order that would be larger than `most_bytes` | the same |
 | an order's time is over, and there was no reply | its file is taken back; a reply that comes later is refused |
 | this process ends | the same: the server counts the site as gone; a new order comes with the next attempt |
-| a reply to no order that is open, to one that was answered, or a second one | refused |
+| a reply to no order that is open | refused |
+| a reply that was taken, or a second one to its order | it is not taken again |
 | a reply to a run that has ended | it is thrown away, and said |
 | whatever the site's SuperNode wrote beside upload, reason and anchor | it is not in the letter (contents.py) |
 """
@@ -46,11 +47,12 @@ from flwr.supercore.inflatable.inflatable_utils import (
     pull_objects,
     push_object_contents_from_iterable,
 )
-from flwr.supercore.run import Run
+from flwr.supercore.run import Run, RunNotRunningException
 
 from fedveil.errors import StateError, WireError
 from fedveil.foreign import shown
 from fedveil.guard import reply as replies
+from fedveil.guard.relay.book import NAME, Known
 from fedveil.guard.relay.contents import Order, Reply
 from fedveil.guard.relay.ends import Letters, Settings
 from fedveil.guard.relay.folders import SUFFIX
@@ -60,9 +62,9 @@ from fedveil.records import audit_log
 from fedveil.records.files import write_atomic
 from fedveil.wire import slices
 
-LOG = "relay-log.jsonl"
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 _QUESTION = "query.secure"
+_LOST = (Exception, RunNotRunningException)  # the second is a BaseException
 _ROOM = 1 << 16  # bytes of a letter beside its parts, at most; the seal takes 16 a MiB more
 _BEHIND = "PolicyError: this site is behind a relay"
 _OWN = re.compile(r"order-\d{1,16}-[0-9a-f]{8}\.relay")
@@ -83,10 +85,12 @@ class ServerEnd:
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         self._letters = Letters(settings, REPLY, settings.replies)
         self._out, self._most, self._said = settings.orders, settings.most_bytes, settings.said
-        self._log, self._clock = settings.state / LOG, clock
+        self._log, self._clock = settings.state / NAME, clock
         self._open: dict[str, _Open] = {}
         self._ready: list[tuple[Message, float]] = []
-        self._made, self._told = 0, ("", "")
+        self._made, self._told = 0, dict[str, str]()
+        before = audit_log.read(self._log) if self._log.exists() else []
+        self._answered = {line["order"] for line in before if line["event"] == "imported"}
         for file in self._out.iterdir():
             if _OWN.fullmatch(file.name):  # of an earlier start, whose orders nobody waits for
                 file.unlink()
@@ -103,7 +107,7 @@ class ServerEnd:
         try:
             if (received := given["receive"]()) is not None:
                 self._export(*self._pulled(received, given))
-        except Exception as error:  # whatever one message does to this code, the site has other ones
+        except _LOST as error:  # whatever one message does to this code, the site has other ones
             log(ERROR, "relay: a message was lost", exc_info=error)
             self._note("lost", {"reason": shown(f"{type(error).__name__}: {error}")}, f"a message was lost: {error}")
         self._collect()
@@ -115,7 +119,7 @@ class ServerEnd:
             message, seconds = self._ready.pop(0)
             try:
                 self._send(message, seconds, given["send"], given["push_object"])
-            except Exception as error:
+            except _LOST as error:
                 log(ERROR, "relay: a reply was lost", exc_info=error)
                 words = f"a reply to run {message.metadata.run_id} was lost, perhaps for the run has ended: {error}"
                 self._note("lost", {"reason": shown(f"{type(error).__name__}: {error}")}, words)
@@ -177,16 +181,12 @@ class ServerEnd:
     def _collect(self) -> None:
         """Replies of the folder, judged; each becomes a message of this process's own."""
         while (name := self._letters.next(self._tell)) is not None:
-            self._told = "", ""
+            self._told.clear()
             try:
-                head, content = self._letters.opened(name)
-                reply = Reply.of(content)
-                order = self._open.get(reply.order)
-                if head.id != reply.order or order is None:
-                    raise WireError(
-                        f"{name}: expected a reply to an order that is open, found one to another: it was answered, or "
-                        "the server waits no more; leave it out"
-                    )
+                reply, order = self._judged(name)
+            except Known as error:
+                self._said.say("known", f"{name}: {error}")
+                continue
             except Unfinished as error:
                 self._said.say("refused", str(error))
                 continue
@@ -194,9 +194,23 @@ class ServerEnd:
                 self._note("refused", {"file": name, "reason": str(error)}, str(error))
                 continue
             del self._open[reply.order]
+            self._answered.add(reply.order)
             order.file.unlink(missing_ok=True)
             self._ready.append((_message(reply, order.message), reply.seconds))
             self._note("imported", {"order": reply.order, "file": name}, f"{name}: taken, handed to the server")
+
+    def _judged(self, name: str) -> tuple[Reply, _Open]:
+        """A reply and the order that it is to. Raises Known, WireError."""
+        head, content = self._letters.opened(name)
+        reply = Reply.of(content)
+        if head.id == reply.order and reply.order in self._answered:
+            raise Known("was taken before")
+        if head.id != reply.order or reply.order not in self._open:
+            raise WireError(
+                f"{name}: expected a reply to an order that is open, found another: the server waits no more, or the "
+                "relay was started anew; leave it out"
+            )
+        return reply, self._open[reply.order]
 
     def _send(self, message: Message, seconds: float, send: Callable[..., Any], push: Callable[..., Any]) -> None:
         with no_object_id_recompute():
@@ -213,8 +227,8 @@ class ServerEnd:
 
     def _tell(self, what: str, words: str) -> None:
         """Says it, once until something else comes."""
-        if (what, words) != self._told:
-            self._told = what, words
+        if self._told.get(what) != words:
+            self._told[what] = words
             self._said.say(what, words)
 
     def _note(self, event: str, about: dict[str, Any], words: str) -> None:

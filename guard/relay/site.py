@@ -10,7 +10,8 @@ charged, and what the audit log says is what it would be for a message from the 
 |---|---|
 | is no whole letter of the other end for this one | refused, with a line in relay-log.jsonl; the guard never sees it |
 | ended, by this machine's clock | the same |
-| was answered before, or is older than another of its run that was taken | the same (book.py) |
+| is older than another of its run that was taken | the same (book.py) |
+| was answered before | it is not taken again |
 | is for another node than the first one after the start | the same: start again |
 | passes | it is taken, one at a time, and its reply is written: the upload, or why the site has none |
 """
@@ -40,7 +41,7 @@ from google.protobuf.message import DecodeError
 
 from fedveil.errors import FedVeilError, PolicyError, StateError, WireError
 from fedveil.guard import reply as replies
-from fedveil.guard.relay.book import Book
+from fedveil.guard.relay.book import Book, Known
 from fedveil.guard.relay.contents import Order, Reply
 from fedveil.guard.relay.ends import Letters, Settings
 from fedveil.guard.relay.folders import SUFFIX
@@ -81,7 +82,7 @@ class SiteEnd:
         self._letters = Letters(settings, ORDER, settings.orders)
         self._out, self._said, self._clock = settings.replies, settings.said, clock
         self._book = Book.of(settings.state)
-        self._node, self._taken, self._told = 0, dict[int, _Taken](), ("", "")
+        self._node, self._taken, self._told = 0, dict[int, _Taken](), dict[str, str]()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -149,11 +150,13 @@ class SiteEnd:
     def _next(self) -> _Taken | None:
         """The next good order; None where none is there. What is refused is said and noted."""
         while (name := self._letters.next(self._tell)) is not None:
-            self._told = "", ""
+            self._told.clear()
             try:
                 return self._judged(name)
             except Unfinished as error:
                 self._said.say("refused", str(error))  # it may be whole at the next look: no line in the log
+            except Known as error:
+                self._said.say("known", f"{name}: {error}")
             except (WireError, PolicyError) as error:
                 self._book.refuse(name, str(error))
                 self._said.say("refused", f"{name}: {error}" if name not in str(error) else str(error))
@@ -163,8 +166,8 @@ class SiteEnd:
 
     def _tell(self, what: str, words: str = "") -> None:
         """Says it, once until something else comes."""
-        if (what, words) != self._told:
-            self._told = what, words
+        if self._told.get(what) != words:
+            self._told[what] = words
             self._said.say(what, words)
 
     def _judged(self, name: str) -> _Taken:

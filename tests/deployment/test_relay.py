@@ -142,6 +142,5 @@ def check_records(federation: Relayed, at: Path, capsys: pytest.CaptureFixture[s
     said = disclosure.messages(at / "fedrand" / "disclosure.jsonl")
     assert [(m["site"], m["direction"]) for m in said].count((FAR, "up")) == ROUNDS
     events = [line["event"] for line in audit_log.read(far / "relay-log.jsonl")]
-    assert events[: 2 * ROUNDS] == ["taken", "answered"] * ROUNDS or set(events[2:]) > {"refused"}
-    assert [events.count(what) for what in ("taken", "answered")] == [ROUNDS, ROUNDS]
+    assert events == ["taken", "answered"] * ROUNDS  # though each order came many times
     assert lines(at / "fedrand" / "metrics.jsonl")[-1]["accepted"] == ["site-0", FAR]
