@@ -144,7 +144,9 @@ class CohortConfig(_Section):
     min_sites: int = Field(2, ge=1, description="quorum: accepted uploads that a round needs")
     sites: int = Field(0, ge=0, description="sites to wait for before round 0; 0 = min-sites")
     wait_seconds: float = Field(120.0, gt=0, description="how long the server waits for enough sites to connect")
-    deadline_seconds: float = Field(900.0, gt=0, description="a round ends then, with the sites that have answered")
+    deadline_seconds: float = Field(
+        900.0, gt=0, le=2_592_000, description="a round ends then, with the sites that have answered; 30 days at most"
+    )
     repeats: int = Field(2, ge=0, description="how often a round below the quorum is repeated")
     max_share: float = Field(0.5, ge=0.5, le=1, description="most of a round's examples that one site counts for")
     norm_factor: float = Field(

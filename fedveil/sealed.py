@@ -29,9 +29,10 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from io import BufferedReader
 from mmap import mmap
 from pathlib import Path
-from typing import BinaryIO, final
+from typing import final
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -98,9 +99,10 @@ class Seal:
             StateError: it is not such a file, or not sealed as this says.
         """
         with path.open("rb") as file:
-            return b"".join(self._opened(file, role, path))
+            return b"".join(self.opened(file, role, path))
 
-    def _opened(self, file: BinaryIO, role: str, path: Path) -> Iterator[bytes]:
+    def opened(self, file: BufferedReader, role: str, path: Path) -> Iterator[bytes]:
+        """The same of an open file, chunk by chunk: the content is whole only once all of them have come."""
         sealed = file.read(len(_MAGIC) - 1) == _MAGIC[:-1]
         file.seek(0)
         if self.key is None or not sealed:
@@ -207,7 +209,7 @@ def new_key(path: Path) -> Seal:
     return Seal.of(path)
 
 
-def _head(file: BinaryIO, path: Path) -> tuple[bytes, Head]:
+def _head(file: BufferedReader, path: Path) -> tuple[bytes, Head]:
     fixed = len(_MAGIC) + _ID_BYTES + _SALT_BYTES + 2
     head = file.read(fixed)
     size = int.from_bytes(head[-2:], "big")

@@ -44,6 +44,15 @@ def supernode(superlink: str, ca: Path, key: Path, port: int, node_config: Path,
     ]  # fmt: skip
 
 
+def unconnected(port: int, node_config: Path, secret: Path) -> list[str]:
+    """A site's SuperNode whose connection is a relay's folders: the address is one that it never asks."""
+    return [
+        "flower-supernode", "--grpc-rere", "--insecure", "--superlink", "127.0.0.1:1", "--host", "127.0.0.1",
+        "--port", str(port), "--node-config", str(node_config), "--isolation", "process",
+        "--superexec-auth-secret-file", str(secret),
+    ]  # fmt: skip
+
+
 def superexec(port: int, secret: Path, parent: int, ca: Path | None) -> list[str]:
     """The SuperExec of a SuperLink or SuperNode on this machine; it ends with the process `parent`.
 

@@ -16,6 +16,7 @@ from fedveil.client_app.worker.owner import Owner
 from fedveil.console.flower.processes import LaunchError, Processes
 from fedveil.console.flower.programs import superexec
 from fedveil.guard import pace
+from fedveil.guard.relay.ends import Settings
 
 CLIENT_APP = "flwr-clientapp"
 _OWN_PORTS = ("flower-superlink", "flower-supernode")
@@ -101,6 +102,12 @@ def unguarded(env: Mapping[str, str], folder: Path, own_waits: bool = False) -> 
 def alone(env: Mapping[str, str], folder: Path) -> dict[str, str]:
     """`env` for a SuperLink or SuperNode whose HTTP port serves this user alone; its program is written to `folder`."""
     write_own_ports(folder)
+    return {**env, "PATH": os.pathsep.join([str(folder), env["PATH"]])}
+
+
+def relayed(env: Mapping[str, str], folder: Path, end: str, settings: Settings) -> dict[str, str]:
+    """`env` for a SuperNode that is one end of a relay (guard/relay): "server" or "site". `folder`: of its program."""
+    _write(folder / "flower-supernode", f"relay.{end}", repr(settings.to_text()))
     return {**env, "PATH": os.pathsep.join([str(folder), env["PATH"]])}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -80,8 +81,8 @@ class Watch:
         began, read = (file.stat().st_size if file.exists() else 0 for file in (log, audit))
         return cls(processes, name, audit, superlink, ca, began, read)
 
-    def until_ended(self) -> int:
-        """Until the SuperNode ends, which raises ConfigError with the reason in words."""
+    def until_ended(self, also: Callable[[], None] = lambda: None) -> int:
+        """Until the SuperNode ends, which raises ConfigError with the reason in words. `also` is called meanwhile."""
         probed = time.monotonic()
         while (code := self.processes.ended(self.name)) is None:
             if not self.online and ONLINE.encode() in self.processes.log(self.name).read_bytes()[self.began :]:
@@ -91,8 +92,10 @@ class Watch:
                 self.look()
                 probed = time.monotonic()
             self.tell()
+            also()
             time.sleep(_POLL_SECONDS)
         self.tell()
+        also()
         raise ConfigError(f"site {self.name}: {self.why(code)}")
 
     def look(self) -> None:

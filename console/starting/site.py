@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ NODE_OPTIONS = (
     "data", "policy", "key-file", "signing-key", "state-dir", "device", "processes", "shard-base",
     "worker-idle-seconds", "worker-memory-mb",
 )  # fmt: skip
+WIRED = ("superlink", "ca", "key", "name")
 _PATHS = ("data", "policy", "key-file", "signing-key", "state-dir")
 _MADE = {"key": "fedveil site init makes it", "signing-key": "fedveil site init makes it"}
 
@@ -51,29 +52,33 @@ class Start:
     poll_seconds: float
 
 
-def settled(options: Mapping[str, Any], kit: Path | None, permit_everything: bool) -> Start:
+def settled(
+    options: Mapping[str, Any], kit: Path | None, permit_everything: bool, need: Sequence[str] = WIRED
+) -> Start:
     """The kit's values with `options` before them, checked; nothing is started and nothing asked.
 
     Args:
         options: by name without dashes in front; None = not given.
+        need: what must be there; without "superlink", the site has no connection, nor a use for keys of one.
 
     Raises:
         ConfigError, PolicyError: a value is missing or does not fit; it names the option or the file.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    about = {} if kit is None else _of_kit(kit)
-    need = ("superlink", "ca", "key", "name")
+    about = {} if kit is None else of_kit(kit)
     if missing := [f"--{name}" for name in need if name not in {**about, **given}]:
         here = "; this folder has one: --kit ." if Path("site.toml").is_file() else ""
         raise ConfigError(
-            f"--kit: expected the unpacked start-up kit, or --superlink, --ca, --key and --name, found no "
-            f"{', '.join(missing)}{here}"
+            f"--kit: expected the unpacked start-up kit, or {listed(need)}, found no {', '.join(missing)}{here}"
         )
     both = {**about, **given}
+    wired = "superlink" in need
     node = _node(given, unpacked.node_config(kit) if kit else Site(), str(both["name"]), permit_everything)
-    ca, key, poll = Path(both["ca"]), Path(both["key"]), float(both.get("poll-seconds", pace.DEFAULT))
-    found = Start(str(both["superlink"]), ca.absolute(), key.absolute(), node, poll)
-    _require_files(found, given, kit)
+    if not wired and "signing-key" not in given:
+        node = node.model_copy(update={"signing_key": ""})  # for secure aggregation, which such a site takes no part in
+    ca, key, poll = Path(both.get("ca", "")), Path(both.get("key", "")), float(both.get("poll-seconds", pace.DEFAULT))
+    found = Start(str(both.get("superlink", "")), ca.absolute(), key.absolute(), node, poll)
+    _require_files(found, given, kit, wired)
     if node.signing_key:
         read_key(Path(node.signing_key))
     if not pace.LEAST <= found.poll_seconds <= 60.0:
@@ -87,7 +92,14 @@ def settled(options: Mapping[str, Any], kit: Path | None, permit_everything: boo
     return found
 
 
-def _of_kit(folder: Path) -> dict[str, Any]:
+def listed(names: Sequence[str]) -> str:
+    """Options in words: "--ca, --key and --name"."""
+    first, last = [f"--{name}" for name in names[:-1]], f"--{names[-1]}"
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def of_kit(folder: Path) -> dict[str, Any]:
+    """What a kit says of the connection, by the names of the options. Raises ConfigError."""
     kit = unpacked.read(folder)
     files = {"ca": folder / "ca.crt", "key": folder / "keys" / "node.key"}
     return {"superlink": kit.superlink, "name": kit.site, "poll-seconds": kit.poll_seconds, **files}
@@ -104,10 +116,10 @@ def _node(given: Mapping[str, Any], kits: Site, name: str, permit_everything: bo
     return parse_site(both)
 
 
-def _require_files(start: Start, given: Mapping[str, Any], kit: Path | None) -> None:
+def _require_files(start: Start, given: Mapping[str, Any], kit: Path | None, wired: bool) -> None:
     node = start.node
-    files = {"ca": str(start.ca), "key": str(start.key), "policy": node.policy, "key-file": node.key_file,
-             "signing-key": node.signing_key}  # fmt: skip
+    files = {"ca": str(start.ca), "key": str(start.key)} if wired else {}
+    files |= {"policy": node.policy, "key-file": node.key_file, "signing-key": node.signing_key}
     for name, file in files.items():
         if file and not Path(file).is_file():
             hint = "see docs/deploy.md" if kit is None or name in given else _MADE.get(name, "unpack the kit anew")
@@ -126,15 +138,22 @@ def _option(name: str, given: Mapping[str, Any], kit: Path | None) -> str:
 
 def require_usable(start: Start) -> None:
     """Raises ConfigError or PolicyError for what Flower would not say, or not in words: key, certificate, policy."""
-    require_node_key(start.key)
-    found = checks.guarded("certificate", lambda: checks.certificate(start.ca))
+    require_link(start.ca, start.key)
+    require_policy(start.node)
+
+
+def require_link(ca: Path, key: Path) -> None:
+    """The same of a certificate and a node key alone."""
+    require_node_key(key)
+    found = checks.guarded("certificate", lambda: checks.certificate(ca))
     if found.verdict == "fail":
-        raise ConfigError(f"{start.ca}: expected a certificate that is valid now, found another: {found.text}")
-    if start.node.policy:
-        _require_policy(start.node)
+        raise ConfigError(f"{ca}: expected a certificate that is valid now, found another: {found.text}")
 
 
-def _require_policy(node: Site) -> None:
+def require_policy(node: Site) -> None:
+    """Raises ConfigError for a policy that cannot be read; a site without one passes."""
+    if not node.policy:
+        return
     file = Path(node.policy)
     try:
         tomllib.loads(file.read_text())
@@ -145,6 +164,17 @@ def _require_policy(node: Site) -> None:
         ) from None
 
 
+def prepared(start: Start) -> tuple[Path, dict[str, str]]:
+    """Makes the site's folders and programs: the file of its node config, and what its processes find around them."""
+    name, state = start.node.site, start.node.state_dir
+    places.private_folder(state).chmod(0o700)  # also one that was there before
+    config = state / f"{name}.toml"
+    config.write_text(toml(start.node.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    (state / "logs").mkdir(mode=0o700, exist_ok=True)
+    env = alone({**environment(state / "flower"), pace.VARIABLE: str(start.poll_seconds)}, state / "guard")
+    return config, guarded(env, state / "guard", require_policy=bool(start.node.policy))
+
+
 def run(start: Start) -> int:
     """Starts the SuperNode and a warm worker, and stays until the SuperNode ends; that raises, with the reason."""
     name, state = start.node.site, start.node.state_dir
@@ -152,13 +182,8 @@ def run(start: Start) -> int:
     require_usable(start)
     watched = online.Watch.of(Processes(state / "logs"), name, state, start.superlink, start.ca)
     watched.look()
-    places.private_folder(state).chmod(0o700)  # also one that was there before
-    config = state / f"{name}.toml"
-    config.write_text(toml(start.node.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    (state / "logs").mkdir(mode=0o700, exist_ok=True)
+    config, env = prepared(start)
     processes, log = watched.processes, watched.processes.log(name)
-    env = alone({**environment(state / "flower"), pace.VARIABLE: str(start.poll_seconds)}, state / "guard")
-    env = guarded(env, state / "guard", require_policy=bool(start.node.policy))
     (port,), secret = free_ports(1), write_secret(state / f"{name}.superexec")
     command = supernode(start.superlink, start.ca, start.key, port, config, secret)
     try:

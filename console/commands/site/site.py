@@ -21,6 +21,7 @@ from fedveil.console.runs.purging import line, offer
 from fedveil.console.runs.spent import spent
 from fedveil.console.runs.unseen import of_site
 from fedveil.console.runs.workers import described, follow, last_failures, workers
+from fedveil.console.starting import options
 from fedveil.console.starting import site as site_start
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
@@ -93,31 +94,11 @@ def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     start.add_argument("--ca", metavar="FILE", help="the server's ca.crt")
     start.add_argument("--key", metavar="FILE", help="this site's private key, whose public half is registered")
     start.add_argument("--name", help="the site's name, as registered")
-    start.add_argument("--data", metavar="FOLDER", help="of the site's rows; else the run config names it")
-    start.add_argument("--policy", metavar="FILE", help="TOML file that says what the site permits")
-    start.add_argument("--key-file", metavar="FILE", help="seal what the site keeps under the key in it")
-    start.add_argument(
-        "--signing-key", metavar="FILE", help="by which other sites know this one: made by fedveil site init"
-    )
-    start.add_argument(
-        "--permit-everything", action="store_true", help="run whatever the server sends, in place of a policy"
-    )
-    start.add_argument("--device", help='"auto", "cpu", "cuda" or "cuda:1"; default: auto')
-    start.add_argument("--processes", type=int, metavar="N", help="that train together, each on a GPU; default: 1")
-    start.add_argument(
-        "--shard-base", action="store_true", default=None, help="divide a frozen base among them: too large for one"
-    )
-    start.add_argument(
-        "--worker-idle-seconds", type=float, metavar="S", help="a worker without a turn ends then; default: 900"
-    )
-    start.add_argument("--worker-memory-mb", type=int, metavar="MB", help="bound on the worker's memory; 0 = none")
+    options.add(start)
     start.add_argument(
         "--poll-seconds", type=float, metavar="S",
         help=f"first wait between two questions to the server; default {pace.DEFAULT}; for N > 40 sites N / 200",
     )  # fmt: skip
-    start.add_argument(
-        "--state-dir", metavar="FOLDER", help=f"the site's own folder; default: state in the kit, or {_STATE}"
-    )
     start.set_defaults(run=_start)
 
 
