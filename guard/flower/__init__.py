@@ -3,7 +3,7 @@
 | Flower | SuperNodes speak | sites are served at | fleet port | a connection that has gone dead |
 |---|---|---|---|---|
 | 1.39 | gRPC | a port of their own, by Flower | fleet_grpc.py | keepalive.py finds it |
-| 1.41 | HTTP | a port of their own, by fleet_http.py: Flower has one for all | fleet_http.py | Flower waits at most 30 s |
+| 1.41 | HTTP | one of their own, by us: Flower has one for all | fleet_http.py | Flower waits at most 30 s |
 
 The rest of the guard is the same for both. A version that is not in this table is refused in words.
 """

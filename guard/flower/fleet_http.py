@@ -1,7 +1,7 @@
 """A port for sites alone, where Flower 1.41 has one HTTP port for sites, operators and its own processes.
 
-The process listens at a second address. What comes in there is judged by the header of the request, before a byte of its
-body is read:
+The process listens at a second address. What comes in there is judged by its header, before a byte of the body is
+read:
 
 | a request to the sites' port | is answered |
 |---|---|

@@ -13,7 +13,6 @@ from fedveil.console.provisioning.operators import Operators
 from fedveil.guard import flower, superlink
 from fedveil.guard.flower import fleet_grpc
 
-
 SPEAKS = flower.here().speaks
 
 

@@ -46,7 +46,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", "0")
         self.end_headers()
 
-    do_GET = do_POST
+    def do_GET(self) -> None:
+        self.do_POST()
 
     def log_message(self, *_arguments: object) -> None:
         """Nothing."""
