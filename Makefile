@@ -8,11 +8,17 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.fedveil-ready
 # Nothing is resolved: what is installed stands in lock/*.txt with its hash, whatever an index says.
 LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --no-build-isolation
+# 1.41: Flower's release whose SuperNodes speak HTTP; docs/deploy.md says which to take. Each has a VENV of its own.
+FLOWER ?=
+HTTP_VENV ?= .venv-http
+# What differs by Flower: guard, apps, console, and a federation on this machine.
+HTTP_TESTS := tests/guard tests/client_app tests/server_app tests/console/starting tests/console/flower \
+  tests/console/commands/test_doctor.py tests/console/provisioning tests/deployment/test_loopback.py
 # An index with torch's build for the CPU; nothing else is asked of it. Where pip finds no such build: PyPI's, which is for CUDA.
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test coverage containers check mutate build sbom docs lock bench gpu methods clean
+.PHONY: help install demo test http coverage containers check mutate build sbom docs lock bench gpu methods clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,6 +35,7 @@ $(READY): pyproject.toml $(wildcard lock/*.txt)
 	@$(BIN)/python $(LOCKED) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r lock/cpu.txt 2>/dev/null || \
 	  $(BIN)/python $(LOCKED) -r lock/cuda.txt
 	@$(BIN)/python $(LOCKED) -r lock/run.txt -r lock/test.txt
+	@$(if $(FLOWER),$(BIN)/python $(LOCKED) -r lock/flower-$(FLOWER).txt)
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m pip check
 	@touch $@
@@ -38,6 +45,9 @@ demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (
 
 test: $(READY) ## Run the fast tests, two at a time (ARGS="-k fedrand", WORKERS=8)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+http: ## Set up .venv-http with Flower 1.41, and run there what differs by Flower, a federation over HTTP among it
+	@$(MAKE) --no-print-directory test VENV=$(HTTP_VENV) FLOWER=1.41 ARGS="$(HTTP_TESTS) $(ARGS)"
 
 coverage: $(READY) ## Run the fast tests and measure coverage; fails below fail_under of pyproject.toml
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-report=xml $(ARGS)

@@ -19,14 +19,13 @@ this process what follows it here, and read what this user can read. `fedveil do
 | no policy named | refused, unless the script was written for a site that permits everything |
 | the audit log cannot be written, or its last line is not whole | refused |
 | the SuperLink names another digest, app or version than the bundle's own | refused |
-| another Flower than 1.39 | the process ends with the reason; no message is taken |
+| a Flower that guard/flower/ does not know | the process ends with the reason; no message is taken |
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.metadata
 import os
 import re
 import sys
@@ -41,13 +40,13 @@ from flwr.app import Error, Message
 from flwr.common.config import get_project_dir
 from flwr.supercore import log
 
+from fedveil.errors import ConfigError
 from fedveil.foreign import shown
-from fedveil.guard import reply
+from fedveil.guard import flower, reply
 
 if TYPE_CHECKING:
     from fedveil.client_app.site.assignment import Assignment
 
-_FLOWER = "1.39."
 _HOOKS = ("pull_task_input", "install_from_fab", "push_message")
 _QUESTION = "query.secure"  # Flower's type of a message about keys or shares; any other one asks for a turn
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
@@ -224,9 +223,10 @@ def main(require_policy: bool = True) -> None:
 
 def require_flower() -> None:
     """Ends the process, with the reason, where Flower is one that the guard does not know."""
-    found = importlib.metadata.version("flwr")
-    if not found.startswith(_FLOWER):
-        sys.exit(f"flwr: expected version {_FLOWER}x, which this entry point knows, found {found}; install that one")
+    try:
+        flower.here()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
 
 
 def guard(require_policy: bool) -> None:

@@ -71,10 +71,13 @@ def closed_to_others(app: App) -> App:
 
 def main(program: str) -> None:
     """The process. Its arguments are those of Flower's own `program`; a SuperLink has two more (guard/superlink.py)."""
-    operators = superlink.prepare() if program == "flower-superlink" else None
+    fronts = superlink.prepare() if program == "flower-superlink" else None
     if program == "flower-supernode":
         supernode.prepare()
-    superlink.serve_through(lambda app: closed_to_others(operators(app) if operators else app))
+    if fronts is not None:
+        fronts.serve(also=closed_to_others)
+    else:
+        superlink.serve_through(closed_to_others)
     module, function = _PROGRAMS[program]
     getattr(importlib.import_module(module), function)()
 

@@ -7,7 +7,7 @@ Flower knows no last day of a key, so every request of a site is judged here, af
 | is registered, and its last day is not over | by Flower |
 | is past its last day, revoked or replaced | its SuperNode ends, and logs why when it is started again |
 | is none of the registry's | the same: a key that somebody registered with Flower alone is not a member's |
-| cannot be judged: members.json is missing or broken | UNAVAILABLE: its SuperNode asks again until it is mended |
+| cannot be judged: members.json is missing or broken | its SuperNode asks again until it is mended |
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from logging import ERROR, WARNING
 from pathlib import Path
 from typing import Any
 
-import grpc
 from cryptography.hazmat.primitives import serialization
 from flwr.supercore import log
 
 from fedveil.errors import StateError
 from fedveil.foreign import shown
 from fedveil.guard.control_log import ControlLog
+from fedveil.guard.flower import Answer
 from fedveil.guard.registry import Watched, moment
 
 FILE = "members.json"
@@ -50,7 +50,7 @@ class Members:
         self._said: dict[str, float] = {}
         self._file.get()
 
-    def refusal(self, public: bytes, activates: bool) -> tuple[grpc.StatusCode, str] | None:
+    def refusal(self, public: bytes, activates: bool) -> tuple[Answer, str] | None:
         """What a request that the key `public` (PEM) signed is answered; None where Flower answers it.
 
         `activates`: it is the first of a SuperNode.
@@ -63,14 +63,13 @@ class Members:
                 self._record(_canonical(key), found, why)
         except StateError as error:
             self._say(ERROR, f"every site is refused: {error}")
-            return grpc.StatusCode.UNAVAILABLE, "fedveil: the server cannot read who its members are; its log says why"
+            return Answer.ASKS_AGAIN, "fedveil: the server cannot read who its members are; its log says why"
         if not why:
             return None
         self._say(WARNING, f"a request of {shown(found.site, 80) if found else 'a stranger'} is refused: {why}")
         # The first a SuperNode logs with the reason, and ends; once it is active it would hang. At the second it ends
         # without a word, and whoever starts it again reads the reason.
-        code = grpc.StatusCode.FAILED_PRECONDITION if activates else grpc.StatusCode.UNAUTHENTICATED
-        return code, f"fedveil: {why}"
+        return Answer.SAYS_WHY if activates else Answer.ENDS, f"fedveil: {why}"
 
     def _why(self, found: _Entry | None) -> str:
         if found is None:

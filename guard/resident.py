@@ -17,7 +17,7 @@ after its message; nothing that a bundle does in it is in the next one.
 | the resident is killed, or silent for 30 s | it is ended, the log says so, and Flower starts each client process |
 | the SuperExec ends | the resident's socket ends, and so does it; client processes watch the SuperExec, as ever |
 | a task that is no ClientApp's | Flower starts it as it would |
-| another Flower than 1.39 | the process ends with the reason |
+| a Flower that guard/flower/ does not know | the process ends with the reason |
 """
 
 from __future__ import annotations

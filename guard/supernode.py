@@ -1,6 +1,6 @@
 """`flower-supernode` of an image: Flower's own, with what `prepare` changes in it. On a host: loopback.py.
 
-Besides how often it asks (pace.py) and that it finds a dead connection (keepalive.py), three faults of Flower 1.39:
+Besides how often it asks (pace.py) and what its connection needs (flower/), three faults of Flower 1.39 and 1.41:
 
 | what happens | Flower's own | here |
 |---|---|---|
@@ -16,13 +16,14 @@ Besides how often it asks (pace.py) and that it finds a dead connection (keepali
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from flwr.supercore.run import RunNotRunningException
 
-from fedveil.errors import StateError
-from fedveil.guard import keepalive, pace
+from fedveil.errors import ConfigError, StateError
+from fedveil.guard import flower, pace
 
 _CALLS = ("pull_object", "confirm_message_received")
 
@@ -36,9 +37,21 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Changes Flower's SuperNode in this process."""
+    """Changes Flower's SuperNode in this process. Ends the process where Flower is one that the guard does not know."""
+    try:
+        line = flower.here()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     pace.of_supernode()
-    keepalive.of_supernode()
+    if line.speaks == "gRPC":
+        from fedveil.guard.flower import keepalive
+
+        keepalive.of_supernode()
+    else:
+        from fedveil.guard.flower import redirects
+
+        redirects.forbid()
+        sys.argv[1:] = [word for word in sys.argv[1:] if word != "--grpc-rere"]  # of a compose file made for 1.39
     module = importlib.import_module("flwr.supernode.start_client_internal")
     module._pull_and_store_message = looked(module._pull_and_store_message)  # type: ignore[attr-defined]
     module._push_messages = pushed(module._push_messages)  # type: ignore[attr-defined]

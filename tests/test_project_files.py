@@ -70,8 +70,20 @@ def pins(text: str) -> set[tuple[str, str]]:
 
 def test_the_lock_has_the_versions_of_the_constraints():
     """make lock after each change of constraints.txt."""
-    locked = set().union(*map(pins, LOCK.values()))
+    locked = set().union(*(pins(text) for name, text in LOCK.items() if not name.startswith("flower-")))
     assert locked == pins((ROOT / "constraints.txt").read_text())
+
+
+def test_the_lock_of_another_flower_has_the_versions_of_its_constraints_and_no_others():
+    found = {path.stem for path in ROOT.glob("constraints-flower-*.txt")}
+    assert found == {f"constraints-{name}" for name in LOCK if name.startswith("flower-")} != set()
+    for name in found:
+        own = pins((ROOT / f"{name}.txt").read_text())
+        assert own == pins(LOCK[name.removeprefix("constraints-")])
+        assert not own & pins((ROOT / "constraints.txt").read_text())
+        assert [f"flower-{version.rpartition('.')[0]}" for package, version in own if package == "flwr"] == [
+            name.removeprefix("constraints-")
+        ]
 
 
 @pytest.mark.parametrize("name", LOCK)

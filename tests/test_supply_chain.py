@@ -86,3 +86,17 @@ def test_the_lock_of_this_tree_has_a_hash_for_every_component():
     assert all(hashes for _, hashes in lock.values())
     assert {"pytest", "cyclonedx-bom", "pip"} <= left_out
     assert {"torch", "flwr", "setuptools"}.isdisjoint(left_out)
+    assert lock["flwr"][0].startswith("1.39.")
+
+
+def test_of_another_flower_the_components_are_those_in_its_place():
+    lock, _ = SBOM.locked(ROOT / "lock", without=["test", "tools", "sbom"], line="flower-1.41")
+    assert lock["flwr"][0].startswith("1.41.")
+    assert lock["cryptography"][0].startswith("50.")
+    assert all(hashes for _, hashes in lock.values())
+
+
+def test_the_versions_of_another_flower_take_the_place_of_their_packages_alone():
+    names, text = LOCK.in_place("# why\nFlwr_x==2\nuv==3\n", "# all\nflwr-x==1\nflwr==1\nuv==1\nuvicorn==1\n")
+    assert names == {"flwr-x", "uv"}
+    assert text.splitlines() == ["# all", "flwr==1", "uvicorn==1", "Flwr_x==2", "uv==3"]

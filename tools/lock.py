@@ -9,6 +9,7 @@
 | cuda.txt | or PyPI's, which is for CUDA, and what it needs besides |
 | run.txt | every other package that FedVeil runs with |
 | EXTRA.txt | what an extra of pyproject.toml needs besides |
+| flower-1.41.txt | what constraints-flower-1.41.txt has in place of run.txt's, installed after it |
 | sbom.txt | what lists the components, in an environment of its own |
 | docs.txt | what makes the site of the documentation, likewise |
 
@@ -23,6 +24,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 import urllib.request
 from pathlib import Path
@@ -40,9 +42,11 @@ _CPU_FILE = re.compile(r"torch-([^-]+)\+cpu-cp31[12]-cp31[12]-manylinux[^#\"]*\.
 _HEAD = "# Made by make lock, which says more: {what}\n"
 
 
-def compiled(*source: str, hashes: bool = False, text: str = "") -> dict[str, str]:
+def compiled(
+    *source: str, hashes: bool = False, text: str = "", constraints: str = "constraints.txt"
+) -> dict[str, str]:
     """uv's lines by package, sorted: "name==version ; marker", with hashes below where they are asked for."""
-    uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", *source, "-c", "constraints.txt", "--universal"]
+    uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", *source, "-c", constraints, "--universal"]
     flags = ["--python-version", _PYTHON, "--no-header", "--no-annotate", "--no-emit-index-url", "--quiet"]
     flags += ["--generate-hashes"] if hashes else []
     done = subprocess.run([*uv, *flags], cwd=ROOT, input=text, capture_output=True, text=True, check=False)
@@ -50,6 +54,34 @@ def compiled(*source: str, hashes: bool = False, text: str = "") -> dict[str, st
         raise SystemExit(f"uv: {done.stderr.strip()}")
     blocks = re.split(r"^(?=[a-z0-9])", done.stdout, flags=re.MULTILINE)
     return {block.partition("==")[0]: block for block in blocks if block.strip()}
+
+
+def in_place(pins: str, constraints: str) -> tuple[set[str], str]:
+    """The packages that `pins` names, and `constraints` with its versions for them."""
+    names = {canonical(line) for line in pins.splitlines() if "==" in line}
+    kept = [line for line in constraints.splitlines() if "==" not in line or canonical(line) not in names]
+    return names, "\n".join([*kept, *(line for line in pins.splitlines() if "==" in line)]) + "\n"
+
+
+def canonical(pin: str) -> str:
+    """The name in "Name_x==1", as uv writes it."""
+    return re.sub(r"[-_.]+", "-", pin.partition("==")[0].strip()).lower()
+
+
+def of_line(pins: Path, run: dict[str, str]) -> dict[str, str]:
+    """The blocks of another line of Flower, by package; `run` is what constraints.txt alone gives.
+
+    Ends the program where that line needs other versions than those that `pins` names, or not all of them.
+    """
+    names, text = in_place(pins.read_text(), (ROOT / "constraints.txt").read_text())
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(text)
+        file.flush()
+        blocks = compiled("pyproject.toml", hashes=True, constraints=file.name)
+    differ = {name for name, block in blocks.items() if block.split()[0] != run.get(name, "").partition(" ")[0].strip()}
+    if differ != names:
+        raise SystemExit(f"{pins.name}: expected the packages that differ, {sorted(differ)}, found {sorted(names)}")
+    return {name: blocks[name] for name in sorted(names)}
 
 
 def cpu_hashes(page: str, version: str) -> list[str]:
@@ -82,7 +114,8 @@ def main() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     project, every = "pyproject.toml", [word for extra in extras for word in ("--extra", extra)]
     blocks = compiled(project, *every, hashes=True)
-    run = set(compiled(project))
+    alone_run = compiled(project)
+    run = set(alone_run)
     cuda = {name for name in run if _CUDA.match(name)} | {"torch"}
     files = {
         "cuda": ("torch's build for CUDA, and what it needs besides run.txt", cuda),
@@ -94,6 +127,10 @@ def main() -> None:
     for name, (what, text) in _ALONE.items():
         alone = compiled("-", hashes=True, text=text)
         files[name], blocks = (what, set(alone)), alone | blocks
+    for pins in sorted(ROOT.glob("constraints-flower-*.txt")):
+        line = pins.stem.removeprefix("constraints-")
+        text = "".join(of_line(pins, alone_run).values())
+        (ROOT / "lock" / f"{line}.txt").write_text(_HEAD.format(what=f"{pins.name} in place of run.txt's") + text)
     for name, (what, packages) in files.items():
         text = "".join(blocks[package] for package in sorted(packages))
         (ROOT / "lock" / f"{name}.txt").write_text(_HEAD.format(what=what) + text)

@@ -29,16 +29,22 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def locked(folder: Path, *, without: list[str]) -> tuple[dict[str, tuple[str, list[str]]], set[str]]:
-    """(version, SHA-256 of its files) by package, of all files; and the packages that only the files `without` have."""
+def locked(folder: Path, *, without: list[str], line: str = "") -> tuple[dict[str, tuple[str, list[str]]], set[str]]:
+    """(version, SHA-256 of its files) by package, of all files; and the packages that only the files `without` have.
+
+    `line`: "flower-1.41" for what is in place of other versions there (tools/lock.py).
+    """
     found: dict[str, tuple[str, list[str]]] = {}
     kept = set()
-    for file in sorted(folder.glob("*.txt")):
+    for file in sorted(file for file in folder.glob("*.txt") if not file.stem.startswith("flower-")):
         for name, version, rest in _BLOCK.findall(file.read_text()):
             files = {*found.get(canonical(name), ("", []))[1], *re.findall(r"sha256:([0-9a-f]{64})", rest)}
             found[canonical(name)] = (_BUILDS.sub("", version), sorted(files))
             if file.stem not in without:
                 kept.add(canonical(name))
+    if line:
+        for name, version, rest in _BLOCK.findall((folder / f"{line}.txt").read_text()):
+            found[canonical(name)] = (version, sorted(re.findall(r"sha256:([0-9a-f]{64})", rest)))
     return found, set(found) - kept
 
 
@@ -76,6 +82,7 @@ def main() -> None:
     parser.add_argument(
         "--without", nargs="*", default=[], metavar="NAME", help="leave out what only lock/NAME.txt has"
     )
+    parser.add_argument("--line", default="", metavar="NAME", help="lock/NAME.txt is installed in place of others")
     parser.add_argument("--wheel", type=Path, help="FedVeil's wheel, for its hash")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -92,7 +99,7 @@ def main() -> None:
     done = subprocess.run([*tool, *flags], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"sbom: cyclonedx-py failed: {done.stderr.strip()}")
-    bom = completed(json.loads(done.stdout), *locked(ROOT / "lock", without=args.without))
+    bom = completed(json.loads(done.stdout), *locked(ROOT / "lock", without=args.without, line=args.line))
     about = bom["metadata"]["component"]
     about["purl"] = f"pkg:pypi/{about['name']}@{about['version']}"
     if args.wheel:

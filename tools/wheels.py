@@ -20,6 +20,7 @@ _HOLDS = {
     ">=": lambda found, bound: found >= bound,
     "==": lambda found, bound: found == bound,
     "<": lambda found, bound: found < bound,
+    "!=": lambda found, bound: found[: len(bound)] != bound,  # of "!=1.40.*"
 }
 
 
@@ -59,7 +60,7 @@ def lacking(names: Iterable[str], ranges: Mapping[str, str], found: Mapping[str,
 def within(version: str, asked: str) -> bool:
     """Whether the release numbers are in the range; "2.11.0a0+git", as vendors name builds, counts as 2.11.0."""
     for clause in filter(None, asked.replace(" ", "").split(",")):
-        sign, bound = re.fullmatch(r"(>=|==|<)([\d.]+)", clause).groups()  # type: ignore[union-attr]
+        sign, bound = re.fullmatch(r"(>=|==|<|!=(?=.*\.\*$))([\d.]*\d)(?:\.\*)?", clause).groups()  # type: ignore[union-attr]
         if not _HOLDS[sign](_release(version), _release(bound)):
             return False
     return True

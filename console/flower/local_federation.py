@@ -1,4 +1,4 @@
-"""A federation on this machine: one SuperLink, a SuperNode for each site, gRPC with TLS and node authentication.
+"""A federation on this machine: one SuperLink, a SuperNode for each site, TLS and node authentication.
 
 Everything that it starts it stops, also after Ctrl-C or an error.
 

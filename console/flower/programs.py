@@ -1,4 +1,7 @@
-"""The commands of Flower's two long-lived programs, with every flag that FedVeil gives them."""
+"""The commands of Flower's two long-lived programs, with every flag that FedVeil gives them.
+
+They are the same for Flower 1.39 and 1.41. Where sites are served, --fleet-api-address, is Flower's own option in 1.39;
+for 1.41 the guard's `flower-superlink` takes it (guard/flower/fleet_http.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ ONLINE = "SuperNode ID:"  # a SuperNode logs this once the SuperLink has accepte
 def superlink(
     folder: Path, registry: Path, state: Path, control_port: int, fleet: str, database: bool, secret: Path
 ) -> list[str]:
-    """The SuperLink, its control port on loopback: gRPC with TLS, keys of SuperNodes required.
+    """The SuperLink, its control port on loopback: TLS, keys of SuperNodes required.
 
     Args:
         folder: of its certificate and key.
@@ -23,7 +26,7 @@ def superlink(
     return [
         "flower-superlink", "--fedveil-registry", str(registry),
         "--fedveil-log", str(state / "control-log.jsonl"), "--host", "127.0.0.1", "--port", str(control_port),
-        "--fleet-api-type", "grpc-rere", "--fleet-api-address", fleet,
+        "--fleet-api-address", fleet,
         "--ssl-ca-certfile", str(folder / "ca.crt"), "--ssl-certfile", str(folder / "server.pem"),
         "--ssl-keyfile", str(folder / "server.key"),
         "--enable-supernode-auth", "--disable-runtime-dependency-installation",
@@ -33,12 +36,12 @@ def superlink(
 
 
 def supernode(superlink: str, ca: Path, key: Path, port: int, node_config: Path, secret: Path) -> list[str]:
-    """A site's SuperNode: gRPC with TLS and its own key to `superlink` (HOST:PORT), its own API on loopback.
+    """A site's SuperNode: TLS and its own key to `superlink` (HOST:PORT), its own API on loopback.
 
     `secret`: what its SuperExec must know.
     """
     return [
-        "flower-supernode", "--grpc-rere", "--root-certificates", str(ca), "--superlink", superlink,
+        "flower-supernode", "--root-certificates", str(ca), "--superlink", superlink,
         "--auth-supernode-private-key", str(key), "--host", "127.0.0.1", "--port", str(port),
         "--node-config", str(node_config), "--isolation", "process", "--superexec-auth-secret-file", str(secret),
     ]  # fmt: skip

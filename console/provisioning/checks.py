@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from fedveil.errors import FedVeilError
+from fedveil.guard import flower
 
 Verdict = Literal["ok", "warn", "fail"]
 _SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse, status SERVING
@@ -26,6 +27,8 @@ _SOON = timedelta(days=30)
 _TIME_ERROR = 5  # adjtimex: the clock is not synchronised
 _GIGABYTE = 1_000_000_000
 _TIMEOUT = 5.0
+_MOST_ANSWER, _MOST_PARTS = 4096, 8  # bytes of a part of what a stranger answers, and parts
+_SITES_ALONE = b"this port serves sites"
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,14 @@ def fleet(superlink: str, ca: Path) -> Check:
     """The server's fleet port: reached, with TLS, and a certificate of this federation's CA for that name."""
     host, port = address(superlink)
     context = ssl.create_default_context(cafile=str(ca))
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols(["h2", "http/1.1"])
     try:
         with (
             socket.create_connection((host, port), _TIMEOUT) as plain,
             context.wrap_socket(plain, server_hostname=host) as link,
         ):
             ends = ssl.cert_time_to_seconds(str((link.getpeercert() or {})["notAfter"]))
-            spoken = link.selected_alpn_protocol()
+            spoken = _spoken(link, host)
     except ssl.SSLCertVerificationError as error:
         return Check(
             "fleet port",
@@ -97,11 +100,31 @@ def fleet(superlink: str, ca: Path) -> Check:
         return Check(
             "fleet port", "fail", f"{superlink}: {error}; the firewall must allow this one outgoing connection"
         )
-    if spoken != "h2":
-        return Check("fleet port", "fail", f"{superlink} has TLS and speaks no gRPC; is it the fleet port?")
+    line = flower.here()
+    if spoken != line.speaks:
+        other = " ".join(f"A server with Flower {one.release} does." for one in flower.LINES if one.speaks == spoken)
+        return Check(
+            "fleet port",
+            "fail",
+            f"{superlink} has TLS and speaks {spoken or 'something else'}, not {line.speaks} as Flower {line.release} "
+            f"here does; is it the fleet port? {other}".rstrip(),
+        )
     return Check(
         "fleet port", "ok", f"{superlink}, TLS, its certificate ends {datetime.fromtimestamp(ends, UTC):%Y-%m-%d}"
     )
+
+
+def _spoken(link: ssl.SSLSocket, host: str) -> str:
+    """What a server speaks with SuperNodes: "gRPC", "HTTP" (guard/flower/fleet_http.py), or "" for anything else."""
+    if link.selected_alpn_protocol() == "h2":
+        return "gRPC"
+    link.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    answer = b""
+    for _ in range(_MOST_PARTS):
+        answer += (more := link.recv(_MOST_ANSWER))
+        if not more:
+            break
+    return "HTTP" if answer.startswith(b"HTTP/1.1 404") and _SITES_ALONE in answer else ""
 
 
 def closed(host: str, port: int, what: str) -> Check:
@@ -159,12 +182,15 @@ def versions() -> Check:
     python = ".".join(map(str, sys.version_info[:3]))
     right = (
         (3, 11) <= sys.version_info[:2] <= (3, 12)
-        and found["flwr"].startswith("1.39.")
+        and any(found["flwr"].startswith(f"{line.release}.") for line in flower.LINES)
         and "missing" not in found.values()
     )
+    known = " or ".join(line.release for line in flower.LINES)
     text = ", ".join([f"Python {python}", *(f"{name} {version}" for name, version in found.items())])
     return Check(
-        "versions", "ok" if right else "fail", text if right else f"{text}; expected Python 3.11 or 3.12 and flwr 1.39"
+        "versions",
+        "ok" if right else "fail",
+        text if right else f"{text}; expected Python 3.11 or 3.12 and flwr {known}",
     )
 
 

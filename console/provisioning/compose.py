@@ -70,7 +70,6 @@ name: fedveil-{project}-server
       - --fedveil-log=/state/control-log.jsonl
       - --host=${{FEDVEIL_CONTROL_HOST:-127.0.0.1}}
       - --port={control}
-      - --fleet-api-type=grpc-rere
       - --fleet-api-address=0.0.0.0:9092
       - --ssl-ca-certfile=/server/ca.crt
       - --ssl-certfile=/server/server.pem
@@ -145,7 +144,6 @@ name: fedveil-{project}
     <<: *service
     command:
       - flower-supernode
-      - --grpc-rere
       - --root-certificates=/kit/ca.crt
       - --superlink={superlink}
       - --auth-supernode-private-key=/keys/node.key

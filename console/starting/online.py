@@ -21,7 +21,9 @@ from fedveil.records import audit_log
 _POLL_SECONDS = 0.5
 _PROBE_SECONDS = 10.0  # between two looks at a server that has not taken the site yet
 _CONNECT_SECONDS = 3.0
-_SAID = re.compile(r'details = "(fedveil: [^"\n]{1,400})|^(fedveil: .{1,400})$', re.MULTILINE)  # by guard/members.py
+_SAID = re.compile(
+    r'details = "(fedveil: [^"\n]{1,400})|^(?:\[code: 0\] )?(fedveil: .{1,400})$', re.MULTILINE
+)  # guard/members.py
 _EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
 _MEANINGS = {
     "302": "the key is of another kind than elliptic curve; fedveil site init makes one",

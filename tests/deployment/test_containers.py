@@ -133,7 +133,7 @@ def test_without_a_key_no_message_is_served_and_plain_grpc_is_refused(trial, met
 def test_a_key_that_nobody_registered_is_not_let_in(trial):
     trial("exec", "-T", "north-supernode", "fedveil", "site", "init", "--kit", "/kit", "--out", "/tmp/other")
     tried = trial(
-        "exec", "-T", "north-supernode", "timeout", "60", "flower-supernode", "--grpc-rere",
+        "exec", "-T", "north-supernode", "timeout", "60", "flower-supernode",
         "--root-certificates=/kit/ca.crt", "--superlink=superlink:9092",
         "--auth-supernode-private-key=/tmp/other/node.key", "--port=9199",
         check=False, timeout=90,

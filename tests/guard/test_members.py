@@ -6,13 +6,13 @@ import json
 import os
 from datetime import UTC, datetime, timedelta
 
-import grpc
 import pytest
 from cryptography.hazmat.primitives import serialization
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 
 from fedveil.errors import StateError
 from fedveil.guard.control_log import ControlLog
+from fedveil.guard.flower import Answer
 from fedveil.guard.members import Members
 from fedveil.guard.registry import Clock
 from fedveil.records import audit_log
@@ -62,7 +62,7 @@ def test_a_key_is_served_until_its_last_day_and_not_after(tmp_path, control):
     members = Members(tmp_path / "registry", control)
     assert members.refusal(pem(keys[0]), True) is None
     said = [members.refusal(pem(key), True) for key in keys[1:]]
-    assert {code for code, _ in said} == {grpc.StatusCode.FAILED_PRECONDITION}
+    assert {code for code, _ in said} == {Answer.SAYS_WHY}
     words = [word for _, word in said]
     assert "last day of this key was 2026-03-01" in words[0]
     assert ["is revoked" in words[1], "is expired" in words[2], "is replaced" in words[3]] == [True] * 3
@@ -118,7 +118,7 @@ def test_a_broken_registry_lets_nobody_in_and_does_not_send_sites_away(text, tmp
     else:
         (tmp_path / "members.json").write_text(text.replace("KEY", json.dumps(ssh(public))))
     code, words = members.refusal(pem(public), True)
-    assert code == grpc.StatusCode.UNAVAILABLE  # a SuperNode asks again
+    assert code == Answer.ASKS_AGAIN  # a SuperNode asks again
     assert str(tmp_path) not in words
     with pytest.raises(StateError, match="expected what fedveil provision made"):
         Members(tmp_path, control)
@@ -139,8 +139,8 @@ def test_a_supernode_that_is_active_is_ended_and_told_why_when_it_starts_again(t
     write(tmp_path, {"north": entry(serialization.load_pem_public_key(keys[0]))})
     members = Members(tmp_path, control)
     for key in keys:
-        assert members.refusal(key, False)[0] == grpc.StatusCode.UNAUTHENTICATED
-        assert members.refusal(key, True)[0] == grpc.StatusCode.FAILED_PRECONDITION
+        assert members.refusal(key, False)[0] == Answer.ENDS
+        assert members.refusal(key, True)[0] == Answer.SAYS_WHY
 
 
 def test_a_clock_that_is_set_back_makes_no_key_valid_again(tmp_path):
@@ -176,6 +176,6 @@ def test_a_shut_out_that_cannot_be_logged_is_one_all_the_same(tmp_path, control)
     members = Members(tmp_path, control)
     control.file.parent.mkdir(exist_ok=True)
     control.file.write_text("torn")
-    assert members.refusal(pem(public), True)[0] == grpc.StatusCode.UNAVAILABLE
+    assert members.refusal(pem(public), True)[0] == Answer.ASKS_AGAIN
     os.unlink(control.file)
-    assert members.refusal(pem(public), True)[0] == grpc.StatusCode.FAILED_PRECONDITION
+    assert members.refusal(pem(public), True)[0] == Answer.SAYS_WHY

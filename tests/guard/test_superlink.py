@@ -10,14 +10,17 @@ import uvicorn
 from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
 
 from fedveil.console.provisioning.operators import Operators
-from fedveil.guard import superlink
+from fedveil.guard import flower, superlink
+from fedveil.guard.flower import fleet_grpc
+
+SPEAKS = flower.here().speaks
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     Operators.create(tmp_path / "registry", 30)
     (tmp_path / "registry" / "members.json").write_text('{"sites": {}, "retired": {}}')
-    monkeypatch.setattr(NodeAuthServerInterceptor, "_wrap_method_handler", superlink.fleet._wrap)  # put back
+    monkeypatch.setattr(NodeAuthServerInterceptor, "_wrap_method_handler", fleet_grpc._wrap)  # put back
     return tmp_path
 
 
@@ -29,15 +32,56 @@ def own(folder, *more: str) -> list[str]:
 def test_its_own_arguments_are_taken_out_and_flowers_stay(folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", own(folder, "--port", "8000", "--enable-supernode-auth"))
     assert superlink.prepare() is not None
-    assert sys.argv[1:] == ["--port", "8000", "--enable-supernode-auth", "--fleet-api-type", "grpc-rere"]
+    flowers = ["--fleet-api-type", "grpc-rere", "--fleet-api-address", "0.0.0.0:9092"]
+    expected = ["--port", "8000", "--enable-supernode-auth", *(flowers if SPEAKS == "gRPC" else [])]
+    assert sys.argv[1:] == expected
+
+
+def test_where_flower_has_one_port_for_all_the_guard_listens_where_sites_are_served(folder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", own(folder, "--fleet-api-address", "[::1]:9000"))
+    fronts = superlink.prepare()
+    assert fronts.fleet == (("::1", 9000) if SPEAKS == "HTTP" else None)
+    assert (fronts.sites is None) == (SPEAKS == "gRPC")
+
+
+@pytest.mark.parametrize("address", ["9092", ":9092", "x:", "x:0", "x:65536", "x:-1", "x:9092y", "\x1b[2J", "x" * 500])
+def test_where_sites_are_served_is_an_address(address, folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", own(folder, f"--fleet-api-address={address}"))
+    with pytest.raises(SystemExit) as ended:
+        superlink.prepare()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "--fleet-api-address: expected HOST:PORT" in said
+    assert "\x1b" not in said
+    assert len(said) < 300
+
+
+@pytest.mark.skipif(SPEAKS == "gRPC", reason="Flower 1.39 listens there itself, and says so")
+@pytest.mark.parametrize(
+    "control", [["--port", "9092"], ["--port=9092"], ["--por", "9092"], ["--port=1", "--port=9092"]]
+)
+def test_operators_and_sites_have_a_port_each(control, folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", own(folder, *control))
+    with pytest.raises(SystemExit):
+        superlink.prepare()
+    assert "expected another port than the control port's, found 9092" in capsys.readouterr().err
+
+
+def test_with_a_flower_that_is_not_known_it_does_not_start(folder, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.43.0")
+    monkeypatch.setattr(sys, "argv", own(folder))
+    with pytest.raises(SystemExit):
+        superlink.prepare()
+    assert "error: flwr: expected version 1.39" in capsys.readouterr().err
 
 
 def test_the_control_calls_have_no_other_port(folder, monkeypatch):
     """Flower serves them over gRPC too where this variable says so, and nobody asks for an operator there."""
     monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
+    monkeypatch.setenv("FLWR_INTERNAL_GRPC_FLEET_API", "1")
     monkeypatch.setattr(sys, "argv", own(folder))
     superlink.prepare()
-    assert "FLWR_INTERNAL_GRPC_CONTROL_API" not in os.environ
+    assert not {name for name in os.environ if name.startswith("FLWR_INTERNAL_GRPC")}
 
 
 @pytest.mark.parametrize("more", [["--fleet-api-type", "grpc-adapter"], ["--fleet-api-type=grpc-adapter"]])
@@ -48,6 +92,7 @@ def test_a_fleet_port_that_asks_for_no_key_is_refused(more, folder, monkeypatch,
     assert "--fleet-api-type: expected grpc-rere" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(SPEAKS == "HTTP", reason="Flower 1.41 warns of the option, and serves no gRPC")
 def test_nor_is_one_that_is_named_by_half_its_option(folder, monkeypatch):
     """Flower takes the last."""
     monkeypatch.setattr(sys, "argv", own(folder, "--fleet-api-t", "grpc-adapter"))

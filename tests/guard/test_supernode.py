@@ -18,7 +18,7 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supernode.nodestate import NodeStateFactory
 
-from fedveil.guard import supernode
+from fedveil.guard import flower, supernode
 
 RUN = 7
 Look = Callable[..., int | None]
@@ -169,9 +169,12 @@ def test_a_reply_whose_parts_are_still_coming_is_waited_for() -> None:
 def test_both_are_put_in_flowers_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_pull_and_store_message", "_push_messages", "time"):
         monkeypatch.setattr(flowers, name, getattr(flowers, name))  # puts them back afterwards
-    monkeypatch.setattr(supernode.keepalive, "of_supernode", lambda: None)
+    module, function = ("keepalive", "of_supernode") if flower.here().speaks == "gRPC" else ("redirects", "forbid")
+    called: list[str] = []
+    monkeypatch.setattr(f"fedveil.guard.flower.{module}.{function}", lambda: called.append(module))
     before = flowers._pull_and_store_message, flowers._push_messages
     supernode.prepare()
+    assert called == [module]
     assert flowers._pull_and_store_message is not before[0]
     assert flowers._push_messages is not before[1]
     names = {flowers._pull_and_store_message.__qualname__, flowers._push_messages.__qualname__}

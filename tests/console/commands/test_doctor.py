@@ -14,6 +14,7 @@ import pytest
 from fedveil.console.flower.keys import new_ca, write_certificate, write_node_key, write_server, write_tls
 from fedveil.console.main import main
 from fedveil.console.provisioning import checks, host_checks
+from fedveil.guard import flower
 from fedveil.records import audit_log
 from tests.conftest import ROOT
 from tests.console.tls import tls_server
@@ -23,14 +24,30 @@ def test_the_fleet_port_must_show_a_certificate_of_this_ca(tmp_path):
     write_tls(tmp_path)
     with tls_server(tmp_path) as address:
         assert checks.fleet(address, tmp_path / "ca.crt").verdict == "ok"
-    with tls_server(tmp_path, ("http/1.1",)) as address:  # as the control port is
-        assert "speaks no gRPC" in checks.fleet(address, tmp_path / "ca.crt").text
+    forbidden, not_it = b"HTTP/1.1 403 Forbidden\r\n\r\n{}", b"HTTP/1.1 200 OK\r\n\r\nthis port serves sites"
+    for says in (forbidden, not_it, b"x" * 10**6, b""):
+        with tls_server(tmp_path, ("http/1.1",), says) as address:  # as the control port is
+            found = checks.fleet(address, tmp_path / "ca.crt")
+        assert (found.verdict, "speaks something else, not" in found.text) == ("fail", True), found
     other, _ = new_ca("FedVeil CA", timedelta(days=1))  # of the same name
     write_certificate(tmp_path / "other.crt", other)
     with tls_server(tmp_path) as address:
         found = checks.fleet(address, tmp_path / "other.crt")
     assert found.verdict == "fail"
     assert "is ca.crt this federation's" in found.text
+
+
+@pytest.mark.parametrize("here", flower.LINES)
+@pytest.mark.parametrize("there", flower.LINES)
+def test_a_server_with_the_other_flower_is_named_as_such(here, there, tmp_path, monkeypatch):
+    write_tls(tmp_path)
+    monkeypatch.setattr(flower, "here", lambda: here)
+    with tls_server(tmp_path, ("h2",) if there.speaks == "gRPC" else ("http/1.1",)) as address:
+        found = checks.fleet(address, tmp_path / "ca.crt")
+    assert found.verdict == ("ok" if here == there else "fail")
+    if here != there:
+        assert f"speaks {there.speaks}, not {here.speaks} as Flower {here.release} here does" in found.text
+        assert f"A server with Flower {there.release} does." in found.text
 
 
 def test_the_fleet_port_must_have_the_name_that_the_site_uses_and_a_valid_certificate(tmp_path):
@@ -119,7 +136,7 @@ def test_versions_clock_disk_and_entry_point_of_this_machine(tmp_path, monkeypat
     assert checks.disk(tmp_path / "not" / "yet").text.endswith(f"free at {tmp_path}")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 5e8})())
     assert checks.disk(tmp_path).verdict == "fail"
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.40.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.40.0")  # which nobody has tried
     assert checks.versions().verdict == "fail"
     assert checks.entry_point().verdict == "warn"
     write_guard(tmp_path)

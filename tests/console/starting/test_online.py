@@ -51,6 +51,8 @@ def test_why_a_supernode_ended_is_said_in_words(code, reason, tmp_path):
         '\tdetails = "fedveil: the last day of this key was 2026-03-01\x1b[2J; a"\n\tdebug = "fedveil: x"\n',
         "Failed to initialize the connection to the SuperLink.\nfedveil: the last day of this key was 2026-03-01\n"
         "see ref-exit-codes/305.html\n",
+        "Failed to initialize the connection to the SuperLink.\n[code: 0] fedveil: the last day of this key was "
+        "2026-03-01\nsee ref-exit-codes/305.html\n",
     ],
 )
 def test_the_reason_that_the_server_gives_is_shown_as_text(log, tmp_path):

@@ -1,4 +1,4 @@
-"""Two more checks on the fleet port: a SuperNode is activated by its own key alone, and a key is served until its day.
+"""Two more checks on the fleet port of Flower 1.39: each SuperNode by its own key alone, and each key until its day.
 
 Flower's interceptor checks that a request is signed by the key in its metadata. It lets a request for activation pass
 with any key, and the servicer then believes the public key in the request. So whoever reached the port and knew the
@@ -14,7 +14,15 @@ import grpc
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
 from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
 
-Refusal = Callable[[bytes, bool], tuple[grpc.StatusCode, str] | None]
+from fedveil.guard.flower import Answer
+
+Refusal = Callable[[bytes, bool], tuple[Answer, str] | None]
+
+_CODES = {
+    Answer.SAYS_WHY: grpc.StatusCode.FAILED_PRECONDITION,
+    Answer.ENDS: grpc.StatusCode.UNAUTHENTICATED,
+    Answer.ASKS_AGAIN: grpc.StatusCode.UNAVAILABLE,
+}
 
 _wrap: Callable[..., Any] = NodeAuthServerInterceptor._wrap_method_handler
 
@@ -33,7 +41,7 @@ def install(refusal: Refusal) -> None:
             if getattr(request, "public_key", signed_by) != signed_by:
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid public key")
             if (refused := refusal(signed_by, isinstance(request, ActivateNodeRequest))) is not None:
-                context.abort(*refused)
+                context.abort(_CODES[refused[0]], refused[1])
             return wrapped.unary_unary(request, context)
 
         return grpc.unary_unary_rpc_method_handler(

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from flwr.supercore.grpc import create_channel
 
-from fedveil.guard import keepalive
+from fedveil.guard.flower import keepalive
 
 
 class Relay:

@@ -12,7 +12,8 @@ from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import N
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes, sign_message
 
-from fedveil.guard import fleet
+from fedveil.guard.flower import Answer
+from fedveil.guard.flower import fleet_grpc as fleet
 
 
 class Aborted(Exception):
@@ -58,7 +59,7 @@ def test_a_key_that_is_refused_reaches_no_servicer(monkeypatch):
 
     def refusal(key, activates):
         judged.append((key, activates))
-        return grpc.StatusCode.FAILED_PRECONDITION, "its last day is over"
+        return Answer.SAYS_WHY, "its last day is over"
 
     fleet.install(refusal)
     with pytest.raises(Aborted, match="its last day is over"):
