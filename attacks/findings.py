@@ -82,14 +82,16 @@ class Audit:
     """Everything that was found.
 
     Attributes:
-        findings: by model, then attack.
+        findings: in the order in which they were found.
         rebuilt: one a site.
         notes: sentences, the controls' verdicts first.
+        undecided: sentences on the models and uploads of which no attack whose controls hold says anything.
     """
 
     findings: Sequence[Finding]
     rebuilt: Sequence[Rebuilt]
     notes: Sequence[str] = field(default_factory=list)
+    undecided: Sequence[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """For a file."""
@@ -113,7 +115,8 @@ class Audit:
                 raise ValueError(f"{len(told['findings'])} findings")
             found = [_finding(row) for row in told["findings"]]
             rebuilt = [Rebuilt(str(r["site"]), float(r["coverage"]), int(r["staleness"])) for r in told["rebuilt"]]
-            return cls(found, rebuilt, [str(note) for note in told["notes"]])
+            undecided = [str(text) for text in told.get("undecided", [])]  # a file of an older version has none
+            return cls(found, rebuilt, [str(note) for note in told["notes"]], undecided)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StateError(
                 f"{file}: expected what fedveil audit writes, found {error!r}; audit the run again"

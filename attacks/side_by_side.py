@@ -13,6 +13,7 @@ from pathlib import Path
 from fedveil import rng, strategies, tasks
 from fedveil.attacks import audit
 from fedveil.attacks.base import Attack, Knowledge, View
+from fedveil.attacks.collector import Collector
 from fedveil.attacks.controls import Control
 from fedveil.attacks.findings import Audit, Finding
 from fedveil.attacks.membership.scores import PublicBase
@@ -70,7 +71,7 @@ def common(
             knowledge, config, members, source, Path(scratch), "cpu", lambda text: None, by_heart
         )
         base = PublicBase(knowledge.task, knowledge.initial)
-        collector = audit.Collector(attacks, base, rest, source.seed, lambda text: None)
+        collector = Collector(attacks, base, rest, source.seed, lambda text: None)
         everyone = [row for sample in members.values() for row in sample.rows]
         found = collector.of_controls(knowledge, everyone, *trained)
     return Common(config, attacks, members, rest, *trained, found, source.seed)
