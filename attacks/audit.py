@@ -23,37 +23,27 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedveil import rng, strategies, tasks
-from fedveil.attacks import controls, statistics
-from fedveil.attacks.base import (
-    OTHER_ROWS,
-    OVERFITTED,
-    ROUND_0,
-    Attack,
-    Knowledge,
-    ModelAttack,
-    UploadAttack,
-    View,
-    installed,
-)
+from fedveil.attacks import controls
+from fedveil.attacks.base import Attack, Knowledge, UploadAttack, View, installed, misfit
+from fedveil.attacks.collector import KINDS, ON_UPLOADS, Collector, Kind
 from fedveil.attacks.controls import Control
-from fedveil.attacks.findings import TO_LOSE, Audit, Finding, Numbers, Rebuilt, beside, corrected, finding, notes
+from fedveil.attacks.findings import Audit, Finding, Rebuilt, corrected, notes
 from fedveil.attacks.hidden_model import factor_pairing
-from fedveil.attacks.membership.scores import PublicBase, centred, loss_of
+from fedveil.attacks.membership.scores import PublicBase, loss_of
 from fedveil.attacks.paired import Sides
 from fedveil.attacks.reconstruction import pictures
 from fedveil.attacks.samples import LEAST, Sample, Source, samples
+from fedveil.attacks.steps import Budget, Step, taken, words
 from fedveil.attacks.unseen import of_run
 from fedveil.config import RunConfig
 from fedveil.contract.spec import Weights
-from fedveil.contract.task import Rows, Task
 from fedveil.wire.tap import Tap
 
-ON_UPLOADS = 60  # rows of a side that attacks on uploads get: they may take a gradient of each
 _BY_HEART = 64  # members of the overfitted control
 _UNREAD: Mapping[str, Sequence[str]] = {
     "weights": (),
@@ -62,6 +52,11 @@ _UNREAD: Mapping[str, Sequence[str]] = {
     ),
     "changes": ("The sites' uploads are NOT attacked: they are changes of a proxy, which no attack here reads.",),
 }
+_NEVER = (
+    "Left out of every audit: LiRA and shadow models (they train dozens of models), imprinting (a server that "
+    "deviates), what clients win back of a proxy; fedveil bench has them."
+)
+_NO_PICTURES = "Left out: pictures read off gradients: the sites of this run send none, or their rows are no pictures."
 
 
 def audit_run(
@@ -71,6 +66,7 @@ def audit_run(
     source: Source,
     device: str = "auto",
     say: Callable[[str], None] = lambda text: None,
+    budget: Budget | None = None,
 ) -> tuple[Audit, bytes | None]:
     """Attacks a finished run on what its tap recorded. Writes nothing.
 
@@ -81,6 +77,7 @@ def audit_run(
         source: the auditor's rows.
         device: where models are asked, "auto", "cpu" or "cuda".
         say: told what is done now.
+        budget: of the attacks; the controls are always trained, and take of it.
 
     Returns:
         What was found, and a sheet of rebuilt pictures as PNG, None where the run sends no gradients of pictures.
@@ -89,6 +86,7 @@ def audit_run(
         StateError: there is no tap, or no final model.
         ConfigError: no rows are named, or too few are there.
     """
+    budget = budget or Budget()
     method = strategies.create(config.method.name, config.method.fields)
     task = tasks.load(config, method.adapter, device)
     view, sums, said, server = of_run(folder, config, method, task)
@@ -100,12 +98,12 @@ def audit_run(
     )
     with tempfile.TemporaryDirectory() as scratch:
         pair = controls_of(knowledge, config, members, source, Path(scratch), device, say)
-        found = audit(view, knowledge, members, non_members, *pair, source.seed, say, sums)
-    found = replace(found, notes=[*said, *found.notes])
-    sheet = pictures.reconstructed(view, task, config, members)
-    if sheet is None:
-        return found, None
-    return replace(found, notes=[*found.notes, *sheet.notes]), sheet.png
+        found = audit(view, knowledge, members, non_members, *pair, source.seed, say, sums, budget=budget)
+    over = budget.left <= 0
+    sheet = None if over else pictures.reconstructed(view, task, config, members)
+    more = ["Left out: pictures read off gradients: the time did not suffice."] if over else [_NO_PICTURES]
+    told = [*said, *found.notes, *(sheet.notes if sheet else more), _NEVER]
+    return replace(found, notes=told), sheet.png if sheet else None
 
 
 def controls_of(
@@ -149,6 +147,7 @@ def audit(
     sums: View | None = None,
     attacks: Sequence[Attack] | None = None,
     known: Sequence[Finding] = (),
+    budget: Budget | None = None,
     scored: dict[tuple[str, str], Sides] | None = None,
 ) -> Audit:
     """Runs every attack on the server's model, each rebuilt client, what each site sent, and the controls.
@@ -164,6 +163,7 @@ def audit(
         sums: of a secure run, where its broadcasts show them.
         attacks: by default every installed one.
         known: findings about the controls, where they are known already.
+        budget: steps that do not fit into it are left out and named.
         scored: gets the scores of members and non-members, by model and attack.
 
     Raises:
@@ -171,128 +171,81 @@ def audit(
     """
     if knowledge.server is None:
         raise ValueError("knowledge.server: expected the server's final model, found None; give it to Knowledge")
-    task, base = knowledge.task, PublicBase(knowledge.task, knowledge.initial)
-    everyone = [row for sample in members.values() for row in sample.rows]
+    server = knowledge.server
     attacks = installed() if attacks is None else attacks
-    found = Collector(attacks, base, non_members, seed, say, scored)
-    found.done = [*(known or found.of_controls(knowledge, everyone, control, taught))]
-    found.of_model("server", task, knowledge.server, everyone)
-    rebuilt, sites, kind = [], list(members), view.exchange.method.sends
-    for site, sample in members.items():
-        mine, theirs = sample.alike(sample.labels, ON_UPLOADS), non_members.alike(sample.labels, ON_UPLOADS)
-        found.of_uploads(site, view, site, knowledge, mine, theirs)
+    reasons = [(attack, misfit(attack, view, knowledge)) for attack in attacks]
+    fitting = [attack for attack, reason in reasons if not reason]
+    found = Collector(fitting, PublicBase(knowledge.task, knowledge.initial), non_members, seed, say, scored)
+    everyone = [row for sample in members.values() for row in sample.rows]
+    steps = [] if known else found.control_steps(knowledge, everyone, control, taught)
+    steps += found.model_steps("server", knowledge.task, lambda: [("server", server)], everyone)
+    of_run = _OfRun(view, sums, knowledge, server, members, non_members, found)
+    steps += [step for site in members for step in of_run.steps(site)]
+    found.done = [*known]
+    left = taken(steps, budget or Budget())
+    done, targets = corrected(found.done), [("model", "server"), *(t for site in members for t in of_run.targets(site))]
+    said = [*notes(done, control, taught), *_unread(view.exchange.method.sends, attacks)]
+    said += [f"Left out: {attack.name}: {reason}." for attack, reason in reasons if reason]
+    return Audit(done, of_run.rebuilt, [*said, *words(left)], found.undecided(done, targets))
+
+
+@dataclass(frozen=True)
+class _OfRun:
+    """What there is to try on each site.
+
+    Attributes:
+        server: the weights of the server's final model.
+        rebuilt: filled as the sites' models are rebuilt, one at a time: a model may be large.
+    """
+
+    view: View
+    sums: View | None
+    knowledge: Knowledge
+    server: Weights
+    members: Mapping[str, Sample]
+    non_members: Sample
+    found: Collector
+    rebuilt: list[Rebuilt] = field(default_factory=list)
+
+    @property
+    def _sends_weights(self) -> bool:
+        return self.view.exchange.method.sends == "weights"
+
+    def targets(self, site: str) -> list[tuple[Kind, str]]:
+        """What an adversary has of a site: what it sent, the sum that it is in, and models where it sent weights."""
+        names = [site, *([_summed(site)] if self.sums else [])]
+        return [(kind, name) for kind in (KINDS if self._sends_weights else KINDS[:1]) for name in names]
+
+    def steps(self, site: str) -> list[Step]:
+        """Every attack on what a site sent, on the same of another site, and on its rebuilt models."""
+        sample, sites = self.members[site], list(self.members)
+        mine, theirs = (of.alike(sample.labels, ON_UPLOADS) for of in (sample, self.non_members))
+        steps = self.found.upload_steps(site, self.view, site, self.knowledge, mine, theirs)
         if len(sites) > 1:
-            found.of_uploads(site, view, sites[sites.index(site) - 1], knowledge, mine, theirs, is_control=True)
-        if sums:
-            found.of_uploads(f"{site}, the sum", sums, site, knowledge, mine, theirs)
-        if kind != "weights":
-            continue
-        latest = factor_pairing.latest(view, site, knowledge.server)
-        merged = factor_pairing.merged(view, site, knowledge.server)
-        rebuilt.append(Rebuilt(site, latest.coverage, latest.staleness))
-        found.of_model(site, task, latest.weights, sample.rows, sample.labels)
+            other = sites[sites.index(site) - 1]
+            steps += self.found.upload_steps(site, self.view, other, self.knowledge, mine, theirs, is_beside=True)
+        if self.sums:
+            steps += self.found.upload_steps(_summed(site), self.sums, site, self.knowledge, mine, theirs)
+        if self._sends_weights:
+            rows, labels = sample.rows, sample.labels
+            steps += self.found.model_steps(site, self.knowledge.task, lambda: self._rebuilt(site), rows, labels)
+        return steps
+
+    def _rebuilt(self, site: str) -> Iterator[tuple[str, Weights]]:
+        latest = factor_pairing.latest(self.view, site, self.server)
+        self.rebuilt.append(Rebuilt(site, latest.coverage, latest.staleness))
+        yield site, latest.weights
         if latest.staleness or latest.coverage < 1:
-            found.of_model(f"{site}, merged", task, merged.weights, sample.rows, sample.labels)
-        if sums:
-            summed = factor_pairing.latest(sums, site, knowledge.server)
-            found.of_model(f"{site}, the sum", task, summed.weights, sample.rows, sample.labels)
-    done = corrected(found.done)
-    return Audit(done, rebuilt, [*notes(done, control, taught), *_unread(kind, attacks)])
+            yield f"{site}, merged", factor_pairing.merged(self.view, site, self.server).weights
+        if self.sums:
+            yield _summed(site), factor_pairing.latest(self.sums, site, self.server).weights
+
+
+def _summed(site: str) -> str:
+    return f"{site}, the sum"
 
 
 def _unread(kind: str, attacks: Sequence[Attack]) -> Sequence[str]:
     """What is not attacked in a run that sends such uploads, in sentences."""
     read = any(isinstance(attack, UploadAttack) and kind in attack.reads for attack in attacks)
     return () if kind == "changes" and read else _UNREAD[kind]
-
-
-class Collector:
-    """Runs the attacks and keeps what they found."""
-
-    def __init__(
-        self,
-        attacks: Sequence[Attack],
-        base: PublicBase,
-        non_members: Sample,
-        seed: int,
-        say: Callable[[str], None],
-        scored: dict[tuple[str, str], Sides] | None = None,
-    ) -> None:
-        self.done: list[Finding] = []
-        self._scored = {} if scored is None else scored
-        self._theirs: dict[tuple[object, ...], Mapping[str, Numbers]] = {}
-        self._on_models = [attack for attack in attacks if isinstance(attack, ModelAttack)]
-        self._on_uploads = [attack for attack in attacks if isinstance(attack, UploadAttack)]
-        self._base, self._non_members, self._seed, self._say = base, non_members, seed, say
-
-    def of_model(self, model: str, task: Task, weights: Weights, members: Rows, labels: Sequence[str] = ()) -> None:
-        """Every attack on one model; with the members' labels, within a label. Of controls those that an attack has."""
-        others = self._non_members
-        attacks = [attack for attack in self._on_models if model not in TO_LOSE or model in attack.must_lose]
-        if not attacks:
-            return
-        self._say(f"{model}: {len(members)} members, {len(others.rows)} non-members")
-        mine, theirs = (self._base.scores(attacks, task, weights, rows) for rows in (members, others.rows))
-        for name in mine:
-            self.add(model, name, mine[name], theirs[name], labels, others.labels)
-
-    def of_controls(
-        self, knowledge: Knowledge, everyone: Rows, control: Control, taught: Control | None
-    ) -> Sequence[Finding]:
-        """Every attack on the controls: what it found, which is not in `done`."""
-        self.of_model(ROUND_0, knowledge.task, knowledge.initial, everyone)
-        self.of_control(OVERFITTED, control, knowledge.initial, control.members, control.members[::2])
-        if taught:
-            seen = set(map(id, taught.members))
-            others = [row for row in everyone if id(row) not in seen]
-            self.of_control(OTHER_ROWS, taught, knowledge.initial, others, others)
-        found, self.done = self.done, []
-        return found
-
-    def of_control(self, name: str, control: Control, initial: Weights, members: Rows, of_client: Rows) -> None:
-        """Every attack on a trained control: `members` on its model, those `of_client` "a" on what that one sent."""
-        self.of_model(name, control.task, control.weights, members)
-        mine, others = (
-            Sample(rows, [""] * len(rows)).first(ON_UPLOADS) for rows in (of_client, self._non_members.rows)
-        )
-        self.of_uploads(name, control.view, "a", Knowledge(control.task, initial), mine, others)
-
-    def of_uploads(
-        self,
-        model: str,
-        view: View,
-        site: str,
-        knowledge: Knowledge,
-        members: Sample,
-        others: Sample,
-        is_control: bool = False,
-    ) -> None:
-        """Every attack that can read them on the uploads of `site`; of another site than the rows' it is a control."""
-        for attack in self._on_uploads:
-            if view.exchange.method.sends in attack.reads:
-                mine = attack.scores(view, site, knowledge, members.rows)
-                asked = (id(attack), id(view), site, *map(id, others.rows))  # a site's own upload, and as a wrong one
-                if asked not in self._theirs:
-                    self._theirs[asked] = attack.scores(view, site, knowledge, others.rows)
-                theirs = self._theirs[asked]
-                for name in mine:
-                    shown = beside(name) if is_control else name
-                    self.add(model, shown, mine[name], theirs[name], members.labels, others.labels)
-
-    def add(
-        self,
-        model: str,
-        attack: str,
-        members: Numbers,
-        non_members: Numbers,
-        labels: Sequence[str],
-        other_labels: Sequence[str],
-    ) -> None:
-        """The statistics of one attack's scores; nothing where no label has rows on both sides."""
-        z = None
-        if labels and len(members) and len(non_members):
-            z = statistics.rank_test(members, non_members, labels, other_labels)
-            members, non_members = centred(members, non_members, labels, other_labels)
-        if len(members) and len(non_members):
-            self._scored[model, attack] = members, non_members
-            self.done.append(finding(model, attack, members, non_members, self._seed, z))

@@ -192,10 +192,21 @@ class Attack(ABC):
 
     Attributes:
         must_win, must_lose: the controls. An attack that fails one of them proves nothing about a run.
+        cost: forward passes that a row takes, about; a backward pass is two. An audit tries cheaper attacks first.
     """
 
     must_win: ClassVar[str] = OVERFITTED
     must_lose: ClassVar[Sequence[str]]
+    cost: ClassVar[int] = 1
+
+    @property
+    def name(self) -> str:
+        """As an audit calls it where it was left out."""
+        return type(self).__name__
+
+    def misfit(self, view: View, knowledge: Knowledge) -> str:
+        """Why it cannot be tried on a run, in words that follow a colon; "" where it can."""
+        return ""
 
 
 class ModelAttack(Attack):
@@ -218,6 +229,7 @@ class UploadAttack(Attack):
 
     must_lose: ClassVar[Sequence[str]] = (OTHER_ROWS, WRONG_SITE)
     reads: ClassVar[frozenset[str]] = frozenset({"weights", "gradients"})
+    cost: ClassVar[int] = 3
 
     @abstractmethod
     def scores(self, view: View, site: str, knowledge: Knowledge, rows: Rows) -> Mapping[str, Scores]:
@@ -246,6 +258,14 @@ def installed() -> list[Attack]:
             )
         classes.append(offered)
     return [c() for c in classes]
+
+
+def misfit(attack: Attack, view: View, knowledge: Knowledge) -> str:
+    """Why an attack cannot be tried on a run, in words that follow a colon; "" where it can."""
+    sends = view.exchange.method.sends
+    if isinstance(attack, UploadAttack) and sends not in attack.reads:
+        return f"it reads {' and '.join(sorted(attack.reads))}, and the sites of this run send {sends}"
+    return attack.misfit(view, knowledge)
 
 
 def _is_attack(offered: object) -> TypeGuard[type[Attack]]:

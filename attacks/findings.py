@@ -83,15 +83,17 @@ class Audit:
     """Everything that was found.
 
     Attributes:
-        findings: by model, then attack.
+        findings: in the order in which they were found.
         rebuilt: one a site.
         notes: sentences, the controls' verdicts first.
+        undecided: sentences on the models and uploads of which no attack whose controls hold says anything.
         across: of an audit of several runs of the same rows: each attack over all sites, beside one of the runs.
     """
 
     findings: Sequence[Finding]
     rebuilt: Sequence[Rebuilt]
     notes: Sequence[str] = field(default_factory=list)
+    undecided: Sequence[str] = field(default_factory=list)
     across: Sequence[Across] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -116,10 +118,12 @@ class Audit:
                 raise ValueError(f"{len(told['findings'])} findings")
             found = [_finding(row) for row in told["findings"]]
             rebuilt = [Rebuilt(str(r["site"]), float(r["coverage"]), int(r["staleness"])) for r in told["rebuilt"]]
-            across = told.get("across", [])  # not in a file of an older version
+            undecided = [str(text) for text in told.get("undecided", [])]  # a file of an older version has neither
+            across = told.get("across", [])
             if len(across) > _MOST_ATTACKS:
                 raise ValueError(f"{len(across)} attacks")
-            return cls(found, rebuilt, [str(note) for note in told["notes"]], [Across.read(row) for row in across])
+            beside_others = [Across.read(row) for row in across]
+            return cls(found, rebuilt, [str(note) for note in told["notes"]], undecided, beside_others)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StateError(
                 f"{file}: expected what fedveil audit writes, found {error!r}; audit the run again"

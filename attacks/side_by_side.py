@@ -15,6 +15,7 @@ from pathlib import Path
 from fedveil import rng, strategies, tasks
 from fedveil.attacks import audit
 from fedveil.attacks.base import Attack, Knowledge, View
+from fedveil.attacks.collector import Collector
 from fedveil.attacks.controls import Control
 from fedveil.attacks.findings import Audit, Finding, tried
 from fedveil.attacks.membership.scores import PublicBase
@@ -95,7 +96,7 @@ def common(
             knowledge, config, members, source, Path(scratch), "cpu", lambda text: None, by_heart
         )
         base = PublicBase(knowledge.task, knowledge.initial)
-        collector = audit.Collector(attacks, base, rest, source.seed, lambda text: None)
+        collector = Collector(attacks, base, rest, source.seed, lambda text: None)
         everyone = [row for sample in members.values() for row in sample.rows]
         found = collector.of_controls(knowledge, everyone, *trained)
     return Common(config, attacks, members, rest, *trained, found, source.seed)
@@ -123,7 +124,7 @@ def audit_beside(told: Common, folder: Path, config: RunConfig) -> Attacked:
     hidden = config.secure.enabled and sums is None
     comparable = not hidden and not any(told.non_members.labels)
     over = over_sites(scored, tried(found.findings), list(has.values())) if comparable else {}
-    return Attacked(Audit(found.findings, found.rebuilt, [*said, *found.notes]), over)
+    return Attacked(replace(found, notes=[*said, *found.notes]), over)
 
 
 def over_sites(

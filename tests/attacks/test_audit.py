@@ -10,8 +10,10 @@ import pytest
 
 from fedveil.attacks import audit, findings, statistics
 from fedveil.attacks.base import Knowledge, ModelAttack, UploadAttack
+from fedveil.attacks.collector import Collector
 from fedveil.attacks.findings import Finding, beside
 from fedveil.attacks.samples import Sample
+from fedveil.attacks.steps import Budget
 
 WRONG_SITE = beside("alignment")
 CONTROL = SimpleNamespace(loss_share=0.08, rounds=4)
@@ -210,8 +212,11 @@ BY_UPLOAD = {(attack, site) for attack in ("alignment", WRONG_SITE) for site in 
 )
 def test_what_uploads_are_decides_how_sites_are_attacked(sends, attacked, said, monkeypatch):
     found, result = audited(sends, monkeypatch)
-    assert found == CONTROLS | {("loss", "server")} | attacked
+    controls_ = CONTROLS if attacked else {(attack, model) for attack, model in CONTROLS if attack == "loss"}
+    assert found == controls_ | {("loss", "server")} | attacked
     assert said in " ".join(result.notes)
+    left = "Left out: _OnUploads: it reads gradients and weights, and the sites of this run send changes."
+    assert (left in result.notes) == (not attacked)
     assert bool(result.rebuilt) == (sends == "weights")
 
 
@@ -254,8 +259,8 @@ class _Site(UploadAttack):
 ASKED: list[tuple[str, tuple[int, ...]]] = []
 
 
-def collector(attack) -> audit.Collector:
-    return audit.Collector([attack], None, Sample([7, 8, 9], [""] * 3), 0, lambda text: None)
+def collector(attack) -> Collector:
+    return Collector([attack], None, Sample([7, 8, 9], [""] * 3), 0, lambda text: None)
 
 
 def test_rows_of_no_site_are_asked_once_about_each_site_s_upload():
@@ -263,10 +268,12 @@ def test_rows_of_no_site_are_asked_once_about_each_site_s_upload():
     found, view = collector(_Site()), SimpleNamespace(exchange=exchange_of("weights"))
     mine, rest = Sample([1, 2], ["", ""]), Sample([7, 8, 9], [""] * 3)
     for site, is_control in (("a", False), ("b", True), ("a", True)):
-        found.of_uploads("a", view, site, None, mine, rest, is_control)
+        for step in found.upload_steps("a", view, site, None, mine, rest, is_control):
+            step.take()
     assert ASKED == [("a", (1, 2)), ("a", (7, 8, 9)), ("b", (1, 2)), ("b", (7, 8, 9)), ("a", (1, 2))]
     assert {f.auroc for f in found.done} == {(0.5, 0.5, 0.5)}  # both sides asked about the same upload
-    found.of_uploads("a", SimpleNamespace(exchange=exchange_of("weights")), "a", None, mine, rest)
+    (step,) = found.upload_steps("a", SimpleNamespace(exchange=exchange_of("weights")), "a", None, mine, rest)
+    step.take()
     assert ASKED[-1] == ("a", (7, 8, 9))  # another run's upload
 
 
@@ -278,3 +285,51 @@ def test_findings_about_controls_that_are_known_are_not_made_again(monkeypatch):
     result = audit.audit(view, knowledge, {"a": sample}, sample, CONTROL, None, 0, attacks=[_OnUploads()], known=known)
     assert [(f.model, f.attack) for f in result.findings] == [("overfitted FedAvg", "alignment"), ("a", "alignment")]
     assert known == [found("overfitted FedAvg", "alignment", "above")]
+
+
+def clocked(monkeypatch, seconds: float, *more) -> tuple[set[tuple[str, str]], findings.Audit]:
+    """An audit in which each pass over rows takes a second."""
+    now = [0.0]
+
+    class Slow(_OnUploads):
+        cost = 5
+
+        def scores(self, view, site, knowledge, rows):
+            now[0] += 1
+            return {"slow": np.arange(float(len(rows)))}
+
+    budget = Budget(seconds, lambda: now[0])
+    monkeypatch.setattr(audit, "Budget", lambda: budget)
+    return audited("weights", monkeypatch, Slow(), *more)
+
+
+def test_what_does_not_fit_into_the_time_is_left_out_and_named(monkeypatch):
+    """Two controls take 4 of the 9 s, a's upload 2, a's on the wrong site 1 or 2; the next would take as long again."""
+    found_, result = clocked(monkeypatch, 7.0)
+    assert found_ >= CONTROLS | {("loss", "server"), ("alignment", "b")}, "cheaper attacks come first"
+    assert ("slow", "a") in found_
+    assert ("slow", "b") not in found_
+    (named,) = [n for n in result.notes if n.startswith("Left out: Slow on ")]
+    assert " b" in named
+    assert "--minutes" in named
+    assert not [n for n in clocked(monkeypatch, 99.0)[1].notes if n.startswith("Left out")]
+
+
+def test_an_attack_whose_controls_do_not_fit_is_not_tried_on_the_run(monkeypatch):
+    found_, _ = clocked(monkeypatch, 1.0)
+    assert not {model for attack, model in found_ if attack == "slow"} & {"a", "b"}
+
+
+def test_an_audit_says_of_what_it_could_not_tell_anything(monkeypatch):
+    """The scores of these attacks are equal on both sides, so that no control is won."""
+    _, result = audited("weights", monkeypatch)
+    assert [text.partition(":")[0] for text in result.undecided] == ["server", "a", "a", "b", "b"]
+    told = [found("overfitted FedAvg", "loss", "above"), LOST, *(found(m, "loss", "above") for m in ("server", "a"))]
+    collector_ = collector(_OnModels())
+    collector_.kinds["loss"] = "model"
+    asked = [("model", "server"), ("model", "a"), ("uploads", "a"), ("model", "b")]
+    assert collector_.undecided(told, asked) == [
+        "a: no attack on what it sent was tried whose controls hold",
+        "b: no attack on its model was tried whose controls hold",
+    ]
+    assert len(collector_.undecided([replace(told[0], verdict="contains"), *told[1:]], asked)) == 4

@@ -3,7 +3,15 @@
 The run must have recorded a tap (run.tap = true). The auditor needs the rows that the sites trained on, and rows of
 the same distribution that none of them had. An attack counts only where it wins against the overfitted control and
 loses against the untrained one and one that was taught other rows. Verdicts are corrected for their number. The result
-goes to RUN/audit.json, which `fedveil report` shows.
+goes to RUN/audit.json, which `fedveil report` shows. What was left out is named with the reason. --minutes tries the
+cheapest attacks first; --fail-above makes it a gate.
+
+| exit code | with --fail-above X |
+|---|---|
+| 0 | every model and upload was attacked, controls hold, and no lower bound is above X; without the option always |
+| 1 | a lower bound is above X |
+| 2 | an error: nothing was audited |
+| 3 | it cannot tell: controls fail, or the time was too short |
 """
 
 from __future__ import annotations
@@ -18,7 +26,9 @@ from rich.table import Table
 from fedveil.attacks import findings
 from fedveil.attacks.audit import audit_run
 from fedveil.attacks.findings import Finding, strongest, verdict
+from fedveil.attacks.gate import FIGURES, Limit, decide
 from fedveil.attacks.samples import Source
+from fedveil.attacks.steps import Budget
 from fedveil.config import parse
 from fedveil.console.runs.folder import load
 from fedveil.console.terminal import terminal
@@ -51,6 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-rows", type=int, default=300, metavar="N", help="members and non-members used, each (default: 300)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which rows, and the bootstrap (default: 0)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="begin no attack after so many; the controls are trained all the same (default: as long as it takes)",
+    )
+    parser.add_argument(
+        "--fail-above",
+        type=float,
+        metavar="X",
+        help="end with exit code 1 where the lower bound of a figure is above X, with 3 where that cannot be told",
+    )
+    parser.add_argument(
+        "--figure", default="auroc", metavar="NAME", help=f"of --fail-above: {', '.join(FIGURES)} (default: auroc)"
+    )
     parser.add_argument("--device", default="auto", help='"auto", "cpu" or "cuda" (default: auto)')
     parser.set_defaults(run=run)
 
@@ -62,11 +87,14 @@ def run(args: argparse.Namespace) -> int:
     def say(text: str) -> None:
         console.print(text, style="dim")
 
+    budget = Budget.of_minutes(args.minutes)
+    limit = None if args.fail_above is None else Limit(args.fail_above, args.figure)
     found = load(args.folder)
     if "config" not in found.config:
         raise StateError(f"{args.folder}: expected config.json of a run that began, found none; audit another run")
     source = Source(args.data, dict(map(_named, args.site)), args.non_members, args.max_rows, args.seed)
-    result, sheet = audit_run(args.folder, parse(found.config["config"]), found.sites, source, args.device, say)
+    config = parse(found.config["config"])
+    result, sheet = audit_run(args.folder, config, found.sites, source, args.device, say, budget)
     if sheet is not None:
         write_atomic(args.folder / findings.PICTURES, sheet)
     file = args.folder / findings.FILE
@@ -78,7 +106,11 @@ def run(args: argparse.Namespace) -> int:
         console.print(table(ordered, found.name))
     left = len(result.findings) - len(ordered)
     console.print(f"The other {left} findings: {file}; fedveil report {args.folder} draws all", soft_wrap=True)
-    return 0
+    if limit is None:
+        return 0
+    decision = decide(result, limit)
+    console.print(shown(decision.says, 2000), style="bold", soft_wrap=True)
+    return decision.code
 
 
 def table(found: Sequence[Finding], name: str) -> Table:

@@ -98,6 +98,34 @@ def test_the_terminal_has_the_verdicts_and_the_five_strongest(make_run, monkeypa
     assert Audit.read(folder) == Audit(told, [], ["what a control says"])
 
 
+@pytest.mark.parametrize(
+    ("audit", "limit", "code", "said"),
+    [
+        (Audit(controlled(found("server", 0.7, "above")), [], []), "0.6", 1, "Gate: FAILS. auroc above 0.6"),
+        (Audit(controlled(found("server", 0.5, "contains")), [], []), "0.6", 0, "Gate: passes."),
+        (Audit(controlled(found("server", 0.7, "above"), won="contains"), [], []), "0.6", 3, "Gate: CANNOT TELL"),
+        (Audit([], [], []), "0.6", 3, "Gate: CANNOT TELL"),
+    ],
+)
+def test_as_a_gate_it_ends_with_a_code_of_its_own(make_run, monkeypatch, capsys, audit, limit, code, said):
+    monkeypatch.setattr(command, "audit_run", lambda *_, **__: (audit, None))
+    folder = make_run()
+    assert main(["audit", str(folder), "--fail-above", limit]) == code
+    assert said in capsys.readouterr().out
+    assert Audit.read(folder) == audit
+    assert main(["audit", str(folder)]) == 0, "without the option it is no gate"
+
+
+def test_the_time_reaches_the_audit(make_run, monkeypatch):
+    asked = []
+    monkeypatch.setattr(command, "audit_run", lambda *given: asked.append(given[-1]) or (Audit([], [], []), None))
+    folder = make_run()
+    assert main(["audit", str(folder), "--minutes", "3"]) == 0
+    assert main(["audit", str(folder)]) == 0
+    assert 170 < asked[0].left <= 180
+    assert asked[1].left == float("inf")
+
+
 def test_controls_and_models_stand_beside_each_other(audited):
     by = {(f["model"], f["attack"]): f for f in audited["findings"]}
     assert by["overfitted FedAvg", "loss"]["verdict"] == "above"
@@ -113,6 +141,8 @@ def test_controls_and_models_stand_beside_each_other(audited):
     assert by["server", "loss"]["non_members"] == 40
     assert {r["site"]: r["coverage"] for r in audited["rebuilt"]}.keys() == set(SITES)
     assert any(note.startswith("loss: ") for note in audited["notes"])
+    assert any(note.startswith("Left out: pictures read off gradients") for note in audited["notes"])
+    assert any(note.startswith("Left out of every audit: LiRA") for note in audited["notes"])
 
 
 def test_members_are_the_rows_of_the_site(run_folder):
@@ -180,6 +210,9 @@ def test_a_report_without_an_audit_has_none(make_run):
         (["--site", "x=y"], "--site: expected a site of the run .site-10, site-2., found x"),
         (["--site", "site-2"], "--site: expected NAME=FOLDER"),
         (["--data", str(DATA), "--max-rows", "3"], "--max-rows: expected at least 20, found 3"),
+        (["--minutes", "0"], "--minutes: expected more than 0"),
+        (["--fail-above", "1.5"], "--fail-above: expected a number from 0 to below 1 for auroc, found 1.5"),
+        (["--fail-above", "0.5", "--figure", "x"], "--figure: expected one of auroc"),
         (["--data", str(DATA), "--device", "cuda:99"], "device: expected"),
     ],
 )

@@ -30,7 +30,7 @@ def controlled(*about: Finding, attack: str = "alignment", won: str = "above", l
 
 def audited(run: Path, *about: Finding, across: Sequence[Across] = (), **controls: str) -> Path:
     """Writes the audit of a run."""
-    audit = Audit(controlled(*about, **controls), [], ["a note"], across)
+    audit = Audit(controlled(*about, **controls), [], ["a note"], across=across)
     (run / "audit.json").write_text(json.dumps(audit.to_json()))
     return run
 

@@ -1,0 +1,127 @@
+"""A lower bound on epsilon from one training: canaries that were in or out by coins, and how many coins were guessed.
+
+Steinke, Nasr, Jagielski: Privacy Auditing with One (1) Training Run. NeurIPS 2023, arXiv 2305.08846, Theorem 5.2. The
+paper was not at hand: the statement is from memory of it and of its appendix D, and is held by simulations of
+mechanisms whose epsilon is known (`tests/attacks/test_one_run.py`).
+
+| paper | here | |
+|---|---|---|
+| m | canaries | coins, fair and independent of each other |
+| r | guesses | of the auditor who sees the output alone; the others it leaves open |
+| v | correct | guesses that were right |
+| W | | the number of right guesses, were the mechanism (epsilon, delta)-private |
+
+    q = e^eps / (e^eps + 1),   f(v) = P[Binomial(r, q) >= v]
+    P[W >= v] <= f(v) + 2 m delta max_(1 <= i <= v) (f(v - i) - f(v)) / i
+
+Formal guarantees: the bound is above the mechanism's epsilon, at `delta`, with probability 1 - confidence at most. The
+neighbouring relation is that of a coin: two data sets that differ where one coin differs. Guesses may depend on each
+other in any way. How many are made is fixed before: `bound` tries the numbers of `_PARTS` and several scores, and
+shares the error out among them (Bonferroni).
+
+| case | result |
+|---|---|
+| no guess, or no more right ones than chance gives | 0 |
+| every guess right | finite: m coins bound at most about ln(m / ln(1 / (1 - confidence))) |
+| scores that are all equal | guesses of no content: 0 but for 1 - confidence |
+| delta 0 | the binomial tail alone |
+
+Adaptive note: a weak score gives a low bound, never a wrong one. A bound of 0 says nothing of privacy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binom
+
+from fedveil.attacks.statistics import Scores
+
+_PARTS = (1, 2, 4)  # of the coins, all, a half and a quarter are guessed
+_LARGEST, _STEPS = 60.0, 80  # of epsilon; halvings
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What one run shows.
+
+    Attributes:
+        epsilon: at least so much, at `delta`; 0 = nothing was shown.
+        delta, confidence: of the bound.
+        score: the name of the score behind it.
+        canaries, guesses, correct: m, r and v.
+    """
+
+    epsilon: float
+    delta: float
+    confidence: float
+    score: str
+    canaries: int
+    guesses: int
+    correct: int
+
+
+def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
+    """The most that the chance of so many right guesses can be under (epsilon, delta)-privacy.
+
+    Raises:
+        ValueError: counts that cannot be, or an epsilon or delta outside its range.
+    """
+    if not 0 <= correct <= guesses <= canaries or canaries < 1:
+        raise ValueError(f"expected 0 <= correct <= guesses <= canaries, found {correct}, {guesses}, {canaries}")
+    if not (0 <= epsilon < math.inf and 0 <= delta <= 1):
+        raise ValueError(f"expected an epsilon of 0 or more and a delta from 0 to 1, found {epsilon} and {delta}")
+    q = 1 / (1 + math.exp(-epsilon))
+    tail = float(binom.sf(correct - 1, guesses, q))
+    if not delta or not correct:
+        return min(1.0, tail)
+    below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, q))  # f(v - i) - f(v) for i = 1, 2, ...
+    steepest = float((below / np.arange(1, correct + 1)).max())
+    return min(1.0, tail + 2 * canaries * delta * steepest)
+
+
+def epsilon_at_least(canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
+    """The largest epsilon that so many right guesses rule out, with that confidence; 0 where they rule out none.
+
+    Raises:
+        ValueError: as `p_value`, or a confidence that is not between 0 and 1.
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence: expected more than 0 and less than 1, found {confidence}")
+    low, high = 0.0, _LARGEST
+    for _ in range(_STEPS):  # `low` is ruled out, or 0
+        middle = (low + high) / 2
+        ruled_out = p_value(canaries, guesses, correct, middle, delta) <= 1 - confidence
+        low, high = (middle, high) if ruled_out else (low, middle)
+    return low
+
+
+def bound(scores: Mapping[str, Scores], coins: NDArray[np.bool_], delta: float, confidence: float = 0.95) -> Bound:
+    """The best bound of several scores and numbers of guesses; together they are wrong as seldom as one alone.
+
+    Args:
+        scores: by name, (canaries,) numbers that are above 0 where the coin is more likely true, and the further from 0
+            the surer. They depend on the mechanism's output and not on the coins.
+        coins: (canaries,) as they fell.
+
+    Raises:
+        ValueError: no scores, of another number than the coins, or not finite.
+    """
+    if not scores or not len(coins) or any(len(s) != len(coins) or not np.isfinite(s).all() for s in scores.values()):
+        lengths = {name: len(s) for name, s in scores.items()}
+        raise ValueError(f"expected finite scores of {len(coins)} coins, found {lengths}")
+    numbers = sorted({max(1, len(coins) // part) for part in _PARTS}, reverse=True)
+    each = 1 - (1 - confidence) / (len(scores) * len(numbers))
+    found = []
+    for name, of_coins in scores.items():
+        surest = np.argsort(-np.abs(of_coins), kind="stable")
+        for guesses in numbers:
+            at = surest[:guesses]
+            correct = int(((of_coins[at] > 0) == coins[at]).sum())
+            epsilon = epsilon_at_least(len(coins), guesses, correct, delta, each)
+            found.append(Bound(epsilon, delta, confidence, name, len(coins), guesses, correct))
+    return max(found, key=lambda one: one.epsilon)

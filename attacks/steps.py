@@ -1,0 +1,100 @@
+"""The steps of an audit, in the order of what they cost, within a budget of time.
+
+| case | what is done |
+|---|---|
+| no budget | every step |
+| time is over | no other step begins; the one under way ends, so an audit may take longer by one step |
+| the longest step of the same attack so far took longer than what is left | not begun; cheaper ones are |
+| a control | a step like another: an attack of which no control fits is not tried on the run either |
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fedveil.errors import ConfigError
+
+_MOST_MINUTES = 60 * 24 * 30.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One attack, or several that share a pass, on one model or on what one site sent.
+
+    Attributes:
+        attacks: their names.
+        on: what is attacked, in words.
+        cost: of `Attack.cost`.
+        take: does it.
+        is_control: whether the answer is known before.
+    """
+
+    attacks: str
+    on: str
+    cost: int
+    take: Callable[[], object]
+    is_control: bool = False
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long an audit may go on.
+
+    Attributes:
+        seconds: from now on; infinite = as long as it takes.
+        clock: gives seconds.
+    """
+
+    seconds: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+    _began: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._began.append(self.clock())
+
+    @classmethod
+    def of_minutes(cls, minutes: float | None) -> Budget:
+        """Of the option --minutes. Raises ConfigError for what is no time."""
+        if minutes is None:
+            return cls()
+        if not 0 < minutes <= _MOST_MINUTES:  # false for a NaN
+            raise ConfigError(f"--minutes: expected more than 0 and at most {_MOST_MINUTES:g}, found {minutes:g}")
+        return cls(60 * minutes)
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._began[0] + self.seconds - self.clock()
+
+
+def taken(steps: Sequence[Step], budget: Budget) -> list[Step]:
+    """Takes the steps, the cheapest first and those of equal cost in their order; returns those that did not fit."""
+    longest: dict[str, float] = {}
+    controlled: dict[str, bool] = {}
+    left = []
+    for step in sorted(steps, key=lambda step: step.cost):
+        has_controls = step.is_control or controlled.get(step.attacks, True)
+        if not has_controls or budget.left <= longest.get(step.attacks, 0.0):
+            left.append(step)
+        else:
+            before = budget.clock()
+            step.take()
+            longest[step.attacks] = max(longest.get(step.attacks, 0.0), budget.clock() - before)
+        if step.is_control:
+            controlled[step.attacks] = step not in left
+    return left
+
+
+def words(left: Sequence[Step]) -> list[str]:
+    """A sentence for each attack that the time was too short for."""
+    found: dict[str, list[str]] = {}
+    for step in left:
+        found.setdefault(step.attacks, []).append(step.on)
+    return [
+        f"Left out: {attacks} on {', '.join(dict.fromkeys(on))}: the time did not suffice; give --minutes a higher "
+        "number, or leave it out."
+        for attacks, on in found.items()
+    ]
