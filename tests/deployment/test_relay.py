@@ -106,7 +106,7 @@ class Relayed(LocalFederation):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_rounds_by_files_are_those_of_the_wire_bit_for_bit(tmp_path, capsys):
     needed = permits.needed(parse({**CONFIG, "run.dir": str(tmp_path), "run.name": "fedrand"}))
     needed = needed.replace('"run.name" = "fedrand"', '"run.name" = ["fedrand", "by-hand"]')
@@ -134,18 +134,18 @@ def test_rounds_by_files_are_those_of_the_wire_bit_for_bit(tmp_path, capsys):
 def by_hand(federation: Relayed, at: Path, config: dict) -> None:
     """One round, for which somebody starts the command once the order is there."""
     (federation.kit("site") / "orders" / "letter.relay").write_bytes(b"nobody's")
-    run = federation.run(ROOT, config)
     orders = federation.kit("site") / "orders"
-    known = set(orders.iterdir())
-    until(lambda: set(orders.iterdir()) - known, 120, "an order of the next run has been carried", 0.2)
+    known = set(orders.glob("*.relay"))
+    run = federation.run(ROOT, config)
+    until(lambda: set(orders.glob("*.relay")) - known, 300, "an order of the next run has been carried", 0.2)
     once = subprocess.run(
-        federation.command("site", "import", "--device", "cpu"), capture_output=True, text=True, cwd=ROOT, timeout=300,
+        federation.command("site", "import", "--device", "cpu"), capture_output=True, text=True, cwd=ROOT, timeout=400,
         check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert once.returncode == 1, (once.stdout, once.stderr)  # for what is no letter
     assert "letter.relay: expected a letter of version 1, found something else" in once.stdout
     assert "1 answered, 1 refused" in once.stdout
-    ended = federation.wait(run, timeout=200)
+    ended = federation.wait(run, timeout=300)
     assert ended.completed, ended.reason
     assert lines(at / "by-hand" / "metrics.jsonl")[-1]["accepted"] == ["site-0", FAR]
 
