@@ -29,7 +29,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from io import BufferedReader
+from io import BufferedIOBase
 from mmap import mmap
 from pathlib import Path
 from typing import final
@@ -101,7 +101,7 @@ class Seal:
         with path.open("rb") as file:
             return b"".join(self.opened(file, role, path))
 
-    def opened(self, file: BufferedReader, role: str, path: Path) -> Iterator[bytes]:
+    def opened(self, file: BufferedIOBase, role: str, path: Path) -> Iterator[bytes]:
         """The same of an open file, chunk by chunk: the content is whole only once all of them have come."""
         sealed = file.read(len(_MAGIC) - 1) == _MAGIC[:-1]
         file.seek(0)
@@ -209,7 +209,7 @@ def new_key(path: Path) -> Seal:
     return Seal.of(path)
 
 
-def _head(file: BufferedReader, path: Path) -> tuple[bytes, Head]:
+def _head(file: BufferedIOBase, path: Path) -> tuple[bytes, Head]:
     fixed = len(_MAGIC) + _ID_BYTES + _SALT_BYTES + 2
     head = file.read(fixed)
     size = int.from_bytes(head[-2:], "big")

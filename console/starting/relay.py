@@ -51,6 +51,11 @@ def settings(options: Mapping[str, Any], kit: Path | None, state: Path) -> Setti
     return Settings(found["relay-key"], found["peer"], orders, replies, state, most * 1_000_000)
 
 
+def peer_of(ends: Settings) -> str:
+    """The fingerprint of the other end's keys, which its people can read out."""
+    return read_public(ends.peer).fingerprint
+
+
 def _require_folder(name: str, folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{name}: expected the folder that letters come by, found none at {folder}; make it")
@@ -119,6 +124,7 @@ def export(options: Mapping[str, Any], kit: Path | None) -> int:
         watched.processes.start(name, supernode(watched.superlink, ca, key, port, config, secret), env)
         print(f"site {name}: relay for {watched.superlink}, log {watched.processes.log(name)}", flush=True)
         print(f"site {name}: orders go to {ends.orders}, replies are taken from {ends.replies}", flush=True)
+        print(f"site {name}: the other end is {peer_of(ends)}", flush=True)
         return watched.until_ended(told.tell)
     finally:
         watched.processes.stop()
@@ -148,7 +154,9 @@ def import_(options: Mapping[str, Any], kit: Path | None, permit_everything: boo
         print(
             f"site {name}: orders from {ends.orders}, replies to {ends.replies}, log {processes.log(name)}", flush=True
         )
-        start_spare(start.node, superexec, env)
+        print(f"site {name}: the other end is {peer_of(ends)}", flush=True)
+        if follow:  # else the first order starts one, if there is an order
+            start_spare(start.node, superexec, env)
         while (code := processes.ended(name)) is None and (follow or not told.idle):
             time.sleep(_POLL_SECONDS)
             told.tell()

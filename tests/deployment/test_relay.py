@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -59,14 +60,13 @@ class Relayed(LocalFederation):
         for end, other in (("server", "site"), ("site", "server")):
             (ends[end] / "keys" / "peer.pub").write_text(f"{public[other]}\n")
         env = {**self._env(), "OMP_NUM_THREADS": str(self.client_threads), "PYTHONPATH": os.pathsep.join(sys.path[:1])}
-        command = [sys.executable, "-m", "fedveil.console.main", "relay"]
-        for end, action, more in (("server", "export", []), ("site", "import", ["--follow", "--device", "cpu"])):
-            folders = [str(ends[end] / "orders"), str(ends[end] / "replies")]
-            part = {"of": FAR} if end == "site" else {}
-            self.processes.start(
-                FAR if end == "server" else "import",
-                [*command, action, "--kit", str(ends[end]), *folders, *more], env, cwd=ROOT, **part,
-            )  # fmt: skip
+        self.processes.start(FAR, self.command("server", "export"), env, cwd=ROOT)
+        self.processes.start("import", self.command("site", "import", "--follow", "--device", "cpu"), env, cwd=ROOT)
+
+    def command(self, end: str, *words: str) -> list[str]:
+        kit = self.kit(end)
+        folders = (str(kit / "orders"), str(kit / "replies"))
+        return [sys.executable, "-m", "fedveil.console.main", "relay", *words, "--kit", str(kit), *folders]
 
     def online(self, name: str) -> bool:
         if name != FAR:
@@ -106,9 +106,11 @@ class Relayed(LocalFederation):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1500)
 def test_rounds_by_files_are_those_of_the_wire_bit_for_bit(tmp_path, capsys):
     needed = permits.needed(parse({**CONFIG, "run.dir": str(tmp_path), "run.name": "fedrand"}))
+    needed = needed.replace('"run.name" = "fedrand"', '"run.name" = ["fedrand", "by-hand"]')
+    needed = needed.replace(f'"run.rounds" = {ROUNDS}', f'"run.rounds" = [1, {ROUNDS}]')
     policy = tmp_path / "policy.toml"
     policy.write_text(
         f'app-digests = ["{console_app.digest(ROOT)}"]\nmethods = ["fedrand"]\ntasks = ["text-generation"]\n{needed}'
@@ -122,16 +124,37 @@ def test_rounds_by_files_are_those_of_the_wire_bit_for_bit(tmp_path, capsys):
         assert ended.completed, (ended.reason, federation.processes.log(FAR).read_text()[-3000:])
         left = federation.kit("server") / "orders"
         until(lambda: not list(left.glob("*.relay")), 20, "orders that were answered are taken back", 0.1)
+        federation.processes.kill("import", 5.0)
+        by_hand(federation, tmp_path, CONFIG | {"run.rounds": 1, "run.name": "by-hand", "run.dir": str(tmp_path)})
     assert federation.processes.alive() == []
     check_same(tmp_path / "fedrand", in_process(CONFIG, DATA, SITES), ROUNDS)
     check_records(federation, tmp_path, capsys)
+
+
+def by_hand(federation: Relayed, at: Path, config: dict) -> None:
+    """One round, for which somebody starts the command once the order is there."""
+    (federation.kit("site") / "orders" / "letter.relay").write_bytes(b"nobody's")
+    orders = federation.kit("site") / "orders"
+    known = set(orders.glob("*.relay"))
+    run = federation.run(ROOT, config)
+    until(lambda: set(orders.glob("*.relay")) - known, 300, "an order of the next run has been carried", 0.2)
+    once = subprocess.run(
+        federation.command("site", "import", "--device", "cpu"), capture_output=True, text=True, cwd=ROOT, timeout=400,
+        check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert once.returncode == 1, (once.stdout, once.stderr)  # for what is no letter
+    assert "letter.relay: expected a letter of version 1, found something else" in once.stdout
+    assert "1 answered, 1 refused" in once.stdout
+    ended = federation.wait(run, timeout=300)
+    assert ended.completed, ended.reason
+    assert lines(at / "by-hand" / "metrics.jsonl")[-1]["accepted"] == ["site-0", FAR]
 
 
 def check_records(federation: Relayed, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Gate, audit log and disclosure of the far site are those of the near one."""
     far, near = federation.kit("site") / "state", federation.folder / "sites" / "site-0"
     logs = {name: audit_log.read(state / audit_log.NAME) for name, state in (("far", far), ("near", near))}
-    assert [line["event"] for line in logs["far"]] == ["admitted", "sent"] * ROUNDS
+    assert [line["event"] for line in logs["far"]] == ["admitted", "sent"] * (ROUNDS + 1)
     for one, other in zip(logs["far"], logs["near"], strict=True):
         assert set(one) == set(other)
         same = {"event", "run", "round", "rounds", "method", "task", "model", "app", "policy", "signer"} & set(one)
@@ -142,5 +165,6 @@ def check_records(federation: Relayed, at: Path, capsys: pytest.CaptureFixture[s
     said = disclosure.messages(at / "fedrand" / "disclosure.jsonl")
     assert [(m["site"], m["direction"]) for m in said].count((FAR, "up")) == ROUNDS
     events = [line["event"] for line in audit_log.read(far / "relay-log.jsonl")]
-    assert events == ["taken", "answered"] * ROUNDS  # though each order came many times
+    once_more = ["refused", "taken", "answered"]
+    assert events == [*["taken", "answered"] * ROUNDS, *once_more]  # though each order came many times
     assert lines(at / "fedrand" / "metrics.jsonl")[-1]["accepted"] == ["site-0", FAR]

@@ -1,7 +1,7 @@
-"""`fedveil relay`: takes part without any connection, by sealed, signed files that somebody carries.
+"""`fedveil relay`: takes part without a connection, by files that are carried.
 
-`fedveil relay export` stands in the site's place at the server, and writes its orders as files. `fedveil relay import`
-answers them at the site, as if they had come over the wire. docs/relay.md says how.
+The files are sealed and signed. `fedveil relay export` stands in the site's place at the server, and writes its orders
+as files; `fedveil relay import` answers them at the site, as if they had come over the wire. docs/relay.md says how.
 """
 
 from __future__ import annotations
