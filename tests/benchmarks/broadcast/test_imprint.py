@@ -40,7 +40,7 @@ def test_controls_that_fail_are_said():
 def test_claims_are_over_seeds_and_the_file_keeps_their_values(monkeypatch):
     """A share that no batch of any seed has moved is within every margin."""
     rows = PRESET["rows"]
-    shares = {name: 0.0 for name in rows} | {"crafted": 0.9, "crafted, after a ramp of 0.25": 0.9}
+    shares = dict.fromkeys(rows, 0.0) | {"crafted": 0.9, "crafted, after a ramp of 0.25": 0.9}
     answers = [
         {name: [{"rows": share * (1 - 0.02 * i), "change": 1.0}] * 2 for name, share in shares.items()}
         for i in range(5)
