@@ -9,7 +9,8 @@
 | others | the crafted broadcast, and another run: more steps, more rows, another method, noise |
 
 "rows" is the share of the batch's rows whose beginning (the tokens at the chosen positions) was recovered exactly;
-"false", how many other beginnings were given out; "change" and "norm" as a site's check has them.
+"false", how many other beginnings were given out; "change" and "norm" as a site's check has them. Intervals are over
+batches and seeds (`resampling`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from torch import Tensor
 from fedveil import rng, strategies
 from fedveil.attacks.base import View
 from fedveil.attacks.reconstruction import imprint
-from fedveil.benchmarks.common import data, seeds
+from fedveil.benchmarks.common import data, resampling, seeds
+from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.federations import federation, task_of
-from fedveil.benchmarks.run import Options, Outcome, intervals
+from fedveil.benchmarks.run import Options, Outcome
 from fedveil.client_app.site.received import norm_of
 from fedveil.config import RunConfig, parse
 from fedveil.contract.spec import Weights
@@ -37,13 +39,23 @@ from fedveil.tasks.text_generation import TextGeneration
 from fedveil.wire.payloads import tensors_of
 from fedveil.wire.tap import Tap
 
+_BATCHES = 9  # the name of the draws
+
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """A row for each of `settings["rows"]`, averaged over batches and seeds."""
     answers = seeds.run(__name__, settings, options)
-    names = list(answers[0])
-    rows = [{"name": n, "metrics": intervals([batch for found in answers for batch in found[n]])} for n in names]
-    return Outcome(rows, _verdicts({row["name"]: row["metrics"] for row in rows}, settings))
+    figures = {
+        name: {
+            metric: resampling.over_seeds([resampling.mean([b[metric] for b in of[name]], _BATCHES) for of in answers])
+            for metric in batches[0]
+        }
+        for name, batches in answers[0].items()
+    }
+    rows = [{"name": n, "metrics": {m: resampling.interval(f) for m, f in of.items()}} for n, of in figures.items()]
+    claims = common.table(common.compared(figures, settings.get("claims", []), "+.2f"), len(answers))
+    said = [*_verdicts({row["name"]: row["metrics"] for row in rows}, settings), *claims]
+    return Outcome(rows, said, [f"this run: {settings['batches']} batches a seed, {len(answers)} seeds"])
 
 
 def _verdicts(found: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]) -> list[str]:

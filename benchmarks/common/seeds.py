@@ -2,20 +2,27 @@
 
 A process runs `python -m fedveil.benchmarks.common.seeds MODULE` and calls `of_seed(settings, seed, options)` of
 MODULE.
+
+What a seed answered is kept in `<result>.seeds.pieces.jsonl` until all have, so that a run that was cut off goes on
+from there. Only an answer of the same commit, settings, form and device is taken; one of changed files never is kept.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from fedveil.benchmarks.run import Options
+from fedveil.benchmarks.common import pieces
+from fedveil.benchmarks.run import Options, commit
 from fedveil.errors import ConfigError, FedVeilError
 
 OfSeed = Callable[[dict[str, Any], int, Options], Any]
@@ -28,8 +35,38 @@ def run(module: str, settings: dict[str, Any], options: Options) -> list[Any]:
         ConfigError: a seed that failed, with its reason.
     """
     seeds = range(options.seeds or settings["seeds"])
+    file = _file(options.pieces)
+    asked, writing = _digest(module, settings, options), threading.Lock()
+    known = {piece["seed"]: piece["answer"] for piece in pieces.kept(file) if piece["asked"] == asked}
+
+    def answered(seed: int) -> Any:
+        if seed in known:
+            options.say(f"seed {seed}: measured before, at this commit")
+            return known[seed]
+        answer = _one(module, settings, seed, options)
+        with writing:
+            pieces.keep(file, {"seed": seed, "asked": asked, "answer": answer})
+        return answer
+
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda seed: _one(module, settings, seed, options), seeds))
+        answers = list(pool.map(answered, seeds))
+    if file:
+        file.unlink(missing_ok=True)  # whoever asks again wants it measured again
+    return answers
+
+
+def _file(beside: Path | None) -> Path | None:
+    """The file of seeds beside a file of pieces, in a folder that is there; None where no commit says what ran."""
+    if beside is None or not commit() or commit().endswith("+"):
+        return None
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    return beside.with_name(beside.name.replace(".pieces.", ".seeds.pieces."))
+
+
+def _digest(module: str, settings: dict[str, Any], options: Options) -> str:
+    """Of all that a seed's answer depends on but its number."""
+    asked = [commit(), module, settings, options.quick, options.device]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 def _one(module: str, settings: dict[str, Any], seed: int, options: Options) -> Any:

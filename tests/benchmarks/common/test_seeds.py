@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+
+import pytest
 
 from fedveil.benchmarks.common import seeds
+from fedveil.benchmarks.run import Options
 from fedveil.errors import ConfigError
 
 
@@ -18,3 +22,73 @@ def test_an_error_of_a_seed_is_one_line(monkeypatch):
     monkeypatch.setattr("sys.stdout", type("Out", (), {"write": said.append, "flush": lambda self: None})())
     seeds.serve(failing)
     assert said == ['{"error": "no data for x"}\n']
+
+
+class Measured(list):
+    """The seeds that were measured; those in `failing` are cut off."""
+
+    failing = frozenset({2})
+
+    def one(self, module, settings, seed, options):
+        if seed in self.failing:
+            raise ConfigError(f"seed {seed}: cut off")
+        self.append(seed)
+        return {"seed": seed, "rate": settings["rate"]}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    found = Measured()
+    monkeypatch.setattr(seeds, "_one", found.one)
+    monkeypatch.setattr(seeds, "commit", lambda: "0123456789ab")
+    return found
+
+
+def cut_off(options, **more):
+    """A run of three seeds of which the last fails; the file that is left."""
+    with pytest.raises(ConfigError, match="seed 2: cut off"):
+        seeds.run("a.module", {"seeds": 3, "rate": 1.0} | more, options)
+    return options.pieces.with_name("x_y.seeds.pieces.jsonl")
+
+
+def test_a_run_that_was_cut_off_goes_on_and_one_that_ended_is_measured_again(measured, tmp_path):
+    options = Options(pieces=tmp_path / "results" / "x_y.pieces.jsonl")
+    kept = cut_off(options)
+    assert len(kept.read_text().splitlines()) == 2
+    measured.failing = frozenset()
+    answers = seeds.run("a.module", {"seeds": 3, "rate": 1.0}, options)
+    assert answers == [{"seed": seed, "rate": 1.0} for seed in range(3)]
+    assert sorted(measured) == [0, 1, 2]
+    assert not kept.exists()
+    seeds.run("a.module", {"seeds": 3, "rate": 1.0}, options)
+    assert sorted(measured) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("other", ["settings", "module", "quick", "device", "commit"])
+def test_an_answer_to_another_question_is_not_taken(measured, tmp_path, monkeypatch, other):
+    options = Options(pieces=tmp_path / "x_y.pieces.jsonl")
+    cut_off(options)
+    measured.failing = frozenset()
+    settings = {"seeds": 3, "rate": 2.0 if other == "settings" else 1.0}
+    if other == "commit":
+        monkeypatch.setattr(seeds, "commit", lambda: "ba9876543210")
+    changed = {"quick": True} if other == "quick" else {"device": "cpu"} if other == "device" else {}
+    module = "b.module" if other == "module" else "a.module"
+    seeds.run(module, settings, replace(options, **changed))
+    assert sorted(measured) == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("commit", ["0123456789ab+", ""])
+def test_nothing_is_kept_where_no_commit_says_what_ran(measured, tmp_path, monkeypatch, commit):
+    monkeypatch.setattr(seeds, "commit", lambda: commit)
+    assert not cut_off(Options(pieces=tmp_path / "x_y.pieces.jsonl")).exists()
+
+
+def test_without_a_file_every_seed_is_measured(measured):
+    measured.failing = frozenset()
+    assert [answer["seed"] for answer in seeds.run("a.module", {"seeds": 2, "rate": 1.0}, Options(seeds=4))] == [
+        0,
+        1,
+        2,
+        3,
+    ]
