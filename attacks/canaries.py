@@ -158,7 +158,8 @@ def _encoded(task: Task, folder: Path, name: str, count: int) -> list[Rows]:
     examples = task.examples(files[0], "test")
     if len(examples) != count:
         raise ConfigError(f"{files[0]}: expected {count} rows, one a coin, found {len(examples)}; another folder?")
-    return [task.encode([example]) for example in examples]
+    rows = task.encode(list(examples))  # at once, for a task may log what it cuts
+    return [[row] for row in rows] if len(rows) == count else [task.encode([example]) for example in examples]
 
 
 def _falls(knowledge: Knowledge, rows: Rows) -> Scores:

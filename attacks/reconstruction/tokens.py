@@ -45,11 +45,12 @@ def span(moved: Tensor) -> Tensor:
 
     A span of as many directions as A has rows holds combinations of the inputs, and says nothing of one of them.
     """
+    none = torch.zeros(0, moved.shape[1], dtype=torch.float64)
     if not moved.any() or not moved.isfinite().all():
-        return torch.zeros(0, moved.shape[1], dtype=torch.float64)
+        return none
     _, sizes, rows = torch.linalg.svd(moved.double(), full_matrices=False)
     kept: Tensor = rows[sizes > _RANK * sizes[0]]
-    return kept if len(kept) < len(moved) else kept[:0]
+    return kept if len(kept) < len(moved) else none
 
 
 def read(task: AdaptedTask, weights: Weights, layer: str, moved: Tensor, positions: int) -> list[set[int]]:
