@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedveil import rng, strategies, tasks
-from fedveil.attacks import controls
+from fedveil.attacks import canaries, controls
 from fedveil.attacks.base import Attack, Knowledge, UploadAttack, View, installed, misfit
 from fedveil.attacks.collector import KINDS, ON_UPLOADS, Collector, Kind
 from fedveil.attacks.controls import Control
@@ -42,6 +42,7 @@ from fedveil.attacks.steps import Budget, Step, taken, words
 from fedveil.attacks.unseen import of_run
 from fedveil.config import RunConfig
 from fedveil.contract.spec import Weights
+from fedveil.privacy.claims import claim_of
 from fedveil.wire.tap import Tap
 
 _BY_HEART = 64  # members of the overfitted control
@@ -54,7 +55,7 @@ _UNREAD: Mapping[str, Sequence[str]] = {
 }
 _NEVER = (
     "Left out of every audit: LiRA and shadow models (they train dozens of models), imprinting (a server that "
-    "deviates), what clients win back of a proxy; fedveil bench has them."
+    "deviates), tokens off the span of one step, what clients win back of a proxy; fedveil bench has most of them."
 )
 _NO_PICTURES = "Left out: pictures read off gradients: the sites of this run send none, or their rows are no pictures."
 
@@ -67,6 +68,7 @@ def audit_run(
     device: str = "auto",
     say: Callable[[str], None] = lambda text: None,
     budget: Budget | None = None,
+    planted: tuple[str, Path] | None = None,
 ) -> tuple[Audit, bytes | None]:
     """Attacks a finished run on what its tap recorded. Writes nothing.
 
@@ -78,6 +80,7 @@ def audit_run(
         device: where models are asked, "auto", "cpu" or "cuda".
         say: told what is done now.
         budget: of the attacks; the controls are always trained, and take of it.
+        planted: a site, and the folder of the canaries in its rows.
 
     Returns:
         What was found, and a sheet of rebuilt pictures as PNG, None where the run sends no gradients of pictures.
@@ -96,6 +99,13 @@ def audit_run(
         initial=task.initial(rng.initial(config.run.seed, "weights")),
         server=server,
     )
+    if planted:
+        site, canary_folder = planted
+        say(f"{site}: canaries")
+        claim = claim_of(method, config)
+        delta = claim.budget.delta if claim else canaries.DELTA
+        bound = canaries.bound_of(canary_folder, site, view, knowledge, delta)
+        said = [canaries.words(bound, site, claim.budget if claim else None), *said]
     with tempfile.TemporaryDirectory() as scratch:
         pair = controls_of(knowledge, config, members, source, Path(scratch), device, say)
         found = audit(view, knowledge, members, non_members, *pair, source.seed, say, sums, budget=budget)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,16 +45,31 @@ def alignment_scores(view: View, site: str, knowledge: Knowledge, rows: Rows, up
     The task must train by gradients of its own (`fedveil.training.computing.Trainable`).
     """
     total = np.zeros(len(rows))
-    turns = deque(_turns(view, site, knowledge.initial), maxlen=uploads)
-    for start, delta in turns:
-        length = sum(float(d.double().square().sum()) for d in delta.values()) ** 0.5
-        if length:
-            total += [_cosine(knowledge.task, start, delta, length, row) for row in rows]
-    return total / max(1, len(turns))
+    taken = deque(turns(view, site, knowledge.initial), maxlen=uploads)
+    task: Any = knowledge.task
+    for turn in taken:
+        task.put(turn.start)
+        total += [cosine(row_gradient(task, row), turn.moved) for row in rows]
+    return total / max(1, len(taken))
 
 
-def _turns(view: View, site: str, initial: Weights) -> Iterator[tuple[Weights, Mapping[str, Tensor]]]:
-    """Of each participation: the start of every tensor as far as the server knows, and the moves of the sent ones."""
+@dataclass(frozen=True)
+class Turn:
+    """One participation of a site, as the server knows it.
+
+    Attributes:
+        round: in which it was.
+        start: every tensor of the spec.
+        moved: where the site left each tensor that it sent, less its start.
+    """
+
+    round: int
+    start: Weights
+    moved: Mapping[str, Tensor]
+
+
+def turns(view: View, site: str, initial: Weights) -> Iterator[Turn]:
+    """Each participation of a site, in their order."""
     seen: dict[str, Tensor] = {}
     for upload in view.uploads(site):
         answered = view.answered(upload)
@@ -61,7 +77,7 @@ def _turns(view: View, site: str, initial: Weights) -> Iterator[tuple[Weights, M
         sent = {n: w.float() for n, w in _left(view, upload, got).items() if n in initial}
         kept = {**initial, **got, **seen}  # a tensor that is not sent: the site's own past, where it was ever seen
         start = {n: (got.get(n, kept[n]) if n in sent else kept[n]).float() for n in initial}
-        yield start, {n: w - start[n] for n, w in sent.items()}
+        yield Turn(upload.round, start, {n: w - start[n] for n, w in sent.items()})
         if _keeps_past(view.exchange.method):
             seen |= sent
 
@@ -80,18 +96,23 @@ def _keeps_past(method: Method) -> bool:
     return method.past if isinstance(method, FedRand) else True
 
 
-def _cosine(task: Any, start: Weights, delta: Mapping[str, Tensor], length: float, row: Any) -> float:
-    task.put(start)
+def row_gradient(task: Any, row: Any) -> dict[str, Tensor]:
+    """The gradient of one row's loss at the weights put in last, on the CPU; without tensors that it does not reach."""
     for parameter in task.trained.values():
         parameter.grad = None
     task.loss_sum(task.collate([row]).to(task.device)).backward()
-    dot = square = 0.0
-    for name, move in delta.items():
-        if (found := task.trained[name].grad) is None:  # this row does not reach it
-            continue
-        gradient = found.detach().cpu()
-        dot -= float((gradient * move).double().sum())
-        square += float(gradient.double().square().sum())
+    found = {name: p.grad.detach().cpu() for name, p in task.trained.items() if p.grad is not None}
     for parameter in task.trained.values():
         parameter.grad = None
-    return dot / (square**0.5 * length) if square else 0.0
+    return found
+
+
+def cosine(gradient: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> float:
+    """Of minus a row's gradient with a move, over the tensors that have both; 0 where one of them is 0."""
+    length = sum(float(d.double().square().sum()) for d in moved.values()) ** 0.5
+    dot = square = 0.0
+    for name, g in gradient.items():
+        if name in moved:
+            dot -= float((g * moved[name]).double().sum())
+            square += float(g.double().square().sum())
+    return dot / (square**0.5 * length) if square and length else 0.0

@@ -92,8 +92,8 @@ def scores(target: Numbers, shadows: Numbers, members: NDArray[np.bool_]) -> Num
     if np.isnan(mean_out).any() and np.isnan(mean_in[np.isnan(mean_out)]).any():
         raise ValueError("expected shadows that score every row, found a row without any")
     both = _log_normal(target, mean_in, std_in) - _log_normal(target, mean_out, std_out)
-    only_out = _log_cdf((target - mean_out) / std_out)
-    only_in = _log_cdf((target - mean_in) / std_in)
+    only_out = log_cdf((target - mean_out) / std_out)
+    only_in = log_cdf((target - mean_in) / std_in)
     return np.where(np.isnan(mean_in), only_out, np.where(np.isnan(mean_out), only_in, both))
 
 
@@ -115,7 +115,7 @@ def _log_normal(x: Numbers, mean: Numbers, std: Numbers) -> Numbers:
     return np.asarray(-0.5 * ((x - mean) / std) ** 2 - np.log(std))
 
 
-def _log_cdf(z: Numbers) -> Numbers:
+def log_cdf(z: Numbers) -> Numbers:
     """ln Phi(z), by the error function; far below by its asymptote, so that no score is minus infinity."""
 
     def of(v: float) -> float:

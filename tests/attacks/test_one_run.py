@@ -45,6 +45,14 @@ def test_without_delta_it_is_the_log_odds_of_the_one_sided_interval_of_clopper_a
     assert epsilon_at_least(100, 100, 75, 0.0) == pytest.approx(math.log(low / (1 - low)), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("counts", "delta", "published"), [((1000, 100, 75), 1e-4, 0.673), ((100_000, 1510, 1439), 1e-5, 2.675)]
+)
+def test_published_values(counts, delta, published):
+    """Of appendix D and of section 7, as other projects quote them."""
+    assert epsilon_at_least(*counts, delta) == pytest.approx(published, abs=1e-3)
+
+
 def test_a_delta_lowers_the_bound_to_where_the_twin_says_five_percent():
     found = epsilon_at_least(100, 100, 75, 1e-3)
     assert 0 < found < epsilon_at_least(100, 100, 75, 0.0)

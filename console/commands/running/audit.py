@@ -76,6 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--figure", default="auroc", metavar="NAME", help=f"of --fail-above: {', '.join(FIGURES)} (default: auroc)"
     )
+    parser.add_argument(
+        "--canaries",
+        metavar="NAME=FOLDER",
+        help="a site that trained on FOLDER/data of fedveil canaries: adds a lower bound of its epsilon",
+    )
     parser.add_argument("--device", default="auto", help='"auto", "cpu" or "cuda" (default: auto)')
     parser.set_defaults(run=run)
 
@@ -92,9 +97,12 @@ def run(args: argparse.Namespace) -> int:
     found = load(args.folder)
     if "config" not in found.config:
         raise StateError(f"{args.folder}: expected config.json of a run that began, found none; audit another run")
-    source = Source(args.data, dict(map(_named, args.site)), args.non_members, args.max_rows, args.seed)
+    source = Source(
+        args.data, dict(_named("--site", text) for text in args.site), args.non_members, args.max_rows, args.seed
+    )
     config = parse(found.config["config"])
-    result, sheet = audit_run(args.folder, config, found.sites, source, args.device, say, budget)
+    planted = None if args.canaries is None else _named("--canaries", args.canaries)
+    result, sheet = audit_run(args.folder, config, found.sites, source, args.device, say, budget, planted)
     if sheet is not None:
         write_atomic(args.folder / findings.PICTURES, sheet)
     file = args.folder / findings.FILE
@@ -127,10 +135,10 @@ def _interval(value: Sequence[float]) -> str:
     return "{:.3f} [{:.3f}, {:.3f}]".format(*value)
 
 
-def _named(text: str) -> tuple[str, Path]:
+def _named(option: str, text: str) -> tuple[str, Path]:
     name, _, folder = text.partition("=")
     if not name or not folder:
         raise ConfigError(
-            f'--site: expected NAME=FOLDER, found "{text}"; name a site of the run and the folder of its rows'
+            f'{option}: expected NAME=FOLDER, found "{text}"; name a site of the run and the folder of its rows'
         )
     return name, Path(folder)

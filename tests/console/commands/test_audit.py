@@ -118,7 +118,7 @@ def test_as_a_gate_it_ends_with_a_code_of_its_own(make_run, monkeypatch, capsys,
 
 def test_the_time_reaches_the_audit(make_run, monkeypatch):
     asked = []
-    monkeypatch.setattr(command, "audit_run", lambda *given: asked.append(given[-1]) or (Audit([], [], []), None))
+    monkeypatch.setattr(command, "audit_run", lambda *given: asked.append(given[-2]) or (Audit([], [], []), None))
     folder = make_run()
     assert main(["audit", str(folder), "--minutes", "3"]) == 0
     assert main(["audit", str(folder)]) == 0
@@ -210,6 +210,7 @@ def test_a_report_without_an_audit_has_none(make_run):
         (["--site", "x=y"], "--site: expected a site of the run .site-10, site-2., found x"),
         (["--site", "site-2"], "--site: expected NAME=FOLDER"),
         (["--data", str(DATA), "--max-rows", "3"], "--max-rows: expected at least 20, found 3"),
+        (["--canaries", "site-2"], '--canaries: expected NAME=FOLDER, found "site-2"'),
         (["--minutes", "0"], "--minutes: expected more than 0"),
         (["--fail-above", "1.5"], "--fail-above: expected a number from 0 to below 1 for auroc, found 1.5"),
         (["--fail-above", "0.5", "--figure", "x"], "--figure: expected one of auroc"),

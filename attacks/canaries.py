@@ -1,0 +1,177 @@
+"""Canaries in a site's rows: pairs of which a coin put one in, and what a run shows of the coins (attacks/one_run.py).
+
+A canary is a row of the data with another row's target: what a model knows of it, it learnt from that row. Each place
+holds one of a pair, so that data sets of different coins differ by replacing one row: the relation is replace-one. The
+number of rows and their places follow from no coin.
+
+| file of a folder of canaries | holds |
+|---|---|
+| `data/train.*` | what the site trains on: its rows less twice as many as there are pairs, and one of each pair |
+| `secret/first.*`, `secret/second.*` | the pairs, in one order |
+| `secret/coins.json` | which of each pair is in; whoever trains must not read it |
+
+| score of a pair | is the first's less the second's |
+|---|---|
+| loss | fall of the loss from the public base to the run's model |
+| alignment | cosine of the row's gradient with what the site sent (attacks/membership/alignment.py) |
+
+| case | result |
+|---|---|
+| a run that never trained on the rows | a bound of 0, but for 1 - confidence |
+| rows that `task.max-examples` left out | their coins are guessed by chance: a lower bound |
+| a claim of add-or-remove-one | another relation: both are shown, and not compared |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedveil.attacks import one_run
+from fedveil.attacks.base import Knowledge, View, misfit
+from fedveil.attacks.membership.alignment import Alignment, alignment_scores
+from fedveil.attacks.membership.scores import PublicBase, loss_of
+from fedveil.attacks.one_run import Bound
+from fedveil.attacks.statistics import Scores
+from fedveil.contract.budget import Budget, Neighbours
+from fedveil.contract.task import Rows, Task
+from fedveil.errors import ConfigError, StateError
+
+LEAST, MOST = 20, 20_000  # pairs
+DATA, SECRET, FIRST, SECOND, COINS = "data", "secret", "first", "second", "coins.json"
+DELTA = 1e-5  # where the run claims none
+_MOST_BYTES, _MOST_UPLOADS = 1 << 20, 8
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What is to be written: `train` for the site, and the pairs."""
+
+    train: Sequence[Row]
+    first: Sequence[Row]
+    second: Sequence[Row]
+
+
+def planted(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], choice: random.Random) -> Planted:
+    """Rows with a pair for each coin: the first where it is true.
+
+    Args:
+        rows: a site's.
+        column: of the target.
+        coins: (pairs,) fair and independent of everything.
+        choice: which rows are made canaries; it is independent of the coins.
+
+    Raises:
+        ConfigError: too few or too many pairs, or too few rows.
+    """
+    pairs = len(coins)
+    if not LEAST <= pairs <= MOST or 2 * pairs > len(rows):
+        raise ConfigError(
+            f"--pairs: expected {LEAST} to {MOST}, and half of the {len(rows)} rows at most, found {pairs}"
+        )
+    drawn = choice.sample(range(len(rows)), 2 * pairs)
+    # Each takes the target of the next; the last that of the first.
+    swapped = {at: {**rows[at], column: rows[drawn[i - 1]][column]} for i, at in enumerate(drawn)}
+    places, away = drawn[:pairs], drawn[pairs:]
+    first, second = [swapped[at] for at in places], [swapped[at] for at in away]
+    put = {at: first[i] if coins[i] else second[i] for i, at in enumerate(places)}
+    left = set(away)
+    return Planted([put.get(at, row) for at, row in enumerate(rows) if at not in left], first, second)
+
+
+def coins_of(folder: Path) -> NDArray[np.bool_]:
+    """The coins in a folder of canaries. Raises StateError where it is none."""
+    file = folder / SECRET / COINS
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ValueError("a file that is too large")
+        told = json.loads(file.read_text())["coins"]
+        if not LEAST <= len(told) <= MOST or set(told) - {"0", "1"}:
+            raise ValueError(f"{len(told)} coins")
+        return np.array([coin == "1" for coin in told])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StateError(
+            f"{file}: expected the coins that fedveil canaries wrote, found {type(error).__name__}: {error}; name the "
+            "folder that it made"
+        ) from None
+
+
+def bound_of(folder: Path, site: str, view: View, knowledge: Knowledge, delta: float) -> Bound:
+    """What a run shows of the coins of one site.
+
+    Args:
+        folder: of the canaries.
+        site: whose rows they were among.
+        view: the server's.
+        knowledge: with the run's final model.
+
+    Raises:
+        StateError: no folder of canaries.
+        ConfigError: a site that did not take part, or pairs that are not as many as the coins.
+    """
+    coins, task = coins_of(folder), knowledge.task
+    if site not in view.sites:
+        raise ConfigError(f"--canaries: expected a site of the run ({', '.join(view.sites)}), found {site}")
+    first, second = (_encoded(task, folder / SECRET, name, len(coins)) for name in (FIRST, SECOND))
+    rows = [row for each in (*first, *second) for row in each]
+    scores = {"loss": _falls(knowledge, rows)}
+    if not misfit(Alignment(), view, knowledge):
+        scores["alignment"] = alignment_scores(view, site, knowledge, rows, _MOST_UPLOADS)
+    sizes = [len(each) for each in (*first, *second)]
+    return one_run.bound({name: _of_pairs(s, sizes) for name, s in scores.items()}, coins, delta)
+
+
+def words(bound: Bound, site: str, claim: Budget | None) -> str:
+    """The bound beside what the run claims, in a sentence."""
+    relation = Neighbours.REPLACE_ONE
+    said = (
+        f"{site}, one run with {bound.canaries} pairs of canaries: epsilon at least {bound.epsilon:.2f} at delta "
+        f"{bound.delta:g}, {relation.value}, with {100 * bound.confidence:.0f} % confidence ({bound.correct} of "
+        f"{bound.guesses} guesses right, by {bound.score})"
+    )
+    if claim is None or not math.isfinite(claim.epsilon):
+        return f"{said}; at most: nothing is claimed."
+    if claim.server_trusted:
+        return f"{said}; claimed: nothing against the server, whose view this is."
+    at_most = f"at most {claim.epsilon:g} at delta {claim.delta:g}, {claim.neighbours.value}"
+    if claim.neighbours is not relation or claim.delta != bound.delta:
+        return f"{said}; claimed: {at_most}, which is another relation or delta and not compared."
+    if bound.epsilon > claim.epsilon:
+        return f"{said}; claimed: {at_most}. The claim is CONTRADICTED: one of the two is wrong; do not rely on it."
+    return f"{said}; claimed: {at_most}."
+
+
+def _encoded(task: Task, folder: Path, name: str, count: int) -> list[Rows]:
+    """The rows of each canary of one side."""
+    files = sorted(folder.glob(f"{name}.*"))
+    if len(files) != 1:
+        raise StateError(f"{folder}: expected one file {name}.jsonl or {name}.parquet, found {len(files)}")
+    examples = task.examples(files[0], "test")
+    if len(examples) != count:
+        raise ConfigError(f"{files[0]}: expected {count} rows, one a coin, found {len(examples)}; another folder?")
+    rows = task.encode(list(examples))  # at once, for a task may log what it cuts
+    return [[row] for row in rows] if len(rows) == count else [task.encode([example]) for example in examples]
+
+
+def _falls(knowledge: Knowledge, rows: Rows) -> Scores:
+    """(rows,) loss under the public base less that under the run's model."""
+    if knowledge.server is None:
+        raise ValueError("knowledge.server: expected the server's final model, found None; give it to Knowledge")
+    after = [loss_of(prediction) for prediction in knowledge.task.predict(knowledge.server, rows)]
+    return np.asarray(PublicBase(knowledge.task, knowledge.initial).losses(rows) - np.array(after))
+
+
+def _of_pairs(scores: Scores, sizes: Sequence[int]) -> Scores:
+    """(pairs,) mean over the first's rows less that over the second's; `sizes` is of all firsts, then all seconds."""
+    means = np.array([part.mean() if len(part) else 0.0 for part in np.split(scores, np.cumsum(sizes)[:-1])])
+    half = len(means) // 2
+    return np.asarray(means[:half] - means[half:])
