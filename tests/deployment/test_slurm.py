@@ -195,7 +195,7 @@ min-batch = 2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_site_in_a_job_trains_and_the_next_job_goes_on_with_its_state(north):
     fedveil = "venv/bin/fedveil"
     shown = [word for key, value in RUN.items() for word in ("--set", f"{key}={value}")]
@@ -208,7 +208,7 @@ def test_a_site_in_a_job_trains_and_the_next_job_goes_on_with_its_state(north):
     for job, how in ((first, "130"), (second, "TIMEOUT")):
         out = north.folder / f"slurm-{job.folder.name}.out"
         until(lambda out=out: "site north: online" in out.read_text(), 120, f"{out.name}: online")
-        done = north.run(fedveil, "submit", "--federation", "pilot", *shown, timeout=240)
+        done = north.run(fedveil, "submit", "--federation", "pilot", *shown, timeout=480)
         assert "completed" in done.stdout
         job.limit()
         assert ended(job) == how, out.read_text()

@@ -1,0 +1,68 @@
+"""docs/extend: what a page shows works as a package of somebody else's: its module, its test, its entry point."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PAGES = sorted((ROOT / "docs" / "extend").glob("*.md"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def install(page: Path, folder: Path) -> list[str]:
+    """The page's files in a folder, and its entry points as pip would leave them; returns the names of the files."""
+    names = []
+    for text in blocks(page, "python"):
+        names.append(re.match(r"# (\w+\.py)\n", text)[1])
+        (folder / names[-1]).write_text(text)
+    (project,) = blocks(page, "toml")
+    points = tomllib.loads(project)["project"]["entry-points"]
+    about = folder / "somebody-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1.0\n")
+    lines = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in named.items()) for group, named in points.items())
+    (about / "entry_points.txt").write_text("".join(lines))
+    return names
+
+
+def pytest_on(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *arguments],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+
+
+def test_there_is_a_page_for_a_method_a_task_and_an_attack():
+    assert [page.stem for page in PAGES] == ["attack", "method", "task"]
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert all(f"extend/{page.stem}" in index for page in PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_the_page_shows_passes_its_own_test(page, tmp_path):
+    module, test = install(page, tmp_path)
+    done = pytest_on(tmp_path, "-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}", str(tmp_path / test))
+    assert test == f"test_{module}"
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert re.search(r"^[3-9] passed", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_pages_method_passes_the_contract_suite(tmp_path):
+    (page,) = (page for page in PAGES if page.stem == "method")
+    install(page, tmp_path)
+    done = pytest_on(tmp_path, "tests/contract/test_contract.py", "-k", "damped")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)[1]) > 10
