@@ -57,7 +57,8 @@ class Fronts:
         from fedveil.guard.flower import fleet_http
 
         port, sites = self.fleet[1], self.sites
-        serve_through(lambda app: fleet_http.by_port(port, sites(app), also(self.control(app))))
+        # Else a line for each question of each site: some ten million a day from a hundred of them.
+        serve_through(lambda app: fleet_http.by_port(port, sites(app), also(self.control(app))), access_log=False)
         fleet_http.listen_also(*self.fleet)
 
 
@@ -98,12 +99,12 @@ def prepare() -> Fronts | None:
     return Fronts(operators.before)
 
 
-def serve_through(wrap: Callable[[App], App]) -> None:
-    """From now on every server of uvicorn serves its application through `wrap`."""
+def serve_through(wrap: Callable[[App], App], **options: object) -> None:
+    """From now on every server of uvicorn serves its application through `wrap`, with `options` before its own."""
     original = uvicorn.Config.__init__
 
     def configured(self: uvicorn.Config, app: App, *args: object, **kwargs: object) -> None:
-        original(self, wrap(app), *args, **kwargs)  # type: ignore[arg-type]
+        original(self, wrap(app), *args, **{**kwargs, **options})  # type: ignore[arg-type]
         # Or whoever is on this machine says in a header whose connection it is: guard/loopback.py goes by that.
         self.proxy_headers = False
 

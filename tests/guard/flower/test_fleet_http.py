@@ -216,6 +216,13 @@ def test_the_port_that_a_request_came_in_by_decides_and_no_header(served):
     assert port.came == [PULL, PULL]
 
 
+def test_no_line_is_logged_for_each_question_of_a_site(served, caplog):
+    _, _, sites = served
+    with caplog.at_level("INFO", "uvicorn.access"):
+        asked(sites, PULL, headers())
+    assert not caplog.records
+
+
 def test_whose_a_connection_is_says_no_header_either(served):
     """guard/loopback.py asks the kernel about the address that uvicorn names."""
     _, control, _ = served
