@@ -1,0 +1,38 @@
+"""docs/decisions/upstream: each draft has a script, which finds what it says in the Flower that is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "docs" / "decisions" / "upstream"
+HELPERS = {"node", "stock"}
+SCRIPTS = sorted(file for file in FOLDER.glob("*.py") if file.stem not in HELPERS)
+
+
+def test_every_draft_has_its_script_and_stands_in_the_table():
+    drafts = {file.stem for file in FOLDER.glob("*.md")} - {"README"}
+    assert {script.stem.replace("_", "-") for script in SCRIPTS} == drafts
+    table = (FOLDER / "README.md").read_text()
+    for script in SCRIPTS:
+        draft = script.stem.replace("_", "-")
+        assert re.search(rf"\]\({draft}\.md\) \| `{script.name}`", table)
+        assert f"`{script.name}`" in (FOLDER / f"{draft}.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_flower_still_does_what_a_draft_says(script):
+    """Red where a release has mended it: then the guard's part, and the draft, can go."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-1500:]}{done.stderr[-1500:]}"
