@@ -37,17 +37,22 @@ class WorkerStatus:
     def where(self) -> str:
         """Such as "fedrand/demo, round 3 of 5"."""
         if "run" not in self.says:
-            return "no run yet"
+            return f"no run {self._since_when}"
         return f"{self.says['run']} ({self.says['method']}), round {self.says['round'] + 1} of {self.says['rounds']}"
 
     @property
     def holds(self) -> str:
         """The base model, where it is, and how much memory that takes."""
-        model = self.says.get("model", "no model yet")
+        model = self.says.get("model", f"no model {self._since_when}")
         memory = f"{self.says.get('memory_mb', 0):,} MB"
         if "device_memory_mb" in self.says:
             memory += f" and {self.says['device_memory_mb']:,} MB there"
         return f"{model} on {self.says.get('device', 'no device yet')}, {memory}"
+
+    @property
+    def _since_when(self) -> str:
+        """Of what it has not: it has let go of its run and waits for the next, or never had one."""
+        return "now" if "last" in self.says else "yet"
 
     @property
     def pace(self) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from fedveil import places
 from fedveil.client_app.site import policy as policies
@@ -22,6 +25,7 @@ from fedveil.console.provisioning import checks, slurm, unpacked
 from fedveil.console.runs import sealing
 from fedveil.console.starting import online
 from fedveil.errors import ConfigError, PolicyError
+from fedveil.foreign import shown
 from fedveil.guard import pace
 from fedveil.sealed import Seal
 
@@ -147,7 +151,10 @@ def require_link(ca: Path, key: Path) -> None:
     require_node_key(key)
     found = checks.guarded("certificate", lambda: checks.certificate(ca))
     if found.verdict == "fail":
-        raise ConfigError(f"{ca}: expected a certificate that is valid now, found another: {found.text}")
+        raise ConfigError(
+            f"{ca}: expected a certificate that is valid now, found another: {found.text}; unpack the kit anew, or ask "
+            "the operator for ca.crt"
+        )
 
 
 def require_policy(node: Site) -> None:
@@ -159,9 +166,20 @@ def require_policy(node: Site) -> None:
         tomllib.loads(file.read_text())
         policies.of_site(node)
     except (PolicyError, ValueError) as error:
-        raise ConfigError(
-            f"{file}: expected a site policy, found something else: {error}; as it is, it refuses every run"
-        ) from None
+        found = _unknown_key(error.__cause__) or f"something else: {error}"
+        raise ConfigError(f"{file}: expected a site policy, found {found}; as it is, it refuses every run") from None
+
+
+def _unknown_key(error: BaseException | None) -> str:
+    """What is said of a key that no policy has; "" where that is not what is wrong."""
+    first = error.errors()[0] if isinstance(error, ValidationError) else None
+    if first is None or first["type"] != "extra_forbidden":
+        return ""
+    key = shown(".".join(map(str, first["loc"])), 80)
+    known = [about.alias or name for name, about in policies.Policy.model_fields.items()]
+    near = difflib.get_close_matches(key, known, 1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"the key {key}, which no policy has; {meant}It may have: {', '.join(known)}"
 
 
 def prepared(start: Start) -> tuple[Path, dict[str, str]]:

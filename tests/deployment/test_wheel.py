@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fedveil import places
+from fedveil.console.main import commands
 from tests.conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -27,6 +28,17 @@ for entry in importlib.metadata.distribution("flwr").entry_points.select(group="
     call = f"from {entry.module} import {entry.attr}\\nsys.exit({entry.attr}())"
     script.write_text(f"#!{sys.executable}\\nimport sys\\n{call}\\n")
     script.chmod(0o755)
+"""
+LEAST = 'name = "pilot"\nserver = ["localhost"]\nsites = ["north", "south"]\n'
+# Imports every command.
+EVERY_HELP = """
+import contextlib, io
+from fedveil.console import main
+for name in main.commands():
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
+        main.main([name, "--help"])
+    assert said.getvalue().startswith(f"usage: fedveil {name}"), name
+    print(name)
 """
 
 
@@ -132,7 +144,12 @@ def test_a_wheel_of_an_installed_wheel_is_the_same(installed):
 def test_every_command_that_needs_no_server_works_from_an_empty_folder(installed):
     assert installed("fedveil", "--version") == f"fedveil {PROJECT['project']['version']}\n"
     assert "  demo " in installed("fedveil", "--help")
+    assert set(installed("python", "-c", EVERY_HELP).split()) == set(commands())
     assert "fedrand" in installed("fedveil", "methods")
+    assert "the server learns" in installed("fedveil", "methods", "--table")
+    assert "_fedveil" in installed("fedveil", "completion", "bash")
+    (installed.empty / "federation.toml").write_text(LEAST)
+    assert "2 kits under kits/" in installed("fedveil", "provision", "federation.toml")
     assert "What would leave this site" in installed("fedveil", "explain", "--set", "method.name=fedrand")
     here = subprocess.run(
         [sys.executable, "-m", "fedveil.console.main", "app", "digest"],
@@ -153,5 +170,6 @@ def test_the_demo_runs_and_its_report_can_be_written_again(installed):
     assert [(row["name"], row["state"], row["rounds"]) for row in rows] == [
         ("fedavg", "completed", 1), ("fedrand", "completed", 1)
     ]  # fmt: skip
+    assert installed("fedveil", "generate", "runs/demo/fedavg", "--prompt", "name : Blue Spice").strip()
     installed("fedveil", "report", "runs/demo/fedavg", "--out", "again.html")
     assert "What each side learned" in (installed.empty / "again.html").read_text()

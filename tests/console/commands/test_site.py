@@ -53,6 +53,9 @@ def test_a_worker_is_described_with_what_it_holds_where_and_since_when():
 
 def test_a_spare_says_that_it_has_no_run():
     assert "no run yet" in described(status({"state": "spare", "memory_mb": 60}))
+    after = described(status({"state": "spare", "memory_mb": 60, "last": {"seconds": 7.1, "load_seconds": 0.0}}))
+    assert "no run now" in after  # it had one: the line below says what its last turn took
+    assert "no model now on no device yet, 60 MB" in after
 
 
 def followed(monkeypatch, states: list[list[WorkerStatus]], terminal: bool) -> str:

@@ -50,6 +50,7 @@ def test_what_left_what_was_refused_and_what_the_ledger_holds(state, tmp_path):
     refused = re.search(r'<td data-label="event">refused</td>.*?</tr>', text)[0]
     assert '<td data-label="round">5</td>' in refused
     assert "PolicyError: method: expected fedrand, found fedavg" in refused
+    assert "A refused run needs nothing from this site" in text
     spent = accounting.epsilon({STEP: 2}, 1e-5, Neighbours.REPLACE_ONE)
     assert f"epsilon {spent:.4g} at delta 1e-05 (replace-one)" in text
     assert '<td data-label="permitted">epsilon 8</td>' in text

@@ -150,7 +150,8 @@ def test_a_key_that_flower_does_not_take_is_named_by_its_form(kit, capsys, kind,
 
 
 def test_a_policy_that_does_not_parse_is_named_with_the_place(kit, capsys):
-    for text, reason in (("methods = [\n1 2\n", "line 2"), ('methodz = ["a"]\n', "methodz")):
+    unknown = "found the key methodz, which no policy has; did you mean methods? It may have: methods, tasks, "
+    for text, reason in (("methods = [\n1 2\n", "line 2"), ('methodz = ["a"]\n', unknown)):
         (kit / "site-policy.toml").write_text(text)
         assert start(kit) == 2
         said = capsys.readouterr().err
