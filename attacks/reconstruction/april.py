@@ -75,8 +75,7 @@ class Enlargement:
 
         unknowns = math.prod(self.shape)
         # Linear, so its transpose is the same at every u.
-        pulled: Any = torch.func.vjp(embedded, torch.zeros(unknowns, dtype=torch.float64))
-        transposed = pulled[1]
+        transposed = torch.func.vjp(embedded, torch.zeros(unknowns, dtype=torch.float64))[1]
         operator = LinearOperator(
             (tokens.numel(), unknowns),
             matvec=lambda u: embedded(torch.from_numpy(u.ravel())).numpy(),
