@@ -74,9 +74,8 @@ class Enlargement:
             return patches[0].flatten(1).T.flatten()
 
         unknowns = math.prod(self.shape)
-        _, transposed = torch.func.vjp(
-            embedded, torch.zeros(unknowns, dtype=torch.float64)
-        )  # linear: the same anywhere
+        # Linear, so its transpose is the same at every u.
+        transposed = torch.func.vjp(embedded, torch.zeros(unknowns, dtype=torch.float64))[1]
         operator = LinearOperator(
             (tokens.numel(), unknowns),
             matvec=lambda u: embedded(torch.from_numpy(u.ravel())).numpy(),

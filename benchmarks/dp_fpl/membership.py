@@ -194,20 +194,11 @@ def _attacked(
     members, others, pool = ([row for of_site in parts[part].values() for row in of_site] for part in _PARTS)
     weights = trained(parts["members"])
     at = shadow.target(says, weights, members, _labelled(members), _labelled(others), pool)
-    nets: dict[str, Estimate] = {}
-    rows = len(members)
-    if count := (chosen or {}).get("shadows", settings["shadows"]):
-        how = shadow.Settings(shadows=count)
+    nets, count = dict[str, Estimate](), len(members)
+    if shadows := (chosen or {}).get("shadows", settings["shadows"]):
+        how = shadow.Settings(shadows=shadows)
         found = shadow.records(like_target, says, pool, _labelled(pool)[1], how, generator)
-        outcome = shadow.attack(found, at, how, generator)
-        per_class, whole = outcome["per class"], outcome["global"]
-        rows = whole.rows
-        nets = {
-            "balanced accuracy, per class": per_class.accuracy,
-            "AUROC, per class": per_class.pooled_auroc,
-            "AUROC, global": whole.pooled_auroc,
-            "TPR at 1 % FPR, global": whole.pooled_tpr_at_1,
-        }
+        nets, count = _of_nets(shadow.attack(found, at, how, generator))
     mine, theirs = (_confidence(v, ls) for v, ls in ((at.members, at.member_labels), (at.others, at.other_labels)))
     loss = resampling.auroc(mine, theirs, (_MEMBERS,), (_OTHERS,))
     right = resampling.mean(100.0 * (at.others.argmax(-1) == np.asarray(at.other_labels)), _OTHERS)
@@ -219,10 +210,22 @@ def _attacked(
         "nets": {metric: _triple(e) for metric, e in nets.items()},
         LOSS: loss.to_json(),
         RIGHT: right.to_json(),
-        "rows": rows,
+        "rows": count,
         "costs": federated[0].costs if federated else {},
         "privacy": federated[0].privacy if federated else "no row was seen",
     }
+
+
+def _of_nets(outcome: Mapping[str, shadow.Outcome]) -> tuple[dict[str, Estimate], int]:
+    """The nets' figures by metric, and the rows behind them."""
+    per_class, whole = outcome["per class"], outcome["global"]
+    nets = {
+        "balanced accuracy, per class": per_class.accuracy,
+        "AUROC, per class": per_class.pooled_auroc,
+        "AUROC, global": whole.pooled_auroc,
+        "TPR at 1 % FPR, global": whole.pooled_tpr_at_1,
+    }
+    return nets, whole.rows
 
 
 def _labelled(rows: Rows) -> tuple[Rows, list[int]]:

@@ -11,6 +11,8 @@ import pytest
 from fedveil import places, strategies
 from fedveil.benchmarks import run
 from fedveil.benchmarks.common import resampling, verdicts
+from fedveil.benchmarks.dp_fpl import federated_prompts
+from fedveil.benchmarks.dp_fpl.accuracy import ZERO
 from fedveil.errors import ConfigError
 
 
@@ -35,9 +37,28 @@ def test_methods_and_claims_of_dp_fpl_exist(name):
         assert set(changes) <= set(rows)
         for label, row in rows.items():
             strategies.create(row["name"], {**row, **changes.get(label, {})}.get("fields", ""))
+    known = {
+        *rows,
+        ZERO,
+        *(federated_prompts.blind(label) for label, row in rows.items() if row.get("control") is True),
+    }
     for claim in found["settings"].get("claims", []):
-        assert {claim["row"], claim["than"]} <= set(rows)
+        assert {claim["row"], *([claim["than"]] if isinstance(claim["than"], str) else [])} <= known
     assert set(found.get("paper", {})) <= set(rows)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", [n for n in run.names() if n.startswith(("fedrand/", "broadcast/"))])
+def test_claims_are_about_rows_and_parts_of_their_table(name, quick):
+    """In either form: a claim about what is not measured would end a run of hours with an error."""
+    found = preset(name)
+    settings = run._merged(found["settings"], found["quick"] if quick else {})
+    rows = {"one client alone", *settings.get("methods", {}), *settings.get("rows", {})}
+    rows |= {f"{label} {view}" for label in settings.get("methods", {}) for view in ("server", "client")}
+    parts = tuple(f"{part['name']} " for part in settings.get("parts", []) if part["name"])
+    for claim in settings.get("claims", []):
+        assert {claim["row"], *([claim["than"]] if isinstance(claim["than"], str) else [])} <= rows
+        assert not parts or claim["metric"].startswith(parts)
 
 
 @pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["runner"] == "fedqsn.proxies"])
