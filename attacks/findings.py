@@ -86,12 +86,14 @@ class Audit:
         rebuilt: one a site.
         notes: sentences, the controls' verdicts first.
         undecided: sentences on the models and uploads of which no attack whose controls hold says anything.
+        epsilon_shown: at least so much, by canaries; None where there were none.
     """
 
     findings: Sequence[Finding]
     rebuilt: Sequence[Rebuilt]
     notes: Sequence[str] = field(default_factory=list)
     undecided: Sequence[str] = field(default_factory=list)
+    epsilon_shown: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For a file."""
@@ -116,7 +118,10 @@ class Audit:
             found = [_finding(row) for row in told["findings"]]
             rebuilt = [Rebuilt(str(r["site"]), float(r["coverage"]), int(r["staleness"])) for r in told["rebuilt"]]
             undecided = [str(text) for text in told.get("undecided", [])]  # a file of an older version has none
-            return cls(found, rebuilt, [str(note) for note in told["notes"]], undecided)
+            shown = None if told.get("epsilon_shown") is None else float(told["epsilon_shown"])
+            if shown is not None and not 0 <= shown < math.inf:
+                raise ValueError(f"epsilon_shown {shown}")
+            return cls(found, rebuilt, [str(note) for note in told["notes"]], undecided, shown)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StateError(
                 f"{file}: expected what fedveil audit writes, found {error!r}; audit the run again"

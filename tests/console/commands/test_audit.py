@@ -155,6 +155,7 @@ def test_the_bound_of_canaries_stands_beside_the_claim(audited):
         "site-2, one run with 20 pairs of canaries: epsilon at least 0.00 at delta 1e-05, replace-one"
     )
     assert said.endswith("at most: nothing is claimed.")
+    assert audited["epsilon_shown"] < 0.005
 
 
 def test_members_are_the_rows_of_the_site(run_folder):
