@@ -99,12 +99,14 @@ def audit_run(
         initial=task.initial(rng.initial(config.run.seed, "weights")),
         server=server,
     )
+    shown = None
     if planted:
         site, canary_folder = planted
         say(f"{site}: canaries")
         claim = claim_of(method, config)
         delta = claim.budget.delta if claim else canaries.DELTA
         bound = canaries.bound_of(canary_folder, site, view, knowledge, delta)
+        shown = bound.epsilon
         said = [canaries.words(bound, site, claim.budget if claim else None), *said]
     with tempfile.TemporaryDirectory() as scratch:
         pair = controls_of(knowledge, config, members, source, Path(scratch), device, say)
@@ -113,7 +115,7 @@ def audit_run(
     sheet = None if over else pictures.reconstructed(view, task, config, members)
     more = ["Left out: pictures read off gradients: the time did not suffice."] if over else [_NO_PICTURES]
     told = [*said, *found.notes, *(sheet.notes if sheet else more), _NEVER]
-    return replace(found, notes=told), sheet.png if sheet else None
+    return replace(found, notes=told, epsilon_shown=shown), sheet.png if sheet else None
 
 
 def controls_of(

@@ -105,13 +105,13 @@ class Collector:
             models: gives their names and weights, one after the other.
         """
         attacks = [attack for attack in self._on_models if on not in TO_LOSE or on in attack.must_lose]
-        name, is_control = ", ".join(attack.name for attack in self._on_models), on in (*TO_LOSE, OVERFITTED)
+        name = ", ".join(attack.name for attack in self._on_models)
 
         def take() -> None:
             for model, weights in models():
                 self.of_model(attacks, model, task, weights, members, labels)
 
-        return [Step(name, on, max(attack.cost for attack in attacks), take, is_control)] if attacks else []
+        return [Step(name, on, max(attack.cost for attack in attacks), take)] if attacks else []
 
     def upload_steps(
         self,
@@ -131,7 +131,6 @@ class Collector:
                 f"{model} ({WRONG_SITE})" if is_beside else model,
                 attack.cost,
                 lambda: self.of_upload(attack, model, view, site, knowledge, members, others, is_beside),
-                model in (*TO_LOSE, OVERFITTED),
             )
 
         return [step(attack) for attack in self._on_uploads if view.exchange.method.sends in attack.reads]

@@ -88,6 +88,7 @@ class Audit:
         notes: sentences, the controls' verdicts first.
         undecided: sentences on the models and uploads of which no attack whose controls hold says anything.
         across: of an audit of several runs of the same rows: each attack over all sites, beside one of the runs.
+        epsilon_shown: at least so much, by canaries; None where there were none.
     """
 
     findings: Sequence[Finding]
@@ -95,6 +96,7 @@ class Audit:
     notes: Sequence[str] = field(default_factory=list)
     undecided: Sequence[str] = field(default_factory=list)
     across: Sequence[Across] = field(default_factory=list)
+    epsilon_shown: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For a file."""
@@ -118,12 +120,15 @@ class Audit:
                 raise ValueError(f"{len(told['findings'])} findings")
             found = [_finding(row) for row in told["findings"]]
             rebuilt = [Rebuilt(str(r["site"]), float(r["coverage"]), int(r["staleness"])) for r in told["rebuilt"]]
-            undecided = [str(text) for text in told.get("undecided", [])]  # a file of an older version has neither
+            undecided = [str(text) for text in told.get("undecided", [])]  # a file of an older version has none of these
             across = told.get("across", [])
             if len(across) > _MOST_ATTACKS:
                 raise ValueError(f"{len(across)} attacks")
             beside_others = [Across.read(row) for row in across]
-            return cls(found, rebuilt, [str(note) for note in told["notes"]], undecided, beside_others)
+            shown = None if told.get("epsilon_shown") is None else float(told["epsilon_shown"])
+            if shown is not None and not 0 <= shown < math.inf:
+                raise ValueError(f"epsilon_shown {shown}")
+            return cls(found, rebuilt, [str(note) for note in told["notes"]], undecided, beside_others, shown)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StateError(
                 f"{file}: expected what fedveil audit writes, found {error!r}; audit the run again"

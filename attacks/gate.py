@@ -3,7 +3,7 @@
 | the audit | exit code |
 |---|---|
 | an attack whose controls hold was tried on every model and upload, and no lower bound is above the limit | 0 |
-| a lower bound of an attack whose controls hold is above the limit | 1 |
+| a lower bound of an attack whose controls hold, or an epsilon that canaries show, is above the limit | 1 |
 | neither: of a model or an upload no such attack was tried | 3 |
 
 To pass is not to be safe: other attacks may find more, and intervals of few rows are wide. The sentence names the
@@ -67,6 +67,9 @@ def decide(audit: Audit, limit: Limit) -> Decision:
     read, found = FIGURES[limit.figure], strongest(audit.findings)
     above = sorted((f for f in found if read(f)[1] > limit.above), key=lambda f: -read(f)[1])
     what = f"{limit.figure} above {limit.above:g}"
+    shown = audit.epsilon_shown
+    if limit.figure == "epsilon" and shown is not None and shown > limit.above:
+        return Decision(ABOVE, f"Gate: FAILS. {what}: canaries show at least {shown:.3f}.")
     if above:
         first = above[0]
         return Decision(

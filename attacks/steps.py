@@ -5,7 +5,7 @@
 | no budget | every step |
 | time is over | no other step begins; the one under way ends, so an audit may take longer by one step |
 | the longest step of the same attack so far took longer than what is left | not begun; cheaper ones are |
-| a control | a step like another: an attack of which no control fits is not tried on the run either |
+| a control | a step like another, before those of its attack: where it does not fit, they do not either |
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ class Step:
         on: what is attacked, in words.
         cost: of `Attack.cost`.
         take: does it.
-        is_control: whether the answer is known before.
     """
 
     attacks: str
     on: str
     cost: int
     take: Callable[[], object]
-    is_control: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,18 +71,14 @@ class Budget:
 def taken(steps: Sequence[Step], budget: Budget) -> list[Step]:
     """Takes the steps, the cheapest first and those of equal cost in their order; returns those that did not fit."""
     longest: dict[str, float] = {}
-    controlled: dict[str, bool] = {}
     left = []
     for step in sorted(steps, key=lambda step: step.cost):
-        has_controls = step.is_control or controlled.get(step.attacks, True)
-        if not has_controls or budget.left <= longest.get(step.attacks, 0.0):
+        if budget.left <= longest.get(step.attacks, 0.0):
             left.append(step)
         else:
             before = budget.clock()
             step.take()
             longest[step.attacks] = max(longest.get(step.attacks, 0.0), budget.clock() - before)
-        if step.is_control:
-            controlled[step.attacks] = step not in left
     return left
 
 

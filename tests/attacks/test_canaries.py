@@ -122,6 +122,7 @@ def test_each_place_holds_one_of_a_pair_and_its_target_is_another_row_s():
         assert (first in made.train, second in made.train) == (coin, not coin)
     numbers = {row["number"] for row in made.first} | {row["number"] for row in made.second}
     assert len(numbers) == 2 * PAIRS
+    assert sum(row["y"] != rows[row["number"]]["y"] for row in (*made.first, *made.second)) > PAIRS, "3 of 4 by chance"
     assert sorted(row["y"] for row in (*made.first, *made.second)) == sorted(rows[i]["y"] for i in numbers)
     assert all(row == rows[row["number"]] for row in made.train if row["number"] not in numbers)
 

@@ -68,6 +68,14 @@ def test_another_figure_decides_by_its_own_lower_bound(figure, values):
     assert {decide(of(one), Limit(0.19, other)).code for other in others} == {gate.PASSES}
 
 
+@pytest.mark.parametrize(("shown", "code"), [(None, gate.PASSES), (1.2, gate.PASSES), (1.3, gate.ABOVE)])
+def test_an_epsilon_that_canaries_show_counts_as_one_of_an_attack(shown, code):
+    audit = replace(of(QUIET), epsilon_shown=shown)
+    assert decide(audit, Limit(1.2, "epsilon")).code == code
+    assert decide(audit, Limit(0.6)).code == gate.PASSES, "it is no AUROC"
+    assert decide(Audit([], [], [], [], 5.0), Limit(1.2, "epsilon")).code == gate.ABOVE
+
+
 @pytest.mark.parametrize(
     ("above", "figure", "said"),
     [

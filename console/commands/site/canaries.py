@@ -1,4 +1,4 @@
-"""`fedveil canaries`: puts canaries into a site's rows, so that an audit can bound epsilon from below.
+"""`fedveil canaries`: puts canaries into a site's rows, to bound epsilon from below.
 
 Takes DATA's rows for training and writes OUT/data, in which some places hold a row with another row's target, and
 OUT/secret, which says which. The site trains on OUT/data as on any other rows; whoever trains or serves the run must

@@ -79,7 +79,10 @@ def audited(run_folder) -> dict:
     """Of a tap that the server has sealed: the auditor names its key file as the server did."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(run_folder.parent / "key"))
-        assert main(["audit", str(run_folder), "--data", str(DATA), "--max-rows", "40"]) == 0
+        planted = run_folder.parent / "planted"
+        assert main(["canaries", str(DATA), str(planted), "--pairs", "20"]) == 0
+        asked = ["--data", str(DATA), "--max-rows", "40", "--canaries", f"site-2={planted}"]
+        assert main(["audit", str(run_folder), *asked]) == 0
     return json.loads((run_folder / "audit.json").read_text())
 
 
@@ -143,6 +146,16 @@ def test_controls_and_models_stand_beside_each_other(audited):
     assert any(note.startswith("loss: ") for note in audited["notes"])
     assert any(note.startswith("Left out: pictures read off gradients") for note in audited["notes"])
     assert any(note.startswith("Left out of every audit: LiRA") for note in audited["notes"])
+
+
+def test_the_bound_of_canaries_stands_beside_the_claim(audited):
+    """The run has not trained on them, and claims nothing."""
+    said = audited["notes"][0]
+    assert said.startswith(
+        "site-2, one run with 20 pairs of canaries: epsilon at least 0.00 at delta 1e-05, replace-one"
+    )
+    assert said.endswith("at most: nothing is claimed.")
+    assert audited["epsilon_shown"] < 0.005
 
 
 def test_members_are_the_rows_of_the_site(run_folder):

@@ -142,3 +142,14 @@ def test_an_audit_of_another_form_is_one_error(make_run, text):
 def test_an_audit_is_read_as_it_was_written(make_run):
     run = audited(make_run(), found("site-1", 0.9, "above"))
     assert Audit.read(run) == Audit(controlled(found("site-1", 0.9, "above")), [], ["a note"])
+    whole = Audit(controlled(), [], ["a note"], ["server: not told"], 1.25)
+    (run / "audit.json").write_text(json.dumps(whole.to_json()))
+    assert Audit.read(run) == whole
+
+
+@pytest.mark.parametrize("shown", [-1, float("nan"), float("inf"), "much", [1]])
+def test_an_epsilon_that_canaries_cannot_show_is_one_error(make_run, shown):
+    run = make_run()
+    (run / "audit.json").write_text(json.dumps(Audit([], []).to_json() | {"epsilon_shown": shown}))
+    with pytest.raises(StateError, match="audit the run again"):
+        Audit.read(run)
