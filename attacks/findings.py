@@ -120,7 +120,7 @@ class Audit:
                 raise ValueError(f"{len(told['findings'])} findings")
             found = [_finding(row) for row in told["findings"]]
             rebuilt = [Rebuilt(str(r["site"]), float(r["coverage"]), int(r["staleness"])) for r in told["rebuilt"]]
-            undecided = [str(text) for text in told.get("undecided", [])]  # a file of an older version has none of these
+            undecided = [str(text) for text in told.get("undecided", [])]  # older files have none of these three
             across = told.get("across", [])
             if len(across) > _MOST_ATTACKS:
                 raise ValueError(f"{len(across)} attacks")
