@@ -67,7 +67,7 @@ def test_the_pages_show_some_of_flowers_own():
 
 @pytest.mark.parametrize("page, command", FLOWERS, ids=lambda text: text[:60])
 def test_a_command_of_flower_that_is_shown_is_one_that_flower_takes(page, command):
-    """Parsed, not run: tests/deployment runs `flwr run` on a federation, and, with its extra, on the simulation engine."""
+    """Parsed, not run: tests/deployment runs `flwr run`, on a federation and on the simulation engine."""
     found, words = typer.main.get_command(app), shlex.split(command, comments=True)[1:]
     while isinstance(found, click.Group):
         found, words = found.commands[words[0]], words[1:]
