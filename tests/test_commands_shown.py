@@ -1,5 +1,7 @@
 """Every command that README and the documentation show is one that `fedveil` takes, with its options.
 
+Flower's own commands are held against Flower's command line likewise.
+
 What runs them: README's first two are `make`'s own; its federation is tests/deployment/test_members.py and the tutorial
 of a hospital pilot; the other tutorials run theirs (tests/deployment/test_tutorials.py).
 """
@@ -9,7 +11,10 @@ from __future__ import annotations
 import re
 import shlex
 
+import click
 import pytest
+import typer
+from flwr.cli.app import app
 
 from fedveil.console.main import parser
 from tests.conftest import ROOT
@@ -44,3 +49,29 @@ def test_a_command_that_is_shown_is_one_that_fedveil_takes(page, command, capsys
         assert callable(parser(words[0]).parse_args(words).run)
     except SystemExit:
         pytest.fail(f"{page}: {command}\n{capsys.readouterr().err}")
+
+
+def of_flower(text: str) -> list[str]:
+    """Commands of `flwr` in blocks, and between backticks with what follows them there."""
+    text = re.sub(r"\\\n\s*", "", text)
+    blocks = re.findall(r"^ {4}(?:\w+=\S+ )?(flwr [a-z].*)$", text, re.MULTILINE)
+    return [*blocks, *re.findall(r"`(flwr [a-z-]+ (?!RUN)\S[^`]*)`", text)]
+
+
+FLOWERS = sorted({(page.name, command) for page in PAGES for command in of_flower(page.read_text())})
+
+
+def test_the_pages_show_some_of_flowers_own():
+    assert {command.split()[1] for _, command in FLOWERS} >= {"run", "ls", "federation"}
+
+
+@pytest.mark.parametrize("page, command", FLOWERS, ids=lambda text: text[:60])
+def test_a_command_of_flower_that_is_shown_is_one_that_flower_takes(page, command):
+    """Parsed, not run: tests/deployment runs `flwr run`, on a federation and on the simulation engine."""
+    found, words = typer.main.get_command(app), shlex.split(command, comments=True)[1:]
+    while isinstance(found, click.Group):
+        found, words = found.commands[words[0]], words[1:]
+    try:
+        found.make_context(command, words)
+    except click.UsageError as error:
+        pytest.fail(f"{page}: {command}\n{error.format_message()}")

@@ -67,6 +67,12 @@ def without_read_only(pod: dict[str, Any]) -> None:
     del data["persistentVolumeClaim"]["readOnly"]
 
 
+def secret_as_the_token(pod: dict[str, Any]) -> None:
+    """Under the name by which the task's own token is let in."""
+    (token,) = (v for v in pod["spec"]["volumes"] if v["name"] == "appio-credentials")
+    token["secret"]["secretName"] = "superexec-secret"
+
+
 def policy_from_the_state(pod: dict[str, Any]) -> None:
     """A claim that earlier code could write, in the policy's place."""
     (found,) = (v for v in pod["spec"]["volumes"] if v["name"] == "policy")
@@ -96,6 +102,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a folder of the node": (volume(hostPath={"path": "/"}), "volumes"),
     "another claim": (volume(persistentVolumeClaim={"claimName": "other"}), "volumes"),
     "the SuperExec's secret": (volume(secret={"secretName": "superexec-secret"}), "volumes"),
+    "the SuperExec's secret as the token": (secret_as_the_token, "volumes"),
     "another config map": (volume(configMap={"name": "executor"}), "volumes"),
     "data to write": (without_read_only, "volumes"),
     "the policy from the state": (policy_from_the_state, "mounts"),
