@@ -117,7 +117,8 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
     elif more:
         answer = f"Nothing is gained here: {' and '.join(more)} told an attacker more than {base.name} ({_of(base)})."
     said = [f"{base.name}: from what the server has, an attacker picks the trained row of a pair {_chance(base)}."]
-    return [answer, *said, *(f"{a.name}: {_beside(a, base, sides[a.name])}." for a in others)]
+    limit = "One run of each: the intervals are over rows, and another run's draws may fall otherwise."
+    return [answer, *said, *(f"{a.name}: {_beside(a, base, sides[a.name])}." for a in others), limit]
 
 
 def _sides(others: Sequence[Arm], base: Arm) -> list[str]:

@@ -8,7 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
+from fedveil.attacks import side_by_side
+from fedveil.attacks.findings import Audit, finding
 from fedveil.attacks.membership.alignment import Alignment
+from fedveil.attacks.paired import placed
 from fedveil.attacks.samples import Sample, Source
 from fedveil.attacks.side_by_side import Common, audit_beside, common, over_sites
 from fedveil.config import parse
@@ -42,21 +45,31 @@ def test_each_run_is_attacked_beside_controls_that_are_trained_once(tmp_path, mo
     assert (alone.auroc, alone.base, alone.p) == (over.auroc, "", 1.0)
 
 
-def test_a_secure_run_is_compared_by_its_sums(tmp_path, monkeypatch, same_masks):
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "key"))
-    plain = {"method.name": "fedavg", "run.rounds": 1, "cohort.min-sites": 3}
-    sites = [*SITES, "site-3"]
-    clear = made(tmp_path / "clear", sites, plain)
-    summed = made(tmp_path / "summed", sites, plain | {"secure.enabled": True})
-    config, unseen = (parse(json.loads((run / "config.json").read_text())["config"]) for run in (clear, summed))
-    told = common(clear, config, sites, Source(DATA, most=20), [Alignment()], 16)
-    base, mine = audit_beside(told, clear, config), audit_beside(told, summed, unseen)
-    (over,) = mine.beside(base, "d" * 64).across
-    of_sums = [f.auroc[0] for f in mine.audit.findings if f.model.endswith(", the sum") and f.attack == "alignment"]
-    assert len(of_sums) == over.sites == 3
-    assert over.auroc[0] == pytest.approx(sum(of_sums) / 3)
-    assert over.less[0] == pytest.approx(base.over_sites["alignment"].value - over.auroc[0])
-    assert over.less[0] > 0.02  # the sum hides a site behind two others
+@pytest.mark.parametrize(
+    "secure,sums,labels,compared",
+    [
+        (False, None, "", ["a", "b"]),
+        (True, "the sums", "", ["a, the sum", "b, the sum"]),
+        (True, None, "", []),  # what the server has of a site is in sums that nothing shows
+        (False, None, "ward", []),  # each site has non-members of its own
+    ],
+)
+def test_a_run_is_compared_by_what_the_server_has_of_each_site(monkeypatch, tmp_path, secure, sums, labels, compared):
+    sides = {name: (np.arange(20.0) + shift, np.arange(20.0)) for shift, name in enumerate(["a", "b"])}
+    sides |= {f"{name}, the sum": (members - 1, others) for name, (members, others) in sides.items()}
+
+    def attacked(*_, scored, **__):
+        scored.update({(name, "alignment"): of_site for name, of_site in sides.items()})
+        return Audit([finding(name, "alignment", *of_site, 0) for name, of_site in sides.items()], [])
+
+    monkeypatch.setattr(side_by_side.audit, "audit", attacked)
+    monkeypatch.setattr(side_by_side, "_read", lambda folder, config: (None, None, sums, []))
+    config = parse({"secure.enabled": secure})
+    rows = Sample([], [labels] * 20)
+    told = Common(config, [Alignment()], {"a": rows, "b": rows}, rows, None, None, [], 0)
+    found = audit_beside(told, tmp_path, config)
+    expected = {"alignment": placed([sides[name] for name in compared]).value} if compared else {}
+    assert {attack: parts.value for attack, parts in found.over_sites.items()} == expected
 
 
 def test_only_attacks_that_read_every_site_are_compared():

@@ -23,7 +23,7 @@ def arms() -> list[trade.Arm]:
     found = []
     for row in json.loads((PICTURES / "demo.json").read_text()):
         told = tuples(row["told"]) if row["told"] else None
-        across = [Across(**tuples(a)) for a in row.get("across", [])]
+        across = [Across(**tuples(a)) for a in row["across"]]
         given = row | {"told": told and Finding(**told), "lost": tuple(row["lost"]), "won": tuple(row["won"])}
         given |= {"across": across}
         found.append(trade.Arm(**given))

@@ -91,6 +91,7 @@ def test_the_same_rows_tell_runs_apart_whose_intervals_overlap(same_rows):
     assert "secure: 74 times in 100 [70, 78]: less, but not nothing, -6 [-10, -2] on the same rows; " in text
     svg = trade.svg([trade.arm(run) for run in runs])
     assert ">80 %<" in svg  # the mean over the sites, not the strongest site's 86
+    assert text.endswith("\nOne run of each: the intervals are over rows, and another run's draws may fall otherwise.")
     assert "the mean over the sites" in trade.caption([trade.arm(run) for run in runs])
 
 
