@@ -101,6 +101,7 @@ def export(options: Mapping[str, Any], kit: Path | None) -> int:
         raise ConfigError(
             f"--kit: expected the unpacked start-up kit, or {site.listed(site.WIRED)}, found no {', '.join(missing)}"
         )
+    site.require_poll(poll := float(both.get("poll-seconds", pace.DEFAULT)))
     name, ca, key = Site(site=str(both["name"])).site, Path(both["ca"]).absolute(), Path(both["key"]).absolute()
     state = Path(both.get("state-dir") or (kit / "relay" if kit else STATE / f"relay-{name}")).expanduser().absolute()
     ends = settings(both, kit, state)
@@ -116,7 +117,6 @@ def export(options: Mapping[str, Any], kit: Path | None) -> int:
     places.private_folder(state / "logs")
     config = state / f"{name}.toml"
     config.write_text(toml({"site": name}))
-    poll = float(both.get("poll-seconds", pace.DEFAULT))
     env = alone({**environment(state / "flower"), pace.VARIABLE: str(poll)}, state / "programs")
     env = relayed(env, state / "programs" / "relay", "server", ends)
     (port,), secret = free_ports(1), write_secret(state / f"{name}.superexec")

@@ -85,8 +85,7 @@ def settled(
     _require_files(found, given, kit, wired)
     if node.signing_key:
         read_key(Path(node.signing_key))
-    if not pace.LEAST <= found.poll_seconds <= 60.0:
-        raise ConfigError(f"--poll-seconds: expected {pace.LEAST} to 60, found {found.poll_seconds}")
+    require_poll(found.poll_seconds)
     slurm.require_one_task(os.environ)
     if bool(node.policy) == permit_everything:
         raise ConfigError(
@@ -138,6 +137,12 @@ def _require_files(start: Start, given: Mapping[str, Any], kit: Path | None, wir
 def _option(name: str, given: Mapping[str, Any], kit: Path | None) -> str:
     """Where a value comes from, in words."""
     return f"--{name}" if kit is None or name in given else f"{kit}: {name}"
+
+
+def require_poll(seconds: float) -> None:
+    """Raises ConfigError for a first wait that a SuperNode cannot have."""
+    if not pace.LEAST <= seconds <= 60.0:
+        raise ConfigError(f"--poll-seconds: expected {pace.LEAST} to 60, found {seconds}")
 
 
 def require_usable(start: Start) -> None:

@@ -33,6 +33,7 @@ def test_parsing_the_flat_form_gives_the_config_back():
         ({"train.epochs": -1}, "train.epochs: input should be greater than or equal to 0, found -1"),
         ({"train.epochs": 1.5}, "train.epochs: .*found 1.5"),
         ({"cohort.fraction": 0.0}, "cohort.fraction: input should be greater than 0, found 0.0"),
+        ({"cohort.deadline-seconds": 2_592_001.0}, "cohort.deadline-seconds: .* less than or equal to 2592000"),
         ({"task.alpha": float("nan")}, "task.alpha: input should be a finite number"),
         ({"task.partition": "random"}, "task.partition: input should be 'iid', 'dirichlet'"),
         ({"run.rounds": 0, "run.seed": -1}, "run.rounds: .*; run.seed: "),

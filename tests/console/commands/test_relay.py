@@ -138,6 +138,11 @@ def test_the_folder_that_letters_come_by_must_be_there(kits, end, action, folder
     assert "--most-mb: expected 1 to 1900, found 5000" in capsys.readouterr().err
 
 
+def test_a_wait_that_a_supernode_cannot_have_is_said(kits, capsys):
+    assert relay("export", kits["server"], "--poll-seconds", "0") == 2
+    assert "--poll-seconds: expected 0.02 to 60, found 0.0" in capsys.readouterr().err
+
+
 def test_one_import_at_a_time(kits, capsys):
     book = Book.of(kits["site"] / "state")
     assert relay("import", kits["site"]) == 2
