@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import json
 import weakref
 from pathlib import Path
@@ -340,8 +341,7 @@ def test_undeclared_field_cannot_be_packed(exchange):
 @pytest.mark.parametrize("name", METHODS)
 def test_method_file_is_pure(name):
     """No Flower, no I/O, no logging, no global randomness in a method file; a final frozen dataclass with a header."""
-    path = Path(strategies.__path__[0]) / f"{name}.py"
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(Path(inspect.getfile(strategies.load(name))).read_text())
     imported = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     allowed = {"__future__", "collections", "dataclasses", "math", "typing", "typing_extensions", "torch", "jaxtyping"}

@@ -126,14 +126,15 @@ def manage(arguments: list[str]) -> int:
     batch = subprocess.Popen([str(folder / "script")], env=env, start_new_session=True)
     (folder / "batch").write_text(str(batch.pid))
     _say(folder, "RUNNING")
-    while batch.poll() is None and not (folder / "limit").exists():
+    while batch.poll() is None and folder.exists() and not (folder / "limit").exists():
         time.sleep(0.05)
     reached = batch.poll() is None and _end(batch, folder, asked.get("signal", ""))
     left = _of_job(job)
-    (folder / "left").write_text(json.dumps([process.name() for process in left]))
+    names = json.dumps([process.name() for process in left])
     for process in left:
         with suppress(psutil.Error):
             process.kill()
+    (folder / "left").write_text(names)
     _say(folder, "TIMEOUT" if reached else str(batch.wait()))
     return 0
 
