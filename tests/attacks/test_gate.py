@@ -73,7 +73,7 @@ def test_an_epsilon_that_canaries_show_counts_as_one_of_an_attack(shown, code):
     audit = replace(of(QUIET), epsilon_shown=shown)
     assert decide(audit, Limit(1.2, "epsilon")).code == code
     assert decide(audit, Limit(0.6)).code == gate.PASSES, "it is no AUROC"
-    assert decide(Audit([], [], [], [], 5.0), Limit(1.2, "epsilon")).code == gate.ABOVE
+    assert decide(Audit([], [], [], epsilon_shown=5.0), Limit(1.2, "epsilon")).code == gate.ABOVE
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_a_setting_reaches_every_place_that_it_names(site, changed):
     (supernode,) = pods["fedveil-site", "supernode"]["spec"]["template"]["spec"]["containers"]
     (superexec,) = pods["fedveil-site-apps", "superexec"]["spec"]["template"]["spec"]["containers"]
     assert supernode["image"] == SETTINGS["image"]
-    assert supernode["command"][3:5] == ["--superlink", SETTINGS["superlink"]]
+    assert supernode["command"][2:4] == ["--superlink", SETTINGS["superlink"]]
     assert superexec["image"] == SETTINGS["superexec-image"]
     assert superexec["command"][1:3] == ["--runtime-api-address", f"{SETTINGS['supernode-address']}:9094"]
     assert named(changed, "Service")["fedveil-site", "supernode"]["spec"]["clusterIP"] == SETTINGS["supernode-address"]
