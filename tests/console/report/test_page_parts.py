@@ -142,7 +142,7 @@ def test_an_audit_of_another_form_is_one_error(make_run, text):
 def test_an_audit_is_read_as_it_was_written(make_run):
     run = audited(make_run(), found("site-1", 0.9, "above"))
     assert Audit.read(run) == Audit(controlled(found("site-1", 0.9, "above")), [], ["a note"])
-    whole = Audit(controlled(), [], ["a note"], ["server: not told"], 1.25)
+    whole = Audit(controlled(), [], ["a note"], ["server: not told"], epsilon_shown=1.25)
     (run / "audit.json").write_text(json.dumps(whole.to_json()))
     assert Audit.read(run) == whole
 

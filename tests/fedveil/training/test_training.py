@@ -435,9 +435,8 @@ def test_loss_on_all_learns_the_sources_too_and_scores_the_targets(configured, r
     samples = per_sample.gradients(other, other.spec, chosen, start)
     assert samples.losses.tolist() == pytest.approx([of.mean().item() for of in terms], rel=1e-4)
     trained = task.trainer(rows, Stream(KEY)).train(start)
-    assert (
-        trained.report["loss_received"] == configured().trainer(rows, Stream(KEY)).train(start).report["loss_received"]
-    )
+    on_targets = configured().trainer(rows, Stream(KEY)).train(start).report["loss_received"]
+    assert trained.report["loss_received"] == pytest.approx(on_targets, rel=1e-6)  # to rounding, which CPUs differ in
 
 
 @pytest.mark.parametrize("name", ["vision-language", "image-classification", "clip-prompt"])
