@@ -13,7 +13,7 @@ import pytest
 from fedveil.config import parse
 from fedveil.errors import ConfigError
 from fedveil.server_app import sinks
-from fedveil.server_app.following import outlets
+from fedveil.server_app.following import extras, outlets
 from tests.server_app.sinks.runs import SITES
 
 
@@ -85,14 +85,14 @@ def use(monkeypatch):
     """Makes sinks of those names, as another package would."""
 
     def make(**named):
-        real = type(sinks._ROOM).module
+        real = type(extras.ROOM).module
 
         def module(room, name):
             if name not in named:
                 return real(room, name)
             return types.SimpleNamespace(EXTRA="x", NEEDS="json", create=lambda about: named[name])
 
-        monkeypatch.setattr(type(sinks._ROOM), "module", module)
+        monkeypatch.setattr(type(extras.ROOM), "module", module)
         return ",".join(named)
 
     return make
