@@ -37,7 +37,7 @@ def install(page: Path, folder: Path) -> list[str]:
 
 
 def pytest_on(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTEST_ADDOPTS": ""}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *arguments],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False,
