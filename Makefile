@@ -12,7 +12,7 @@ LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --
 FLOWER ?=
 HTTP_VENV ?= .venv-http
 # What differs by Flower: guard, apps, console, and a federation on this machine.
-HTTP_TESTS := tests/guard tests/client_app tests/server_app tests/console/starting tests/console/flower \
+HTTP_TESTS := tests/guard tests/client_app/test_app.py tests/client_app/site/test_served.py tests/server_app tests/console/starting tests/console/flower \
   tests/console/commands/test_doctor.py tests/console/provisioning tests/deployment/test_loopback.py
 # An index with torch's build for the CPU; nothing else is asked of it. Where pip finds no such build: PyPI's, which is for CUDA.
 TORCH_INDEX ?=

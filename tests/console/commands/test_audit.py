@@ -26,6 +26,7 @@ from fedveil.sealed import VARIABLE, new_key
 from fedveil.wire.tap import Tap
 from tests.console.report.made import controlled, found
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for an audit with every attack and its controls
 DATA = Path(__file__).parents[3] / "data" / "e2e"
 SITES = ["site-2", "site-10"]  # by their numbers the first and the second
 
