@@ -25,6 +25,7 @@ from fedveil.models import loading
 from fedveil.models.planning import base, memory, settings, work
 from fedveil.records import process
 from fedveil.training import adapted
+from fedveil.training.ranks import shards
 
 _GB = 1e9
 _TASK = "text-generation"
@@ -44,7 +45,7 @@ class Machine:
         capacity: bytes of a GPU, or of main memory.
         on_gpu: whether the model lies on a GPU.
         where: in words.
-        gpus: how many.
+        ranks: the site's processes, a GPU each.
         flops: operations a second of one; 0 where nobody has said or measured it.
         speed: where that number comes from.
     """
@@ -52,12 +53,12 @@ class Machine:
     capacity: int
     on_gpu: bool
     where: str
-    gpus: int = 1
+    ranks: memory.Ranks = memory.Ranks()
     flops: float = 0.0
     speed: str = ""
 
 
-def machine(gpu_gb: float, gpus: int, tflops: float, bf16: bool) -> Machine:
+def machine(gpu_gb: float, ranks: memory.Ranks, tflops: float, bf16: bool) -> Machine:
     """The one that the options describe, else this one: its GPU's free memory, else what is free of its main memory.
 
     Raises:
@@ -66,17 +67,20 @@ def machine(gpu_gb: float, gpus: int, tflops: float, bf16: bool) -> Machine:
     import psutil
     import torch
 
-    for name, value, most in (("--gpu-gb", gpu_gb, 1e4), ("--gpus", gpus, 1e4), ("--tflops", tflops, 1e6)):
+    for name, value, most in (("--gpu-gb", gpu_gb, 1e4), ("--gpus", ranks.count, 64), ("--tflops", tflops, 1e6)):
         if not 0 <= value <= most or (name == "--gpus" and value < 1):
             raise ConfigError(f"{name}: expected above 0 and at most {most:g}, found {value:g}; correct it")
+    if ranks.is_split and ranks.count == 1:
+        raise ConfigError("--shard-base: expected --gpus above 1 beside it, found 1; say how many, or leave it out")
     if gpu_gb:
-        return Machine(int(gpu_gb * _GB), True, f"a GPU of {gpu_gb:g} GB", gpus, tflops * 1e12, "as given")
+        where = f"a GPU of {gpu_gb:g} GB" if ranks.count == 1 else f"{ranks.count} GPUs of {gpu_gb:g} GB each"
+        return Machine(int(gpu_gb * _GB), True, where, ranks, tflops * 1e12, "as given")
     flops, speed = (tflops * 1e12, "as given") if tflops else (work.measured(bf16), "a product of matrices, measured")
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
-        return Machine(free, True, f"free on {torch.cuda.get_device_name()}", gpus, flops, speed)
+        return Machine(free, True, f"free on {torch.cuda.get_device_name()}", ranks, flops, speed)
     free = min(psutil.virtual_memory().available, process.noted()["limit_mb"] * 1_000_000)
-    return Machine(free, False, "free in this machine's main memory", gpus, flops, speed)
+    return Machine(free, False, "free in this machine's main memory", ranks, flops, speed)
 
 
 @dataclass(frozen=True)
@@ -116,38 +120,46 @@ class Planned:
             return None
         return Exchange(method, name, base.spec(self.settings, method.adapter))
 
-    def memory(self, on_gpu: bool, **changed: Any) -> memory.Plan:
-        """The plan, with some keys of the run config changed."""
+    def memory(self, on: Machine, **changed: Any) -> memory.Plan:
+        """The plan of rank 0, with some keys of the run config changed.
+
+        Raises:
+            ConfigError: a base that is to be divided and cannot be.
+        """
         config = parse({**self.config.flat(), **changed}) if changed else self.config
         own = self.exchange(config.method.name, config.method.fields)
         messages = (own.largest("down"), own.largest("up")) if own else (0, 0)
-        return memory.plan(self.settings, config, self.adapter, on_gpu, self.stored, messages)
+        if on.ranks.is_split:
+            shards.check(config, self.adapter)
+        return memory.plan(self.settings, config, self.adapter, on.on_gpu, self.stored, messages, on.ranks)
 
-    def remedy(self, on_gpu: bool, capacity: int) -> tuple[dict[str, Any], int]:
+    def remedy(self, on: Machine) -> tuple[dict[str, Any], int]:
         """What to set so that it fits, and the bytes then. Of what was needed on the way, what is not is left out."""
         changed: dict[str, Any] = {}
-        needed = self.memory(on_gpu).needed
+        needed = self.memory(on).needed
         for key, value in _REMEDIES:
-            if needed <= capacity:
+            if needed <= on.capacity:
                 break
             before = self.config.flat()[key]
             if before == value or (isinstance(before, int) and not isinstance(before, bool) and before <= value):
                 continue
             if key in ("train.quantized-base", "train.precision") and self.adapter.trains_base:
                 continue
-            lower = self.memory(on_gpu, **changed, **{key: value}).needed
+            if key == "train.quantized-base" and on.ranks.is_split:
+                continue
+            lower = self.memory(on, **changed, **{key: value}).needed
             if lower < needed:
                 changed, needed = {**changed, key: value}, lower
-        for key in list(changed) if needed <= capacity else ():
+        for key in list(changed) if needed <= on.capacity else ():
             fewer = {name: value for name, value in changed.items() if name != key}
-            if (more := self.memory(on_gpu, **fewer).needed) <= capacity:
+            if (more := self.memory(on, **fewer).needed) <= on.capacity:
                 changed, needed = fewer, more
         return changed, needed
 
 
 def lines(planned: Planned, on: Machine, rows: int) -> Iterator[str]:
     """The plan in words, a line each."""
-    plan, shape, config = planned.memory(on.on_gpu), base.of(planned.settings), planned.config
+    plan, shape, config = planned.memory(on), base.of(planned.settings), planned.config
     parts = ", ".join(f"{name} {count:,}" for name, count in shape.parts.items())
     yield f"Plan, on paper, from config.json: {planned.settings.kind}, {shape.parameters:,} parameters ({parts})"
     yield f"memory while the worker is {plan.peak}, its most, at rows of {config.task.max_tokens} tokens:"
@@ -159,12 +171,8 @@ def lines(planned: Planned, on: Machine, rows: int) -> Iterator[str]:
     if plan.host:
         host = ", ".join(f"{part.name} {part.nbytes / _GB:.3f}" for part in plan.host)
         yield f"  in main memory, GB: {host}"
-    for gpus in dict.fromkeys((on.gpus, 4)) if on.on_gpu else ():
-        if gpus > 1:
-            yield (
-                f"  {gpus} GPUs (not yet: a site has one process and one GPU), GB on each: base on each "
-                f"{plan.on(gpus, is_split=False) / _GB:.3f}, base split {plan.on(gpus, is_split=True) / _GB:.3f}"
-            )
+    if on.ranks.count > 1:
+        yield f"  of rank 0, of {on.ranks.count} processes; the others have no states, and score nothing"
     yield from _seconds(planned, on, rows)
     yield "bytes a message of a round, down and up (exact; another method's with its default adapter):"
     if config.secure.enabled:
@@ -192,18 +200,21 @@ def _seconds(planned: Planned, on: Machine, rows: int) -> Iterator[str]:
     if not on.flops:
         yield f"{about}; seconds: give --tflops, what one GPU sustains"
         return
-    yield f"{about}, {done.seconds(on.flops):,.0f} s at {on.flops / 1e12:.3g} TFLOP/s ({on.speed}): an estimate"
+    seconds = done.seconds(on.flops, on.ranks.count, on.ranks.is_split)
+    each = " on each GPU" if on.ranks.count > 1 else ""
+    yield f"{about}, {seconds:,.0f} s at {on.flops / 1e12:.3g} TFLOP/s{each} ({on.speed}): an estimate"
 
 
 def verdict(planned: Planned, on: Machine) -> Check:
     """Whether it fits, and else what would."""
-    needed = planned.memory(on.on_gpu).needed
+    needed = planned.memory(on).needed
     has = f"{on.capacity / _GB:.1f} GB {on.where}" if not on.on_gpu or "free" in on.where else on.where
+    needs = f"needs {needed / _GB:.1f} GB" + (" on each" if on.ranks.count > 1 else "")
     if needed <= on.capacity:
-        return Check("memory", "ok", f"fits: needs {needed / _GB:.1f} GB, has {has}")
-    changed, then = planned.remedy(on.on_gpu, on.capacity)
+        return Check("memory", "ok", f"fits: {needs}, has {has}")
+    changed, then = planned.remedy(on)
     words = ", ".join(f"{key} = {str(value).lower()}" for key, value in changed.items())
-    said = f"will not fit: needs {needed / _GB:.1f} GB, has {has}"
+    said = f"will not fit: {needs}, has {has}"
     if then > on.capacity:
         return Check("memory", "fail", f"{said}; even with {words or 'less'} {then / _GB:.1f} GB: take a smaller base")
     return Check("memory", "fail", f"{said}; with {words} {then / _GB:.1f} GB, which fits")

@@ -43,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-gb", type=float, default=0, metavar="GB", help="for a GPU of so many GB, not this machine"
     )
     planning.add_argument(
-        "--gpus", type=int, default=1, metavar="N", help="and for so many of them (on paper, not yet)"
+        "--gpus", type=int, default=1, metavar="N", help="and for so many of them: processes of the node config"
     )
+    planning.add_argument("--shard-base", action="store_true", help="with --gpus: the base divided among them")
     planning.add_argument(
         "--tflops", type=float, default=0, metavar="X", help="that one sustains; default: measured here"
     )
@@ -57,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0; 1 where a check fails. With --health alone, that check alone."""
     config = overrides(None, args.set)
-    if "task.model" not in config and (args.gpu_gb or args.gpus != 1 or args.tflops or args.rows):
+    if "task.model" not in config and (args.gpu_gb or args.gpus != 1 or args.shard_base or args.tflops or args.rows):
         raise ConfigError(
-            "--gpu-gb, --gpus, --tflops, --rows: expected --set task.model=FOLDER beside them, found none"
+            "--gpu-gb, --gpus, --shard-base, --tflops, --rows: expected --set task.model=FOLDER beside them, found none"
         )
     found: list[Check] = []
     if args.kit:
@@ -90,10 +91,12 @@ def _planned(args: argparse.Namespace, flat: Mapping[str, Any], plan: list[str])
     """Whether the run fits; its lines go into `plan`."""
     from fedveil.config import parse  # as in _site
     from fedveil.console.provisioning import planned
+    from fedveil.models.planning import memory
 
     config = parse(flat)
     run = planned.Planned.of(config)
-    machine = planned.machine(args.gpu_gb, args.gpus, args.tflops, config.train.precision == "bf16")
+    ranks = memory.Ranks(args.gpus, args.shard_base)
+    machine = planned.machine(args.gpu_gb, ranks, args.tflops, config.train.precision == "bf16")
     found = planned.verdict(run, machine)
     plan += planned.lines(run, machine, args.rows)
     return found

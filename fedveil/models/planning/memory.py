@@ -9,6 +9,14 @@
     working     two tensors of the size of the largest trained one: the two gradients of a tied embedding, and on a CPU
                 AdamW's sqrt and quotient; and one layer of a quantised base, made whole
 
+With `site.processes` it is the memory of rank 0, which needs the most: the others have no states, and score nothing.
+
+    kept, logits    of ceil(rows / processes) rows; while it scores of all, as rank 0 does so alone unless the base is
+                    divided (training/ranks/team.py)
+    sums            gradients go to rank 0 in pieces: of 32 MB, or of one tensor that is larger
+    shard-base      a rank's part of the base, and whole: two layers, one in use and one on its way, and what is in no
+                    layer (training/ranks/shards.py)
+
 A process goes through phases, and needs the most of them. Rows are taken as all of task.max-tokens, so it is a bound
 where they are shorter. What the GPU's allocator leaves unused between blocks is not in it.
 """
@@ -30,17 +38,29 @@ from fedveil.models.planning.settings import Settings
 LIBRARIES = 660_000_000  # peak of a turn on the tiny base: Python 3.11, torch 2.13 (CPU), transformers 5.23, peft 0.21
 CONTEXT = 1_000_000_000  # of a GPU, for CUDA and its libraries: assumed, not measured
 _LOGITS = 12  # bytes, see above
+_PIECE = 32 << 20  # bytes (training/ranks/group.py)
 _IN_MEMORY = 16 << 20  # bytes; a longer message lies in a file while the worker trains (wire/parked.py)
 _SMALLEST, _SCALED = 4096, 256  # entries with states of 8 bits, and those with one scale (training/optimisers.py)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of one part, and what divides them where several GPUs share a base."""
+    """Bytes of one part."""
 
     name: str
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a site, a device each; with `is_split` they share out a frozen base (shard-base)."""
+
+    count: int = 1
     is_split: bool = False
+
+    def share(self, rows: int) -> int:
+        """Of a batch's rows, the most that one has."""
+        return -(-rows // self.count)
 
 
 @dataclass(frozen=True)
@@ -50,12 +70,10 @@ class Plan:
     Attributes:
         phases: the parts by phase: of the memory where the model lies.
         host: of a model on a GPU: the parts in main memory.
-        layer: bytes of one layer of the base, as it lies in memory.
     """
 
     phases: Mapping[str, tuple[Part, ...]]
     host: tuple[Part, ...]
-    layer: int
 
     @property
     def peak(self) -> str:
@@ -71,25 +89,6 @@ class Plan:
         """Bytes of a phase."""
         return sum(part.nbytes for part in self.phases[phase])
 
-    def on(self, gpus: int, is_split: bool) -> int:
-        """Bytes a GPU where `gpus` of them train on train.batch-size rows each. On paper: FedVeil does neither yet.
-
-        With the base whole on each (DDP), the summed gradients lie beside a GPU's own. With the base split (FSDP), each
-        has its share of base, adapter, gradients and states, and two layers whole: one in use, one on its way.
-        """
-        if gpus == 1:
-            return self.needed
-        if is_split:
-            return max(
-                sum(-(-p.nbytes // gpus) if p.is_split else p.nbytes for p in parts) + 2 * self.layer
-                for parts in self.phases.values()
-            )
-        summed = sum(p.nbytes for p in self.phases["training"] if p.name == _GRADIENTS)
-        return max(self.needs(phase) + (summed if phase == "training" else 0) for phase in self.phases)
-
-
-_GRADIENTS = "gradients of what is trained"
-
 
 def plan(
     settings: Settings,
@@ -98,6 +97,7 @@ def plan(
     on_gpu: bool,
     stored: int = 0,
     messages: tuple[int, int] = (0, 0),
+    ranks: Ranks = Ranks(),
 ) -> Plan:
     """The plan of a run on a base.
 
@@ -108,6 +108,7 @@ def plan(
         on_gpu: whether the model lies on a GPU.
         stored: bytes of its weights' files, which are mapped while they are read; 0 = as config.json has the dtype.
         messages: bytes down and up, in main memory.
+        ranks: the site's processes.
 
     Raises:
         ConfigError: an adapter or a training that is not planned, or more tokens than the base has positions for.
@@ -115,45 +116,71 @@ def plan(
     """
     _require_planned(settings, config, adapter)
     train, shape = config.train, base.of(settings)
-    is_half = train.precision == "bf16" and not adapter.trains_base
-    itemsize = 2 if is_half else 4
+    itemsize = 2 if train.precision == "bf16" and not adapter.trains_base else 4
     weights = shape.nbytes(train.quantized_base, itemsize)
     spec = base.spec(settings, adapter)
-    trained, biggest = sum(map(_entries, spec.values())), max(map(_entries, spec.values()))
-    whole = max((layer.entries for layer in shape.small), default=0) * itemsize
-    working = 2 * 4 * biggest + (whole if train.quantized_base != "none" else 0)
-    held = [Part(f"base, {_words(train.quantized_base, itemsize)}", weights, True)]
-    held += [] if adapter.trains_base else [Part("adapter, fp32", 4 * trained, True)]
+    trained = sum(map(_entries, spec.values()))
+    loaded, is_split = (
+        Part(f"base, {_words(train.quantized_base, itemsize)}", weights),
+        ranks.is_split and ranks.count > 1,
+    )
+    held = _split(loaded, shape, settings, itemsize, ranks) if is_split else [loaded]
+    held += [] if adapter.trains_base else [Part("adapter, fp32", 4 * trained)]
     under = [Part("CUDA and its libraries (assumed)", CONTEXT)] if on_gpu else _under(messages[0])
-    kept = activations.count(settings, adapter, train.batch_size, config.task.max_tokens, train.precision == "bf16")
+    file = Part("the base's files, mapped", stored or shape.parameters * settings.stored)
+    own = ranks.share(train.batch_size)
+    kept = activations.count(settings, adapter, own, config.task.max_tokens, train.precision == "bf16")
     vocabulary = config.task.max_tokens * int(settings.values["vocab_size"]) * _LOGITS
     phases = {
         "training": (
-            *under, *held,
-            Part(_GRADIENTS, 4 * trained, True),
-            Part(f"states of {train.optimiser}", _states(spec, train), True),
+            *under, *held, *_stepped(spec, train, ranks),
             Part("kept for the backward pass", kept.of(settings.layers, train.checkpointing)),
             Part("gradients of one layer's", kept.layer),
-            Part("logits", train.batch_size * vocabulary),
-            Part("working space", working),
+            Part("logits", own * vocabulary),
+            _working(spec, shape, train, itemsize),
         )
     }  # fmt: skip
     if train.score_rows:
         rows = min(2 * train.batch_size, train.score_rows)
-        one = Part("one layer", -(-rows * kept.layer // train.batch_size))
+        rows = ranks.share(rows) if is_split else rows
+        one = Part("one layer", -(-rows * kept.layer // own))
         phases["scoring"] = (*under, *held, one, Part("logits", rows * vocabulary))
-    file = Part("the base's files, mapped", stored or shape.parameters * settings.stored)
     if not on_gpu:
-        phases["loading"] = (*under, held[0], file)
-        if adapter.trains_base:
-            phases["first turn"] = (*under, held[0], Part("a copy of the base, to compare", weights))
-    host = (*_under(messages[0]), Part("trained weights", 4 * trained), Part("upload", messages[1])) if on_gpu else ()
-    return Plan(phases, host, _of_a_layer(shape, settings, train, itemsize))
+        phases |= _before(under, loaded, file, adapter)
+    host = [*_under(messages[0]), Part("trained weights", 4 * trained), Part("upload", messages[1])]
+    host += [Part("base, until it is divided, of each process", weights)] if is_split else []
+    return Plan(phases, tuple(host) if on_gpu else ())
 
 
-def _of_a_layer(shape: Base, settings: Settings, train: TrainConfig, itemsize: int) -> int:
+def _working(spec: Spec, shape: Base, train: TrainConfig, itemsize: int) -> Part:
+    whole = max((layer.entries for layer in shape.small), default=0) * itemsize
+    return Part(
+        "working space", 8 * max(map(_entries, spec.values())) + (whole if train.quantized_base != "none" else 0)
+    )
+
+
+def _before(under: list[Part], loaded: Part, file: Part, adapter: Adapter) -> dict[str, tuple[Part, ...]]:
+    found: dict[str, tuple[Part, ...]] = {"loading": (*under, loaded, file)}
+    if adapter.trains_base:
+        found["first turn"] = (*under, loaded, Part("a copy of the base, to compare", loaded.nbytes))
+    return found
+
+
+def _stepped(spec: Spec, train: TrainConfig, ranks: Ranks) -> list[Part]:
+    sizes = [4 * _entries(tensor) for tensor in spec.values()]
+    sums = [Part("their sums, a piece", min(sum(sizes), max(_PIECE, *sizes)))] if ranks.count > 1 else []
+    states = Part(f"states of {train.optimiser}", _states(spec, train))
+    return [Part("gradients of what is trained", sum(sizes)), *sums, states]
+
+
+def _split(base_: Part, shape: Base, settings: Settings, itemsize: int, ranks: Ranks) -> list[Part]:
+    """A rank's part of a base, and what of it is whole for a time."""
     outside = sum(shape.parts.get(part, 0) for part in ("embeddings", "head")) * itemsize
-    return max(0, shape.nbytes(train.quantized_base, itemsize) - shape.buffers - outside) // settings.layers
+    layer = max(0, base_.nbytes - shape.buffers - outside) // settings.layers
+    return [
+        Part(f"{base_.name}, a part of {ranks.count}", ranks.share(base_.nbytes)),
+        Part("two layers, embeddings and head, whole", 2 * layer + outside),
+    ]
 
 
 def _under(received: int) -> list[Part]:

@@ -40,9 +40,12 @@ class Work:
     scoring: int
     rows: int
 
-    def seconds(self, flops: float, gpus: int = 1) -> float:
-        """At `flops` operations a second on each of `gpus`, evenly shared and without a cost of sharing."""
-        return (self.training + self.scoring) / (flops * gpus)
+    def seconds(self, flops: float, gpus: int = 1, is_split: bool = False) -> float:
+        """At `flops` operations a second on each of `gpus`, evenly shared and without a cost of sharing.
+
+        The first one scores alone, unless the base is divided among them.
+        """
+        return (self.training / gpus + self.scoring / (gpus if is_split else 1)) / flops
 
 
 def of(settings: Settings, config: RunConfig, adapter: Adapter, rows: int) -> Work:

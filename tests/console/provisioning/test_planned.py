@@ -33,13 +33,12 @@ def nothing_is_loaded(monkeypatch):
 
 def test_an_8_b_base_of_four_bits_fits_a_gpu_of_24_gb_and_a_70_b_base_does_not(tmp_path, capsys):
     eight, seventy = folder(tmp_path / "8b", B8), folder(tmp_path / "70b", B70)
-    options = ["--gpu-gb", "24", "--gpus", "4", "--tflops", "100", "--rows", "2000"]
+    options = ["--gpu-gb", "24", "--tflops", "100", "--rows", "2000"]
     assert doctor(f"task.model={eight}", *FOUR_BITS, options=options) == 0
     shown = capsys.readouterr().out
     assert "ok    memory                 fits: needs" in shown
     assert "8,030,261,248 parameters" in shown
     assert "base, NF4, the rest bf16               5.703 GB" in shown
-    assert "4 GPUs (not yet: a site has one process and one GPU)" in shown
     assert "training, 2,000 rows a round" in shown
     assert "at 100 TFLOP/s (as given): an estimate" in shown
     assert "  fedrand (this run)    down 83,886,080; up 39,845,888 (A) or 44,040,192 (B)\n" in shown
@@ -49,6 +48,26 @@ def test_an_8_b_base_of_four_bits_fits_a_gpu_of_24_gb_and_a_70_b_base_does_not(t
     assert "fail  memory                 will not fit: needs" in shown
     assert "take a smaller base" in shown
     assert "seconds: give --tflops" in shown
+
+
+def test_a_70_b_base_in_bf16_fits_four_gpus_of_80_gb_if_it_is_divided(tmp_path, capsys):
+    settings = [f"task.model={folder(tmp_path / '70b', B70)}", "train.precision=bf16", "train.checkpointing=true"]
+    options = ["--gpu-gb", "80", "--gpus", "4", "--tflops", "100"]
+    assert doctor(*settings, options=options) == 1
+    assert "on each, has 4 GPUs of 80 GB each" in capsys.readouterr().out
+    assert doctor(*settings, options=[*options, "--shard-base"]) == 0
+    shown = capsys.readouterr().out
+    assert "of rank 0, of 4 processes" in shown
+    assert "base, bf16, a part of 4" in shown
+    assert "base, until it is divided, of each process 141." in shown
+    assert "at 100 TFLOP/s on each GPU (as given)" in shown
+    assert doctor(*settings, "train.quantized-base=4bit", options=[*options, "--shard-base"]) == 1
+    assert 'train.quantized-base: expected "none" at a site with shard-base = true' in capsys.readouterr().out
+
+
+def test_a_base_is_divided_among_several(capsys):
+    assert doctor("task.model=tiny", options=["--shard-base"]) == 1
+    assert "--shard-base: expected --gpus above 1" in capsys.readouterr().out
 
 
 def test_what_would_fit_is_named_and_fits(tmp_path, capsys):

@@ -39,8 +39,11 @@ def test_memory_by_part_and_seconds(column, settings):
     }.items():
         assert row(name)[column] == f"{sum(parts[part] for part in wanted):.3f}", name
     assert row("while it scores")[column] == f"{plan.needs('scoring') / 1e9:.3f}"
-    assert row("4 GPUs, the base on each")[column] == f"{plan.on(4, is_split=False) / 1e9:.3f}"
-    assert row("4 GPUs, the base split")[column] == f"{plan.on(4, is_split=True) / 1e9:.3f}"
+    four = memory.plan(settings, CONFIG, Lora(), on_gpu=True, ranks=memory.Ranks(4))
+    assert row("4 GPUs, the base on each")[column] == f"{four.needed / 1e9:.3f}"
+    whole = parse({**CONFIG.flat(), "train.quantized-base": "none"})
+    split = memory.plan(settings, whole, Lora(), on_gpu=True, ranks=memory.Ranks(4, is_split=True))
+    assert row("4 GPUs, the base in bf16")[column] == f"{split.needed / 1e9:.3f}"
     done = work.of(settings, CONFIG, Lora(), 1000)
     assert f"{(done.training + done.scoring) / 1e12:,.0f}" in TEXT
     for gpus in (1, 4):

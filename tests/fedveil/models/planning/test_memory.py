@@ -80,11 +80,28 @@ def test_an_8_b_and_a_70_b_base_by_part(settings, entries):
     assert found["working space"] == 2 * mlp * width + 8 * 8 * mlp  # a layer in bf16, and two of the largest B or A
     inputs = settings.layers * 2 * 32 * width * 2
     assert inputs < found["kept for the backward pass"] < 2.5 * inputs
-    assert plan.on(1, is_split=True) == plan.needed
-    split = plan.on(4, is_split=True)
-    assert plan.on(4, is_split=False) == plan.needed + 4 * entries
-    shared = [part.nbytes for part in plan.phases["training"] if part.is_split]
-    assert split == pytest.approx(plan.needed - 0.75 * sum(shared) + 2 * plan.layer, abs=4)
+
+
+def test_a_site_of_several_processes_divides_rows_and_with_shard_base_the_base():
+    train = {"train.precision": "bf16", "train.checkpointing": True, "train.batch-size": 6}
+    alone, four, split = (
+        memory.plan(EIGHT, config_of(**train), LORA, on_gpu=True, ranks=ranks)
+        for ranks in (memory.Ranks(), memory.Ranks(4), memory.Ranks(4, is_split=True))
+    )
+    of_two = memory.plan(EIGHT, config_of(**train | {"train.batch-size": 2}), LORA, on_gpu=True)  # ceil(6 / 4)
+    piece, two = "their sums, a piece", parts_of(of_two)
+    assert parts_of(four) == {**two, piece: 32 << 20}
+    assert piece not in parts_of(alone)
+    assert four.needs("scoring") == pytest.approx(alone.needs("scoring"), rel=1e-3)  # rank 0 does it by itself
+    assert split.needs("scoring") < four.needs("scoring")
+    part, whole = "base, bf16, a part of 4", "two layers, embeddings and head, whole"
+    found, shape = parts_of(split), base.of(EIGHT)
+    assert found[part] == -(-shape.nbytes("none", 2) // 4)
+    assert found[whole] == 2 * 2 * 128256 * 4096 + 2 * (2 * (shape.parameters - 2 * 128256 * 4096) // 32)
+    assert {n: v for n, v in found.items() if n not in (part, whole)} == {
+        n: v for n, v in parts_of(four).items() if n != "base, bf16"
+    }
+    assert memory.plan(EIGHT, config_of(**train), LORA, on_gpu=True, ranks=memory.Ranks(1, True)) == alone
 
 
 def test_states_of_8_bits_are_a_quarter_but_for_small_tensors():
