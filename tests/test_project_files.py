@@ -51,6 +51,22 @@ def test_the_index_of_decisions_names_every_page():
     assert set(re.findall(r"\((0[^)]+\.md)\)", (folder / "README.md").read_text())) == pages
 
 
+def test_a_release_has_each_heading_once_and_says_nothing_twice():
+    """Two branches that both add to it can be joined so that both sides of what was moved stay."""
+    for release in re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:
+        for found in (
+            re.findall(r"^### .+$", release, re.MULTILINE),
+            re.findall(r"^- (?:.+\n)+?(?=^- |^\n|\Z)", release, re.MULTILINE),
+        ):
+            assert [one for one in set(found) if found.count(one) > 1] == []
+
+
+def test_the_index_of_the_documentation_says_nothing_twice():
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    assert [row for row in set(rows) if rows.count(row) > 1] == []
+
+
 LOCK = {file.stem: file.read_text() for file in sorted((ROOT / "lock").glob("*.txt"))}
 COMMANDS = [
     *(ROOT / name for name in ("Makefile", "README.md", "CONTRIBUTING.md", ".ci/run", "docker/Dockerfile")),

@@ -130,7 +130,7 @@ def kill(bench: Bench) -> None:
                 child.wait()
 
 
-def until(condition, seconds=10.0) -> bool:
+def until(condition, seconds=30.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -601,7 +601,7 @@ def test_a_turn_whose_caller_has_gone_is_given_up(bench):
         requests = iter([json.dumps(head).encode(), bench.message()])
         call = channel.stream_stream("/fedveil.Worker/Take")(requests, metadata=(("owner", str(HERE)),))
         status = channel.unary_unary("/fedveil.Worker/Status")
-        assert until(lambda: json.loads(status(b""))["state"] == "training")
+        assert until(lambda: json.loads(status(b""))["state"] == "training", 120.0)
         shown = json.loads(status(b""))
         expected = {"run": "first", "round": 0, "steps": 1000, "model": "toy-base"}
         assert {k: shown[k] for k in expected} == expected
