@@ -1,6 +1,6 @@
 """Sites with pictures for the presets of DP-FPL: their rows, and a whole federation of one row of a table.
 
-Caltech-101 without the part that the tiny CLIP has seen, or a folder of the user with `train.parquet` and
+Caltech-101 or CIFAR-10 without the part that the tiny CLIP has seen, or a folder of the user with `train.parquet` and
 `test.parquet` whose columns are `image` and `label` (a ClassLabel). The names of the classes are public. A preset may
 call classes otherwise, several by one name.
 """
@@ -116,7 +116,7 @@ def load(settings: Mapping[str, Any], seed: int, options: Options) -> Sites:
         found = (
             replace(e, values={**e.values, "label": names[e.values["label"]]}) for e in task.examples(folder, split)
         )
-        federated = [e for e in found if e.values["label"] in kept and _is_federated(settings["data"], split, e.values)]
+        federated = [e for e in found if e.values["label"] in kept and is_federated(settings["data"], split, e.values)]
         return federated[: settings.get("rows_read", len(federated))]
 
     train = examples("train")
@@ -135,8 +135,9 @@ def _form(row: Mapping[str, Any]) -> str:
     return str(getattr(strategies.create(row["name"], row.get("fields", "")).adapter, "form", ""))
 
 
-def _is_federated(name: str, split: str, row: Mapping[str, Any]) -> bool:
-    return name != "caltech101" or split != "train" or not pictures.is_public(row["source_path"])
+def is_federated(name: str, split: str, row: Mapping[str, Any]) -> bool:
+    """Whether a site may have this row: the tiny CLIP has not seen it."""
+    return split != "train" or name not in pictures.PUBLIC_DIGITS or not pictures.is_public(row["source_path"], name)
 
 
 def prompt_task(sites: Sites, chosen: Mapping[str, Any]) -> ClipPrompt:

@@ -43,8 +43,8 @@ class Picture:
     name: str
 
 
-def pictures(folder: Path, public_only: bool) -> list[Picture]:
-    """The pictures of `folder`/train.parquet; `public_only` leaves out those that `is_public` does not name."""
+def pictures(folder: Path, public_of: str = "") -> list[Picture]:
+    """The pictures of `folder`/train.parquet: all, or those that `is_public` names among those of `public_of`."""
     import numpy
     import pyarrow.parquet  # type: ignore[import-untyped]
     from datasets import Dataset
@@ -55,7 +55,7 @@ def pictures(folder: Path, public_only: bool) -> list[Picture]:
     size = (PIXELS + MARGIN, PIXELS + MARGIN)
     found = []
     for row in rows.to_list():
-        if not public_only or is_public(row["source_path"]):
+        if not public_of or is_public(row["source_path"], public_of):
             image = Image.open(BytesIO(row["image"]["bytes"])).convert("RGB").resize(size, Image.Resampling.BICUBIC)
             name = str(row.get("class_name") or names[row["label"]])
             found.append(Picture(numpy.asarray(image), name))
@@ -70,7 +70,7 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
     from fedveil.tasks.vision_language import prompt_of_choices
 
     rng = random.Random(seed)
-    own, other = pictures(caltech101, True), pictures(cifar10, False)
+    own, other = pictures(caltech101, "caltech101"), pictures(cifar10)
     names = sorted({picture.name for picture in own + other})
     class_of = {name: i for i, name in enumerate(names)}
     with quiet():
