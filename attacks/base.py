@@ -69,6 +69,14 @@ class Sighting:
 
 
 @dataclass(frozen=True)
+class Participation:
+    """An accepted upload in the tap, and the broadcast that it answers; None where the view has none."""
+
+    up: Seen
+    down: Seen | None
+
+
+@dataclass(frozen=True)
 class View:
     """The messages that one adversary saw, decoded one at a time.
 
@@ -117,6 +125,19 @@ class View:
             if (seen.site, seen.round, seen.attempt) == (upload.site, upload.round, upload.attempt):
                 found = seen
         return self._decode(found) if found else None
+
+    def participations(self) -> dict[str, list[Participation]]:
+        """Of each site its accepted uploads, in the order in which they came; nothing is decoded."""
+        asked = {(down.site, down.round, down.attempt): down for down in self._seen("down")}
+        found: dict[str, list[Participation]] = {}
+        for up in self._seen("up"):
+            if up.accepted:
+                found.setdefault(up.site, []).append(Participation(up, asked.get((up.site, up.round, up.attempt))))
+        return found
+
+    def read(self, seen: Seen) -> Sighting:
+        """One message of the tap, decoded."""
+        return self._decode(seen)
 
     def _seen(self, direction: Direction) -> Iterator[Seen]:
         for seen in self.tap.messages():

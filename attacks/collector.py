@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 from fedveil.attacks import statistics
@@ -19,6 +20,7 @@ from fedveil.attacks.base import (
 )
 from fedveil.attacks.controls import Control
 from fedveil.attacks.findings import TO_LOSE, Finding, Numbers, beside, finding, unusable
+from fedveil.attacks.membership.row_gradients import GradientAttack, Shared
 from fedveil.attacks.membership.scores import PublicBase, centred
 from fedveil.attacks.paired import Sides
 from fedveil.attacks.samples import Sample
@@ -54,6 +56,7 @@ class Collector:
         self._theirs: dict[tuple[object, ...], Mapping[str, Numbers]] = {}
         self._on_models = [attack for attack in attacks if isinstance(attack, ModelAttack)]
         self._on_uploads = [attack for attack in attacks if isinstance(attack, UploadAttack)]
+        self._shared = Shared([attack for attack in self._on_uploads if isinstance(attack, GradientAttack)])
         self._base, self._non_members, self._seed, self._say = base, non_members, seed, say
 
     def of_controls(
@@ -165,10 +168,13 @@ class Collector:
     ) -> None:
         """One attack on the uploads of `site`."""
         self._say(f"{model}: {attack.name} on {len(members.rows)} members, {len(others.rows)} non-members")
-        mine = attack.scores(view, site, knowledge, members.rows)
+        if not members.rows or not others.rows:
+            return
+        ask = partial(self._shared.scores, attack) if isinstance(attack, GradientAttack) else attack.scores
+        mine = ask(view, site, knowledge, members.rows)
         asked = (id(attack), id(view), site, *map(id, others.rows))  # a site's own upload, and as a wrong one
         if asked not in self._theirs:
-            self._theirs[asked] = attack.scores(view, site, knowledge, others.rows)
+            self._theirs[asked] = ask(view, site, knowledge, others.rows)
         theirs = self._theirs[asked]
         for name in mine:
             self.kinds[name] = "uploads"

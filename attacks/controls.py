@@ -20,7 +20,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows, Task
-from fedveil.contract.trainer import Trainer
+from fedveil.contract.trainer import ScoresRows, Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.wire.tap import Tap
@@ -39,6 +39,7 @@ _SETTINGS: Mapping[str, object] = {
     "run.deterministic": True,
     "client.worker": False,
 }
+_SCORED = 64  # rows of a client, whose loss tells when the training ends
 _DEFENCES = ("dp.", "secure.", "aggregate.")  # left at their defaults, which are none
 
 
@@ -49,7 +50,8 @@ class Control:
     Attributes:
         weights: of the server's model.
         rounds: how many there were.
-        loss_share: the loss of the rows that it was trained on at the end, as a part of that at the start.
+        loss_share: the loss of the rows that it was trained on at the end, as a part of that at the start; of
+            _SCORED of each client's at most.
         task, members: what it was trained with, and the rows it was trained on. Client "a" has every other
             one, from the first on.
         view: the server's, of the control's messages.
@@ -73,7 +75,7 @@ def settings(config: RunConfig) -> RunConfig:
     undefended = {key: value for key, value in config.flat().items() if not key.startswith(_DEFENCES)}
     return parse(
         {**undefended, **_SETTINGS, **unpaged}
-        | {"train.learning-rate": rate, "train.batch-size": 8, "train.score-rows": 64}
+        | {"train.learning-rate": rate, "train.batch-size": 8, "train.score-rows": 0}
     )
 
 
@@ -117,15 +119,22 @@ def _trained(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int
     def trainer_for(site: str, ctx: RoundContext) -> Trainer:
         return task.trainer(parts[site], ctx.rng("batches"), round_=ctx.round)
 
+    def loss() -> float:
+        ctx = RoundContext(0, "a", False, bytes(32))
+        weights = federation.deployed()["server"]
+        each = (_scored(trainer_for(site, ctx), weights, rows[:_SCORED]) for site, rows in parts.items())
+        return sum(each) / len(parts)
+
     state = exchange.method.init(exchange.spec, initial, rng.initial(config.run.seed, "method init"))
     federation = Federation(exchange, config, trainer_for, list(parts), state, tap=tap)
-    first, share = None, 1.0
-    for round_ in range(rounds):
-        federation.round(round_)
-        now = sum(report["loss_received"] for report in federation.reports.values()) / len(parts)
-        first = now if first is None else first
-        share = now / first
-        if share <= until:
-            break
-    weights, view = federation.deployed()["server"], View.server(tap, exchange)
-    return Control(weights, round_ + 1, share, task, members, view)
+    first, share, done = loss(), 1.0, 0
+    while not done or (share > until and done < rounds):
+        federation.round(done)
+        share, done = loss() / first, done + 1
+    return Control(federation.deployed()["server"], done, share, task, members, View.server(tap, exchange))
+
+
+def _scored(trainer: Trainer, weights: Weights, rows: Rows) -> float:
+    if not isinstance(trainer, ScoresRows):
+        raise TypeError(f"task.trainer: expected one that scores rows (mean_loss), found {type(trainer).__name__}")
+    return trainer.mean_loss(weights, rows)

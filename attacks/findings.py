@@ -162,9 +162,9 @@ def finding(
         z: of the rank test, where scores were compared within labels; by default that of these scores.
     """
     rng = np.random.default_rng(seed)
-    auroc = statistics.bootstrap(statistics.auroc, members, non_members, rng, RESAMPLES)
+    auroc = statistics.bootstrap(statistics.aurocs, members, non_members, rng, RESAMPLES)
     at_1, at_01 = (
-        statistics.bootstrap(partial(statistics.tpr_at_fpr, fpr=fpr), members, non_members, rng, RESAMPLES)
+        statistics.bootstrap(partial(statistics.tprs_at_fpr, fpr=fpr), members, non_members, rng, RESAMPLES)
         for fpr in (0.01, 0.001)
     )
     bound = statistics.epsilon_lower_bound(members, non_members, 1e-5, rng)

@@ -25,38 +25,52 @@ others is ours.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 from typing_extensions import override
 
-from fedveil.attacks.base import Knowledge, UploadAttack, View
-from fedveil.attacks.membership.alignment import Turn, cosine, row_gradient, turns
+from fedveil.attacks.base import Knowledge, View
 from fedveil.attacks.membership.lira import log_cdf
+from fedveil.attacks.membership.row_gradients import COSINE, OTHERS, GradientAttack
+from fedveil.attacks.membership.turns import Turn, Turns
 from fedveil.attacks.statistics import Scores
-from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows
 
-ROUNDS, OTHERS, OWN_SPREAD = 4, 12, 8  # most rounds and others that are used; others for a deviation of a row's own
+ROUNDS, OWN_SPREAD = 4, 8  # most rounds that are used; others for a deviation of a row's own
 _LEAST_STD = 1e-3
 
 
-class FedMia(UploadAttack):
-    """The score "fedmia"."""
+class FedMia(GradientAttack):
+    """The score "fedmia", over the last rounds of the site."""
 
     cost = 12
+    gauge = COSINE
 
     @override
     def misfit(self, view: View, knowledge: Knowledge) -> str:
         return "" if len(view.sites) > 1 else "it compares sites, and one alone took part in the run"
 
     @override
-    def scores(self, view: View, site: str, knowledge: Knowledge, rows: Rows) -> dict[str, Scores]:
-        return {"fedmia": fedmia_scores(view, site, knowledge, rows)}
+    def at(self, turns: Turns, site: str) -> Sequence[int]:
+        return range(len(turns.rounds(site)))[-ROUNDS:]
+
+    @override
+    def beside(self, turns: Turns, site: str, index: int) -> Iterator[Turn]:
+        """And those of others in that round that sent the same tensors; none without one."""
+        own, alone = turns.at(site, index), True
+        for other in [other for other in turns.sites if other != site][:OTHERS]:
+            for turn in turns.of_round(other, own.round):
+                if turn.moved.keys() == own.moved.keys():
+                    if alone:
+                        yield own
+                    yield turn
+                    alone = False
+
+    @override
+    def combined(self, values: Sequence[Sequence[Scores]], count: int) -> dict[str, Scores]:
+        measured = [np.stack([of_turn[:, 0] for of_turn in of_round]) for of_round in values]
+        return {"fedmia": compared(measured) if measured else np.zeros(count)}
 
 
 def fedmia_scores(view: View, site: str, knowledge: Knowledge, rows: Rows) -> Scores:
@@ -64,19 +78,7 @@ def fedmia_scores(view: View, site: str, knowledge: Knowledge, rows: Rows) -> Sc
 
     The task must train by gradients of its own (`fedveil.training.computing.Trainable`).
     """
-    mine = deque(turns(view, site, knowledge.initial), maxlen=ROUNDS)
-    others = [other for other in view.sites if other != site][:OTHERS]
-    found = {turn.round: list[Turn]() for turn in mine}
-    for other in others:  # one at a time, for `turns` goes through all of a site's messages
-        for turn in turns(view, other, knowledge.initial):
-            if turn.round in found:
-                found[turn.round].append(turn)
-    same = [(turn, [o for o in found[turn.round] if o.moved.keys() == turn.moved.keys()]) for turn in mine]
-    used = [(turn, against) for turn, against in same if against]
-    if not used:
-        return np.zeros(len(rows))
-    measured = [_measured(knowledge.task, [turn, *against], rows) for turn, against in used]
-    return compared(measured)
+    return FedMia().scores(view, site, knowledge, rows)["fedmia"]
 
 
 def compared(measured: Sequence[Scores]) -> Scores:
@@ -93,23 +95,3 @@ def compared(measured: Sequence[Scores]) -> Scores:
             gap = log_cdf(gap / np.maximum(others.std(0, ddof=1), _LEAST_STD))
         total += gap / len(measured)
     return total
-
-
-def _measured(task: Any, of: Sequence[Turn], rows: Rows) -> Scores:
-    """(turns, rows) cosines. Sites that start alike share a row's gradient."""
-    found = np.zeros((len(of), len(rows)))
-    left = list(range(len(of)))
-    while left:
-        start = of[left[0]].start
-        alike = [i for i in left if _equal(of[i].start, start)]
-        task.put(start)
-        for column, row in enumerate(rows):
-            gradient: Mapping[str, Tensor] = row_gradient(task, row)
-            for i in alike:
-                found[i, column] = cosine(gradient, of[i].moved)
-        left = [i for i in left if i not in alike]
-    return found
-
-
-def _equal(one: Weights, other: Weights) -> bool:
-    return one is other or all(torch.equal(w, other[name]) for name, w in one.items())

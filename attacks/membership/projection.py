@@ -32,54 +32,23 @@ earlier pilot of another size had 0.96 from A and 1.0 from B for one row, 0.62 a
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fedveil.attacks.base import Knowledge, UploadAttack, View
-from fedveil.attacks.membership.alignment import row_gradient, turns
+from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.membership.row_gradients import Gauge, Gradient, GradientAttack, Read
+from fedveil.attacks.membership.turns import Turn, Turns
 from fedveil.attacks.statistics import Scores
 from fedveil.contract.task import Rows
 
 FACTORS = ("A", "B")
 _RANK = 1e-4  # singular values below this part of the largest are rounding
-
-
-class Projection(UploadAttack):
-    """The scores "projection of A" and "projection of B", of the site's last upload; of the factors that it sent."""
-
-    cost = 4
-
-    @override
-    def misfit(self, view: View, knowledge: Knowledge) -> str:
-        return "" if any(_factor(name) for name in knowledge.task.spec) else "the run trains no LoRA pairs"
-
-    @override
-    def scores(self, view: View, site: str, knowledge: Knowledge, rows: Rows) -> dict[str, Scores]:
-        return projection_scores(view, site, knowledge, rows)
-
-
-def projection_scores(view: View, site: str, knowledge: Knowledge, rows: Rows, uploads: int = 1) -> dict[str, Scores]:
-    """(rows,) mean score over the site's last `uploads` uploads, by factor; 0 where nothing moved.
-
-    The task must train by gradients of its own (`fedveil.training.computing.Trainable`).
-    """
-    task: Any = knowledge.task
-    taken = deque(turns(view, site, knowledge.initial), maxlen=uploads)
-    sent = {_factor(name) for turn in taken for name in turn.moved}
-    found = {f"projection of {factor}": np.zeros(len(rows)) for factor in FACTORS if factor in sent}
-    for turn in taken:
-        spans = {name: span(d, _factor(name)) for name, d in turn.moved.items() if _factor(name) and bool(d.any())}
-        task.put(turn.start)
-        for i, row in enumerate(rows):
-            for factor, score in _of_row(row_gradient(task, row), spans).items():
-                found[f"projection of {factor}"][i] += score / len(taken)
-    return found
 
 
 def span(moved: Tensor, factor: str) -> Tensor:
@@ -97,16 +66,69 @@ def residual(gradient: Tensor, basis: Tensor, factor: str) -> float:
     return float((matrix - basis @ (basis.T @ matrix)).norm()) / size if size else 1.0
 
 
-def _of_row(gradients: Mapping[str, Tensor], spans: Mapping[str, Tensor]) -> dict[str, float]:
-    """Minus the mean residual of a row over layers, by factor."""
-    by_factor: dict[str, list[float]] = {}
-    for name, basis in spans.items():
-        if name in gradients and bool(gradients[name].any()):
-            factor = _factor(name)
-            by_factor.setdefault(factor, []).append(-residual(gradients[name], basis, factor))
-    return {factor: float(np.mean(values)) for factor, values in by_factor.items()}
+def _residuals_on(turn: Turn) -> Read:
+    """Minus a row's mean residual over layers, by factor; 0 where none counts, NaN for a factor that was not sent."""
+    spans = {name: span(d, _factor(name)) for name, d in turn.moved.items() if _factor(name) and bool(d.any())}
+    sent = {_factor(name) for name in turn.moved}
+
+    def read(gradient: Gradient) -> Sequence[float]:
+        found: dict[str, list[float]] = {factor: [] for factor in FACTORS if factor in sent}
+        for name, basis in spans.items():
+            if name in gradient and bool(gradient[name].any()):
+                factor = _factor(name)
+                found[factor].append(-residual(gradient[name], basis, factor))
+        means = {factor: float(np.mean(values)) if values else 0.0 for factor, values in found.items()}
+        return [means.get(factor, math.nan) for factor in FACTORS]
+
+    return read
 
 
 def _factor(name: str) -> str:
     """ "A" or "B"; "" for a tensor that is of no pair."""
     return next((factor for factor in FACTORS if name.endswith(f".lora_{factor}")), "")
+
+
+_RESIDUALS = Gauge("residuals", len(FACTORS), _residuals_on)
+
+
+@dataclass(frozen=True)
+class Projection(GradientAttack):
+    """The scores "projection of A" and "projection of B"; of the factors that the site sent.
+
+    Attributes:
+        uploads: of how many of the site's last uploads the mean is.
+    """
+
+    uploads: int = 1
+    cost = 4
+    gauge = _RESIDUALS
+
+    @override
+    def misfit(self, view: View, knowledge: Knowledge) -> str:
+        return "" if any(_factor(name) for name in knowledge.task.spec) else "the run trains no LoRA pairs"
+
+    @override
+    def at(self, turns: Turns, site: str) -> Sequence[int]:
+        return range(len(turns.rounds(site)))[-self.uploads :]
+
+    @override
+    def beside(self, turns: Turns, site: str, index: int) -> Iterator[Turn]:
+        yield turns.at(site, index)
+
+    @override
+    def combined(self, values: Sequence[Sequence[Scores]], count: int) -> dict[str, Scores]:
+        of_turns = np.stack([of_turn for (of_turn,) in values]) if values else np.zeros((0, count, len(FACTORS)))
+        sent = {factor: ~np.isnan(of_turns[:, :, i]) for i, factor in enumerate(FACTORS)}
+        return {
+            f"projection of {factor}": np.where(sent[factor], of_turns[:, :, i], 0.0).sum(0) / len(of_turns)
+            for i, factor in enumerate(FACTORS)
+            if sent[factor].any()
+        }
+
+
+def projection_scores(view: View, site: str, knowledge: Knowledge, rows: Rows, uploads: int = 1) -> dict[str, Scores]:
+    """(rows,) mean score over the site's last `uploads` uploads, by factor; 0 where nothing moved.
+
+    The task must train by gradients of its own (`fedveil.training.computing.Trainable`).
+    """
+    return dict(Projection(uploads).scores(view, site, knowledge, rows))

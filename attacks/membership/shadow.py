@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -250,7 +251,7 @@ def _outcome(
     accuracy, auroc, tpr = (_mean(np.array(column), rng) for column in zip(*rows, strict=True))
     pooled = [
         statistics.bootstrap(statistic, members, others, rng)
-        for statistic in (statistics.auroc, lambda m, o: statistics.tpr_at_fpr(m, o, 0.01))
+        for statistic in (statistics.aurocs, partial(statistics.tprs_at_fpr, fpr=0.01))
     ]
     return Outcome(accuracy, auroc, tpr, pooled[0], pooled[1], len(rows), len(members), len(by_global_net))
 

@@ -34,6 +34,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -72,6 +73,8 @@ class Ledger:
 
     def charge(self, records: Sequence[str], charges: Spent, *budgets: Budget) -> None:
         """Charges all of the records or none; a record that is named twice is charged twice.
+
+        A budget of infinite epsilon is no limit, and takes no time.
 
         Raises:
             BudgetError: a record would be charged more than one of the budgets.
@@ -113,6 +116,8 @@ class Ledger:
         return accounting.epsilon(spent.get(record, carried), budget.delta, budget.neighbours)
 
     def _require(self, history: Spent, charges: Spent, budget: Budget) -> None:
+        if budget.epsilon == math.inf:  # no limit; what was spent is computed when it is asked for
+            return
         after = accounting.epsilon(history, budget.delta, budget.neighbours)
         if after <= budget.epsilon:
             return

@@ -19,7 +19,6 @@ from fedveil.attacks.base import OTHER_ROWS, OVERFITTED, ROUND_0, Knowledge, Vie
 from fedveil.attacks.findings import Audit, beside
 from fedveil.attacks.samples import Sample
 from fedveil.config import parse
-from fedveil.contract.trainer import Trained
 from fedveil.strategies import create
 from fedveil.wire.tap import Tap
 from tests.attacks.toy import CLASSES, WIDTH, Descent, Linear, Point, federation
@@ -29,12 +28,11 @@ ROWS = 120
 
 
 class Taught(Descent):
-    """Reports the loss of what it got, as real trainers do."""
+    """Scores rows, as real trainers do."""
 
-    def train(self, weights, frozen=None, penalty=None) -> Trained:
+    def mean_loss(self, weights, rows) -> float:
         self.task.put(weights)
-        received = float(self.task.loss_sum(self.task.collate(self.rows)).detach()) / len(self.rows)
-        return Trained(super().train(weights).weights, {"loss_received": received})
+        return float(self.task.loss_sum(self.task.collate(rows)).detach()) / len(rows)
 
 
 class Task(Linear):
@@ -131,6 +129,18 @@ def test_the_control_of_other_rows_ends_as_far_as_the_run_went():
     assert little.rounds < much.rounds < most.rounds == 16
     assert little.loss_share <= 0.9
     assert 0.3 < much.loss_share <= 0.5
+
+
+def test_a_control_ends_with_the_round_that_reached_its_share():
+    """Its last upload is of that round, and what it says is the loss of the model that it gives away."""
+    task, own, rows = Task(), controls.settings(parse({"run.deterministic": True})), drawn(16, 3)
+    with TemporaryDirectory() as folder:
+        done = controls.overfitted(task, rows, own, Tap(Path(folder)), 30)
+        uploads = list(done.view.uploads("a"))
+    scores = [Taught(task, rows).mean_loss(weights, rows) for weights in (task.initial(), done.weights)]
+    assert done.loss_share == pytest.approx(scores[1] / scores[0], rel=1e-5)
+    assert 0 < done.loss_share <= controls.KNOWN_BY_HEART
+    assert [upload.round for upload in uploads] == list(range(done.rounds))
 
 
 def test_every_attack_names_its_controls():

@@ -14,6 +14,7 @@ from scipy import stats
 from fedveil.attacks import statistics
 from fedveil.attacks.statistics import (
     auroc,
+    aurocs,
     bootstrap,
     clopper_pearson,
     epsilon_lower_bound,
@@ -22,6 +23,7 @@ from fedveil.attacks.statistics import (
     paired_difference,
     rank_test,
     tpr_at_fpr,
+    tprs_at_fpr,
     two_sided,
 )
 
@@ -105,7 +107,7 @@ def test_bootstrap_interval_has_its_level():
     rng = np.random.default_rng(31415)
     held = 0
     for _ in range(200):
-        found = bootstrap(auroc, rng.normal(size=60), rng.normal(size=80), rng, 200)
+        found = bootstrap(aurocs, rng.normal(size=60), rng.normal(size=80), rng, 200)
         held += found.low <= 0.5 <= found.high
     assert 176 <= held < 200
 
@@ -113,15 +115,39 @@ def test_bootstrap_interval_has_its_level():
 def test_bootstrap_is_repeatable_and_brackets_its_value():
     rng = np.random.default_rng(1)
     members, others = rng.normal(0.5, 1, 150), rng.normal(0, 1, 100)
-    one, two = (bootstrap(auroc, members, others, np.random.default_rng(7)) for _ in range(2))
+    one, two = (bootstrap(aurocs, members, others, np.random.default_rng(7)) for _ in range(2))
     assert one == two
     assert one.low < one.value == auroc(members, others) < one.high
     assert (one.high - one.low) / (2 * 1.96) == pytest.approx(hanley_mcneil(one.value, 150, 100), rel=0.15)
 
 
+@pytest.mark.parametrize("ties", [False, True])
+def test_statistics_of_draws_are_those_of_each_draw(ties):
+    rng = np.random.default_rng(9)
+    members, others = rng.normal(0.4, 1, (30, 17)), rng.normal(0, 1, (30, 23))
+    if ties:
+        members, others = members.round(), others.round()
+    pairs = list(zip(members, others, strict=True))
+    assert aurocs(members, others).tolist() == [auroc(m, o) for m, o in pairs]
+    for fpr in (0.0, 0.001, 0.1, 1.0):
+        assert tprs_at_fpr(members, others, fpr).tolist() == [tpr_at_fpr(m, o, fpr) for m, o in pairs]
+
+
+def test_the_interval_does_not_depend_on_how_many_resamples_are_held_at_a_time(monkeypatch):
+    """And it is that of resamples one by one, in the order of the draws."""
+    rng = np.random.default_rng(3)
+    members, others = rng.normal(0.5, 1, 40), rng.normal(0, 1, 30)
+    whole = bootstrap(aurocs, members, others, np.random.default_rng(5), 100)
+    monkeypatch.setattr(statistics, "_MOST_DRAWN", 7 * 70)
+    assert bootstrap(aurocs, members, others, np.random.default_rng(5), 100) == whole
+    again = np.random.default_rng(5)
+    drawn = [auroc(again.choice(members, 40), again.choice(others, 30)) for _ in range(100)]
+    assert (whole.low, whole.high) == tuple(np.quantile(drawn, (0.025, 0.975)))
+
+
 def test_bootstrap_resamples_each_side_from_itself():
     """One member above, one non-member below: every resample says 1; a mixed one would not."""
-    found = bootstrap(auroc, scores(2, 2), scores(1, 1, 1), np.random.default_rng(0), 50)
+    found = bootstrap(aurocs, scores(2, 2), scores(1, 1, 1), np.random.default_rng(0), 50)
     assert (found.value, found.low, found.high) == (1, 1, 1)
 
 
@@ -131,7 +157,7 @@ def test_paired_difference_is_narrower_than_an_unpaired_one():
     mine = rng.normal(0.6, 1, 200), rng.normal(0, 1, 200)
     other = tuple(side + rng.normal(0, 0.02, 200) for side in mine)
     paired = paired_difference(mine, other, rng)
-    alone = bootstrap(auroc, *mine, rng)
+    alone = bootstrap(aurocs, *mine, rng)
     assert paired.value == pytest.approx(auroc(*mine) - auroc(*other))
     assert paired.low <= paired.value <= paired.high
     assert paired.high - paired.low < (alone.high - alone.low) / 5
@@ -149,7 +175,7 @@ def test_two_thousand_rows_and_a_thousand_resamples_take_seconds_not_minutes():
     rng = np.random.default_rng(0)
     members, others = rng.normal(1, 1, 2000), rng.normal(0, 1, 2000)
     started = time.process_time()
-    bootstrap(auroc, members, others, rng)
+    bootstrap(aurocs, members, others, rng)
     epsilon_lower_bound(members, others, 1e-5, rng)
     assert time.process_time() - started < 10
 

@@ -8,10 +8,13 @@ import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.contract.budget import Budget, Neighbours
+from fedveil.errors import BudgetError
+from fedveil.privacy import accounting
 from fedveil.privacy.ledger import Ledger
 
 COUNTED = Budget(math.inf, 1e-5, Neighbours.REPLACE_ONE)
@@ -54,3 +57,22 @@ def test_the_file_does_not_grow_with_the_number_of_charges(tmp_path):
         sizes.append((tmp_path / "s.json").stat().st_size)
     assert set(sizes) == {sizes[0]}
     assert sizes[0] / len(names) < 37
+
+
+def test_a_budget_without_a_limit_is_counted_and_not_computed(tmp_path, monkeypatch):
+    """A composition of sampled steps takes seconds. A limit beside it is still kept."""
+    ledger, asked = Ledger(tmp_path / "s.json"), []
+
+    def epsilon(charges, delta, neighbours) -> float:
+        asked.append((dict(charges), delta))
+        return 2.0
+
+    monkeypatch.setattr(accounting, "epsilon", epsilon)
+    ledger.charge(["a"], {STEPS[1]: 3}, COUNTED)
+    assert asked == []
+    assert spent(tmp_path / "s.json") == {"a": {STEPS[1]: 3}}
+    ledger.charge(["a"], {STEPS[1]: 3}, COUNTED, Budget(2.0, 1e-6, Neighbours.REPLACE_ONE))
+    assert asked == [({STEPS[1]: 6}, 1e-6)]
+    with pytest.raises(BudgetError, match="expected at most epsilon 1.5"):
+        ledger.charge(["a"], {STEPS[1]: 3}, COUNTED, Budget(1.5, 1e-6, Neighbours.REPLACE_ONE))
+    assert spent(tmp_path / "s.json") == {"a": {STEPS[1]: 6}}

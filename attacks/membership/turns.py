@@ -1,0 +1,130 @@
+"""The turns of a run's sites, as one adversary knows them: where a site started, and where it left what it sent.
+
+The server broadcast the start of each sent tensor, so it knows that start to the bit, and it sees where the site left
+the tensor. What a site kept is put at the last value that the server saw of it, as `factor_pairing` does. Where the
+method lets no site keep anything (FedRand w/o past) its start is the broadcast one, known to the bit.
+
+No message is decoded before a turn is asked for, and then the turn's own two alone; earlier ones only for a tensor
+whose start the turn's own broadcast does not tell, from the latest back until one is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedveil.attacks.base import Participation, Sighting, View
+from fedveil.attacks.reconstruction.gradients import observed
+from fedveil.contract.method import Method
+from fedveil.contract.spec import Weights
+from fedveil.strategies.fedrand import FedRand
+from fedveil.wire.payloads import tensors_of
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One participation of a site, as the server knows it.
+
+    Attributes:
+        round: in which it was.
+        start: every tensor of the spec.
+        moved: where the site left each tensor that it sent, less its start.
+    """
+
+    round: int
+    start: Weights
+    moved: Mapping[str, Tensor]
+
+    @cached_property
+    def starts_at(self) -> bytes:
+        """Equal for turns whose starts are equal to the bit."""
+        return _digest(self.start)
+
+    @cached_property
+    def moves_by(self) -> bytes:
+        """Equal for turns whose moves are equal to the bit."""
+        return _digest(self.moved)
+
+
+class Turns:
+    """Every turn in a view, none of them decoded yet.
+
+    Attributes:
+        sites: names of the sites with an accepted upload, sorted.
+    """
+
+    def __init__(self, view: View, initial: Weights) -> None:
+        """Reads the tap's index. `initial`: the weights of round 0, which everybody can draw."""
+        self._view, self._initial, self._of = view, initial, view.participations()
+        self.sites = sorted(self._of)
+
+    def rounds(self, site: str) -> list[int]:
+        """The round of each turn of a site, in their order; none for a site without one."""
+        return [part.up.round for part in self._of.get(site, ())]
+
+    def of_round(self, site: str, round_: int) -> list[Turn]:
+        """A site's turns in a round: several where the server repeated it."""
+        return [self.at(site, i) for i, found in enumerate(self.rounds(site)) if found == round_]
+
+    def at(self, site: str, index: int) -> Turn:
+        """One turn of a site; -1 is its last."""
+        parts = self._of[site]
+        index %= len(parts)
+        got = self._got(parts[index])
+        upload = self._view.read(parts[index].up)
+        sent = self._left(upload, got)
+        past = self._past(parts[:index], {n for n in self._initial if n not in sent or n not in got})
+        kept = {**self._initial, **got, **past}  # a tensor that is not sent: the site's own past, where it was seen
+        start = {n: (got.get(n, kept[n]) if n in sent else kept[n]).float() for n in self._initial}
+        return Turn(upload.round, start, {n: w - start[n] for n, w in sent.items()})
+
+    def _got(self, part: Participation) -> Weights:
+        return tensors_of(self._view.read(part.down).payload) if part.down else {}
+
+    def _left(self, upload: Sighting, got: Weights) -> dict[str, Tensor]:
+        """Where the site left each tensor that it sent.
+
+        Of a gradient: one step of rate 1 that moves no withheld entry.
+        """
+        exchange = self._view.exchange
+        if exchange.method.sends != "gradients":
+            return {n: w.float() for n, w in self._view.added(upload).items() if n in self._initial}
+        shown = observed(exchange.method, upload.payload, exchange.spec)
+        return {
+            n: got[n].float() - torch.where(shown.seen[n], g.float(), 0.0)
+            for n, g in shown.values.items()
+            if n in got and n in self._initial
+        }
+
+    def _past(self, before: Sequence[Participation], names: set[str]) -> dict[str, Tensor]:
+        """Where the site left these tensors when it last sent them; without those that it never sent."""
+        found: dict[str, Tensor] = {}
+        if not _keeps_past(self._view.exchange.method):
+            return found
+        needs_got = self._view.exchange.method.sends == "gradients"
+        for part in reversed(before):
+            if found.keys() >= names:
+                break
+            sent = self._left(self._view.read(part.up), self._got(part) if needs_got else {})
+            found |= {n: w for n, w in sent.items() if n in names and n not in found}
+        return found
+
+
+def _keeps_past(method: Method) -> bool:
+    """Whether a site starts what it does not send from its own past: the adversary knows the method and its fields."""
+    return method.past if isinstance(method, FedRand) else True
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> bytes:
+    """Of names, shapes and bits."""
+    made = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        values = tensors[name].detach().cpu().contiguous()
+        made.update(f"{name} {tuple(values.shape)} {values.dtype}\0".encode())
+        made.update(values.reshape(-1).numpy().data)
+    return made.digest()

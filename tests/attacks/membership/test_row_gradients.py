@@ -1,0 +1,197 @@
+"""Attacks that share the gradients of rows say what each says alone, for fewer gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.collector import Collector
+from fedveil.attacks.membership.alignment import Alignment
+from fedveil.attacks.membership.fedmia import FedMia
+from fedveil.attacks.membership.projection import Projection
+from fedveil.attacks.membership.row_gradients import Shared
+from fedveil.attacks.membership.turns import Turn, Turns
+from fedveil.attacks.samples import Sample
+from fedveil.attacks.steps import Budget, Step, taken
+from fedveil.wire.payloads import tensors_of
+from tests.attacks.toy import Descent, Linear, points
+
+SITES = "abc"
+ATTACKS = (Alignment(), Projection(), FedMia())  # in the order of their cost, as an audit tries them
+
+
+@pytest.fixture
+def run(federate):
+    """Three sites of four rows each, three rounds: what the server saw, what it knows, and the rows."""
+
+    def make(name: str, fields: str = "", fraction: float = 1.0) -> tuple[View, Knowledge, dict]:
+        task = Linear()
+        rows = {site: points(4, 30 + i) for i, site in enumerate(SITES)}
+        noise = torch.Generator().manual_seed(5)
+        start = {n: w + 0.2 * torch.randn(w.shape, generator=noise) for n, w in task.initial().items()}
+        locals_ = {site: Descent(task, of_site, steps=3, rate=0.3) for site, of_site in rows.items()}
+        federation, view = federate(
+            name, task.spec, start, lambda site, _: locals_[site], fields, sites=SITES, rounds=3, fraction=fraction
+        )
+        federation.run()
+        return view, Knowledge(task, start), rows
+
+    return make
+
+
+METHODS = [("fedavg", ""), ("fedrand", ""), ("fedrand", "past = false"), ("random_binary", "")]
+
+
+@pytest.mark.parametrize(("name", "fields"), METHODS)
+@pytest.mark.parametrize("most", [1 << 19, 5])
+def test_shared_scores_are_those_of_each_attack_alone(name, fields, most, run):
+    """Own rows, rows of another site and rows of nobody; with next to nothing kept as well."""
+    view, knowledge, rows = run(name, fields)
+    shared, alone, told_apart = Shared(ATTACKS, most=most), 0, 0
+    for site in SITES:
+        for asked in (rows["a"], rows["b"], points(5, 7)):
+            for attack in ATTACKS:
+                single = Shared([attack], others=0)
+                expected = single.scores(attack, view, site, knowledge, asked)
+                found = shared.scores(attack, view, site, knowledge, asked)
+                assert found.keys() == expected.keys() == attack.scores(view, site, knowledge, asked).keys()
+                for score in found:
+                    assert found[score] == pytest.approx(expected[score], abs=1e-12)
+                    told_apart += len(set(found[score])) > 1
+                alone += single.computed
+            assert sum(map(len, shared._known.values())) <= most
+    assert told_apart
+    if most > 5:
+        assert shared.computed < alone
+
+
+def test_a_row_s_gradient_is_computed_once_at_each_start(run):
+    """FedAvg's sites start alike: three rounds are three starts, whatever attack and site is asked about."""
+    view, knowledge, rows = run("fedavg")
+    shared, asked = Shared(ATTACKS), [*rows["a"], *rows["b"]]
+    computed = []
+    for attack in ATTACKS:
+        for site in SITES:
+            shared.scores(attack, view, site, knowledge, asked)
+        computed.append(shared.computed)
+    assert computed == [8, 8, 24]
+
+
+def test_of_rows_that_are_known_in_part_the_others_alone_are_computed(run):
+    view, knowledge, rows = run("fedavg")
+    shared, attack = Shared(ATTACKS), ATTACKS[0]
+    shared.scores(attack, view, "a", knowledge, rows["a"])
+    shared.scores(attack, view, "a", knowledge, [*rows["a"], *rows["b"], rows["b"][0]])
+    assert shared.computed == 8
+
+
+def test_what_is_known_is_not_taken_for_other_rows_tasks_or_runs(run, tmp_path):
+    view, knowledge, rows = run("fedavg")
+    shared = Shared(ATTACKS)
+    (attack, *_), equal = ATTACKS, [(x.clone(), y) for x, y in rows["a"]]
+    first = shared.scores(attack, view, "a", knowledge, rows["a"])["alignment"]
+    other = shared.scores(attack, view, "a", knowledge, points(4, 7))["alignment"]
+    assert not np.allclose(first, other)
+    assert shared.scores(attack, view, "a", knowledge, equal)["alignment"] == pytest.approx(first, abs=0)
+    task = Linear()
+    task.base = -task.base
+    apart = Knowledge(task, knowledge.initial)
+    found = shared.scores(attack, view, "a", apart, rows["a"])["alignment"]
+    assert found == pytest.approx(attack.scores(view, "a", apart, rows["a"])["alignment"], abs=0)
+    assert not np.allclose(found, first)
+
+
+def test_without_rows_there_is_nothing_to_compute(run):
+    view, knowledge, _ = run("fedrand")
+    shared = Shared(ATTACKS)
+    for attack in ATTACKS:
+        assert all(len(scores) == 0 for scores in shared.scores(attack, view, "a", knowledge, []).values())
+    assert shared.computed == 0
+
+
+def steps_of(found: Collector, view, knowledge, rows) -> list[Step]:
+    """Every attack on the uploads of each site: its own rows, and rows of nobody."""
+    nobody = Sample(points(5, 7), [""] * 5)
+    return [
+        step
+        for site in SITES
+        for step in found.upload_steps(site, view, site, knowledge, Sample(rows[site], [""] * 4), nobody)
+    ]
+
+
+def test_an_audit_s_steps_share_gradients_and_stay_apart_in_time(run):
+    """Each attack is a step of its own, at its own cost: one for which there is no time is left out."""
+    view, knowledge, rows = run("fedavg")
+    nobody = Sample(points(5, 7), [""] * 5)
+    whole, alone = ({}, {})
+    found = Collector(ATTACKS, None, nobody, 0, lambda text: None, whole)
+    assert taken(steps_of(found, view, knowledge, rows), Budget()) == []
+    assert found._shared.computed == 3 * (3 * 4 + 5)  # rounds times rows; each alone would take 27, 27 and 81
+    for attack in ATTACKS:
+        taken(steps_of(Collector([attack], None, nobody, 0, lambda text: None, alone), view, knowledge, rows), Budget())
+    assert whole.keys() == alone.keys()
+    for key, sides in whole.items():
+        assert [side.tolist() for side in sides] == [pytest.approx(side.tolist(), abs=1e-12) for side in alone[key]]
+    now = [0.0]
+
+    def seconds() -> float:
+        now[0] += 1  # each look at the clock takes a second
+        return now[0]
+
+    short = Collector(ATTACKS, None, nobody, 0, lambda text: None)
+    left = taken(steps_of(short, view, knowledge, rows), Budget(16.0, seconds))
+    assert {f.attack for f in short.done} == {"alignment", "projection of A", "projection of B"}
+    assert {(step.attacks, step.on) for step in left} >= {("FedMia", site) for site in SITES}
+    assert short._shared.computed == 3 * 4 + 5, "nothing of the rounds that FedMIA alone reads"
+
+
+def naive(view: View, site: str, initial) -> Iterator[Turn]:
+    """Every turn from the first on, each from all that came before it."""
+    seen: dict[str, torch.Tensor] = {}
+    for upload in view.uploads(site):
+        got = tensors_of(view.answered(upload).payload)
+        sent = view.added(upload)
+        kept = {**initial, **got, **seen}
+        start = {n: got.get(n, kept[n]) if n in sent else kept[n] for n in initial}
+        yield Turn(upload.round, start, {n: w - start[n] for n, w in sent.items()})
+        if getattr(view.exchange.method, "past", True):
+            seen |= sent
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "fraction"),
+    [("fedavg", "", 1.0), ("fedrand", "", 1.0), ("fedrand", "", 0.67), ("fedrand", "past = false", 1.0)],
+)
+def test_a_turn_rebuilt_by_itself_is_that_of_the_whole_history(name, fields, fraction, run):
+    view, knowledge, _ = run(name, fields, fraction)
+    turns = Turns(view, knowledge.initial)
+    assert turns.sites == view.sites
+    for site in turns.sites:
+        expected = list(naive(view, site, knowledge.initial))
+        assert turns.rounds(site) == [turn.round for turn in expected]
+        for i in reversed(range(len(expected))):
+            found = turns.at(site, i)
+            assert found.round == expected[i].round
+            assert found.starts_at == expected[i].starts_at
+            assert found.moves_by == expected[i].moves_by
+            assert all(torch.equal(found.start[n], w) for n, w in expected[i].start.items())
+        assert turns.at(site, -1).round == expected[-1].round
+    assert turns.rounds("nobody") == []
+
+
+def test_only_what_a_turn_needs_is_decoded(run):
+    """FedAvg's last turn needs its own two messages, however long the run was."""
+    view, knowledge, _ = run("fedavg")
+    decoded = []
+
+    class Counted(View):
+        def _decode(self, seen):
+            decoded.append((seen.round, seen.direction))
+            return super()._decode(seen)
+
+    Turns(Counted(view.tap, view.exchange), knowledge.initial).at("b", -1)
+    assert sorted(decoded) == [(2, "down"), (2, "up")]
