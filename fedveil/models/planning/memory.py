@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from fedveil.config import RunConfig, TrainConfig
 from fedveil.contract.adapter import Adapter
-from fedveil.contract.spec import Spec
+from fedveil.contract.spec import Spec, movable
 from fedveil.errors import ConfigError
 from fedveil.models.planning import activations, base
 from fedveil.models.planning.base import Base
@@ -119,11 +119,13 @@ def plan(
     itemsize = 2 if is_half else 4
     weights = shape.nbytes(train.quantized_base, itemsize)
     spec = base.spec(settings, adapter)
-    trained, biggest = sum(map(_entries, spec.values())), max(map(_entries, spec.values()))
+    moved = {name: spec[name] for name in movable(spec)}
+    trained, biggest = sum(map(_entries, moved.values())), max(map(_entries, moved.values()))
+    sent = sum(map(_entries, spec.values()))
     whole = max((layer.entries for layer in shape.small), default=0) * itemsize
     working = 2 * 4 * biggest + (whole if train.quantized_base != "none" else 0)
     held = [Part(f"base, {_words(train.quantized_base, itemsize)}", weights, True)]
-    held += [] if adapter.trains_base else [Part("adapter, fp32", 4 * trained, True)]
+    held += [] if adapter.trains_base else [Part("adapter, fp32", 4 * sent, True)]
     under = [Part("CUDA and its libraries (assumed)", CONTEXT)] if on_gpu else _under(messages[0])
     kept = activations.count(settings, adapter, train.batch_size, config.task.max_tokens, train.precision == "bf16")
     vocabulary = config.task.max_tokens * int(settings.values["vocab_size"]) * _LOGITS
@@ -131,7 +133,7 @@ def plan(
         "training": (
             *under, *held,
             Part(_GRADIENTS, 4 * trained, True),
-            Part(f"states of {train.optimiser}", _states(spec, train), True),
+            Part(f"states of {train.optimiser}", _states(moved, train), True),
             Part("kept for the backward pass", kept.of(settings.layers, train.checkpointing)),
             Part("gradients of one layer's", kept.layer),
             Part("logits", train.batch_size * vocabulary),
@@ -147,7 +149,7 @@ def plan(
         phases["loading"] = (*under, held[0], file)
         if adapter.trains_base:
             phases["first turn"] = (*under, held[0], Part("a copy of the base, to compare", weights))
-    host = (*_under(messages[0]), Part("trained weights", 4 * trained), Part("upload", messages[1])) if on_gpu else ()
+    host = (*_under(messages[0]), Part("trained weights", 4 * sent), Part("upload", messages[1])) if on_gpu else ()
     return Plan(phases, host, _of_a_layer(shape, settings, train, itemsize))
 
 
