@@ -4,7 +4,7 @@ The envelope has already checked names, codecs, dtypes, shapes, sizes and checks
 the values: the weight that the upload claims, and whether the numbers that would be added are finite and not too large.
 
 Dense fields are added as they are, or rearranged, so their norms of the envelope's pass count. Of an upload with codes
-every term is decoded and judged by itself.
+every term is decoded and judged by itself, and so is a term that a method makes of several fields.
 
 | upload | refused with |
 |---|---|
@@ -69,7 +69,8 @@ def judge(exchange: Exchange, message: envelope.Message, ctx: RoundContext, limi
     """
     upload = Upload(message.payload, check(message, limits), ctx, message.report)
     fields, norms = message.payload.fields, dict(message.norms)
-    if any(isinstance(value, Coded) for value in fields.values()):
+    made = exchange.method.summed(exchange.spec, ctx.round).keys() - fields.keys()
+    if made or any(isinstance(value, Coded) for value in fields.values()):
         for term in exchange.terms(upload).tensors:
             if term.value is not fields.get(term.name):
                 norms[term.name] = float(torch.linalg.vector_norm(term.value, dtype=torch.float64))

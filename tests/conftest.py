@@ -118,7 +118,7 @@ def aggregated(method: Method, server: State, uploads: Iterable[Upload], spec: S
     """The server's next state; the spec is that of its weights."""
     if spec is None and "places" in server.scalars:
         spec = fedqsn._spec(server)
-    weights = {n: w for n, w in server.tensors.items() if not n.startswith(("adam.", "initial.", "control."))}
+    weights = {n: w for n, w in server.tensors.items() if not n.startswith(("adam.", "initial.", "control.", "step."))}
     return Exchange(method, "method", spec or spec_of(weights)).aggregate(server, uploads)
 
 

@@ -15,7 +15,6 @@ backpropagation keeps three of them a layer (train.checkpointing drops them betw
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -102,7 +101,7 @@ class HadamardLora(Pairs):
         Raises:
             ConfigError: `targets` matches no layer, or something that is no linear layer.
         """
-        chosen = _chosen(model, self.targets)
+        chosen = pairs.chosen(model, self.targets)
         model.requires_grad_(False)
         for name, layer in chosen.items():
             model.set_submodule(name, HadamardLinear(layer, self))
@@ -140,7 +139,7 @@ class HadamardLinear(nn.Module):
         self._form = adapter.form
         self._scale = adapter.scale
         # Zeros: a task puts its weights in before anything is computed.
-        (d_in, d_out), r, device = _widths(base_layer), adapter.rank, self.weight.device
+        (d_in, d_out), r, device = pairs.widths(base_layer), adapter.rank, self.weight.device
         self.lora_A = nn.Parameter(torch.zeros(r, d_in, device=device))
         self.lora_B = nn.Parameter(torch.zeros(d_out, r, device=device))
         self.private_A = nn.Parameter(torch.zeros(r, d_in, device=device))
@@ -159,32 +158,3 @@ class HadamardLinear(nn.Module):
         delta = change(self.lora_A, self.lora_B, self.private_A, self.private_B, self._form, self._scale)
         # Autocast, where it is on, brings both to its own dtype, as for any linear layer.
         return (out + nn.functional.linear(x.to(delta.dtype), delta)).to(out.dtype)
-
-
-def _chosen(model: Any, targets: str) -> dict[str, nn.Module]:
-    """The layers that PEFT would choose, by name."""
-    from transformers import PreTrainedModel
-    from transformers.pytorch_utils import Conv1D
-
-    linear = (nn.Linear, Conv1D)
-    found: dict[str, nn.Module]
-    if targets == "all-linear":
-        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-        found = {name: m for name, m in model.named_modules() if isinstance(m, linear) and m is not head}
-    else:
-        try:
-            found = {name: m for name, m in model.named_modules() if re.fullmatch(targets, name)}
-        except re.error as error:
-            raise pairs.unfit(targets, f"no regular expression: {error}") from None
-    other = [name for name, m in found.items() if not isinstance(m, linear)]
-    if other or not found:
-        raise pairs.unfit(targets, f"{other[0]} is no linear layer" if other else "no module has such a name")
-    return found
-
-
-def _widths(layer: nn.Module) -> tuple[int, int]:
-    """(d_in, d_out)."""
-    if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
-    d_in, d_out = layer.weight.shape  # type: ignore[misc]  # Conv1D
-    return int(d_in), int(d_out)

@@ -4,6 +4,7 @@
 |---|---|
 | `Lora` | `<module>.lora_A` (r x d_in), `<module>.lora_B` (d_out x r) for every chosen linear layer |
 | `HadamardLora` | the same two, and `<module>.private_A`, `<module>.private_B` of the same shapes |
+| `ResidualLora` | those of `Lora`, and `<module>.residual` (d_out x d_in), which no training moves |
 | `AllWeights` | every parameter of the base, under its own name; tied parameters once |
 | `Prompt` | `prompt` (length x width), context vectors of a frozen CLIP; a second part by its form |
 | `Prefix` | `prefix` (layers x 2 x heads x length x width), keys and values before every layer; with `cells` the shared

@@ -154,3 +154,32 @@ def unfit(targets: str, reason: str) -> ConfigError:
         f'adapter.targets: expected "all-linear" or a regular expression over the names of linear layers, '
         f'found "{targets}" ({reason})'
     )
+
+
+def chosen(model: Any, targets: str) -> dict[str, nn.Module]:
+    """The layers that PEFT would choose, by name."""
+    from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
+
+    linear = (nn.Linear, Conv1D)
+    found: dict[str, nn.Module]
+    if targets == "all-linear":
+        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        found = {name: m for name, m in model.named_modules() if isinstance(m, linear) and m is not head}
+    else:
+        try:
+            found = {name: m for name, m in model.named_modules() if re.fullmatch(targets, name)}
+        except re.error as error:
+            raise unfit(targets, f"no regular expression: {error}") from None
+    other = [name for name, m in found.items() if not isinstance(m, linear)]
+    if other or not found:
+        raise unfit(targets, f"{other[0]} is no linear layer" if other else "no module has such a name")
+    return found
+
+
+def widths(layer: nn.Module) -> tuple[int, int]:
+    """(d_in, d_out)."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    d_in, d_out = layer.weight.shape  # type: ignore[misc]  # Conv1D
+    return int(d_in), int(d_out)

@@ -2,7 +2,7 @@
 
 | adapter | files | who loads them |
 |---|---|---|
-| `Lora`, `HadamardLora` | adapter_config.json, adapter_model.safetensors | PEFT: `PeftModel.from_pretrained` |
+| `Lora`, `HadamardLora`, `ResidualLora` | adapter_config.json, adapter_model.safetensors | PEFT: `from_pretrained` |
 | `Prefix` without cells | the same | the same |
 | `AllWeights` | config.json, model.safetensors, tokenizer or processor | transformers: `from_pretrained(folder)` |
 | `Prompt`, `Prefix` with cells | adapter.json, adapter.safetensors | `fedveil.adapters.saved.load(folder, model)` |

@@ -70,6 +70,11 @@ class RoundContext:
     noise_in_sum: bool = False
     device: torch.device | None = None
 
+    @property
+    def site(self) -> str:
+        """The name by which the server knows the client: the one that fields of a run name sites by."""
+        return self.address.site or self.client
+
     def rng(self, purpose: str) -> Stream:
         """A new stream derived from (secret, round, client, purpose): the same call gives the same draws."""
         return Stream.derive(self.secret, self.round, self.client, purpose)
@@ -189,6 +194,12 @@ class Method(ABC):
 
         The server checks every upload before it adds its terms, so that a bad one is refused and the others still
         count.
+        """
+
+    def check_site(self, payload: Payload, spec: Spec, site: str) -> None:  # noqa: B027
+        """Checks what the run says of this site alone, such as its rank; `site` is never a name that the upload says.
+
+        Raises WireError naming the field. Uploads that are summed unseen are not checked: their form says nothing.
         """
 
 

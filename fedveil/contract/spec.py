@@ -57,14 +57,23 @@ class Place:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one trained tensor; also its place, if the adapter trains the model's own tensors."""
+    """Shape and dtype of one trained tensor; also its place, if the adapter trains the model's own tensors.
+
+    `fixed`: the model computes with it, and no training moves it. It has no gradient, not even of a single row.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     place: Place | None = None
+    fixed: bool = False
 
 
 Spec = Mapping[str, TensorSpec]
+
+
+def movable(spec: Spec) -> list[str]:
+    """The names of what training moves, and has gradients: all but the fixed tensors."""
+    return [name for name, tensor in spec.items() if not tensor.fixed]
 
 
 def spec_of(weights: Weights) -> Spec:

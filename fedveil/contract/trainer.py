@@ -66,7 +66,7 @@ class PerSample:
     """Gradient and loss of each row of a batch. They must not leave the site without clipping and noise.
 
     Attributes:
-        gradients: (rows, *shape) by the spec's names: the gradient of each row's own loss.
+        gradients: (rows, *shape) by the spec's names: the gradient of each row's own loss; none of a fixed tensor.
         losses: (rows,).
     """
 

@@ -53,10 +53,8 @@ class Exchange:
         return bounds(self.layout, "up").message
 
     def nbytes(self, field: Field) -> int:
-        """Bytes of a field; where a length is the sender's, those of the whole tensor."""
-        if None not in field.shape:
-            return field.codec.nbytes(tuple(n for n in field.shape if n is not None))
-        return field.codec.nbytes((math.prod(self.spec[field.name].shape),))
+        """Bytes of a field; where a length is the sender's, those of the largest value."""
+        return field.codec.nbytes(field.largest)
 
     def sizes(self, direction: Direction) -> dict[str, int]:
         """Bytes of the fields by variant, without the envelope."""
@@ -115,10 +113,14 @@ class Exchange:
         private, payload = self.method.client(private, received.pop(), reporting, ctx)
         return private, payload, reporting.report
 
-    def receive(self, data: Buffer, round_: int, address: Address = Address()) -> Message:
-        """A client's message, decoded; the intake gate has not checked it yet. Raises WireError."""
+    def receive(self, data: Buffer, round_: int, address: Address = Address(), site: str = "") -> Message:
+        """A client's message, decoded; the intake gate has not checked it yet. `site`: whose it is, where the address
+        does not say. Raises WireError.
+        """
         message = unpack(data, self.layout, Stamp.of(self.method, self.name, round_, "up", address))
         self.method.check(message.payload, self.spec)
+        if site := site or address.site:
+            self.method.check_site(message.payload, self.spec, site)
         return message
 
     def terms(self, upload: Upload) -> Terms:

@@ -112,7 +112,7 @@ class Federation:
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[Upload]:
         for site in chosen:
             up = self._turn(round_, site, self.exchange.participate)
-            message = self.exchange.receive(up, round_)
+            message = self.exchange.receive(up, round_, site=site)
             self.reports[site] = message.report
             ctx = self._context(round_, site, self._server_secret)
             yield Upload(message.payload, message.num_examples, ctx, message.report)

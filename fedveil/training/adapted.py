@@ -110,7 +110,10 @@ class AdaptedTask(Task):
     def spec(self) -> Spec:
         """Names in the order of the model's layers; fp32."""
         places = self.base.places
-        return {name: TensorSpec(tuple(p.shape), p.dtype, places.get(name)) for name, p in self.base.trained.items()}
+        return {
+            name: TensorSpec(tuple(p.shape), p.dtype, places.get(name), fixed=not p.requires_grad)
+            for name, p in self.base.trained.items()
+        }
 
     @property
     @override

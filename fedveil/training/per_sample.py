@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fedveil.contract.budget import Sampling, check_batch
-from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.spec import Spec, Weights, movable
 from fedveil.contract.task import Rows
 from fedveil.contract.trainer import Batch, FeatureGradients, PerSample, RowGradients
 from fedveil.errors import TaskError
@@ -148,19 +148,24 @@ def gradients(task: object, spec: Spec, rows: Rows, weights: Weights) -> PerSamp
     home = next(iter(weights.values())).device
     if not rows:
         return PerSample(
-            {n: torch.zeros((0, *t.shape), device=home) for n, t in spec.items()}, torch.zeros(0, device=home)
+            {n: torch.zeros((0, *spec[n].shape), device=home) for n in movable(spec)}, torch.zeros(0, device=home)
         )
-    found = of_samples(task, task.samples(rows), weights)
+    found = of_samples(task, task.samples(rows), spec, weights)
     return PerSample({name: g.to(home) for name, g in found.gradients.items()}, found.losses.to(home))
 
 
-def of_samples(task: SampleLoss, samples: Sequence[Tensor], weights: Weights) -> PerSample:
+def of_samples(task: SampleLoss, samples: Sequence[Tensor], spec: Spec, weights: Weights) -> PerSample:
     """As `gradients`, of what `SampleLoss.samples` made of the rows, on its device."""
     there = {name: w.detach().to(samples[0].device) for name, w in weights.items()}
+    moved = {name: there.pop(name) for name in movable(spec)}
+
+    def loss(free: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
+        return task.sample_loss({**there, **free}, *sample)
+
     each: Any = torch.func.vmap(
-        torch.func.grad_and_value(task.sample_loss), in_dims=(None, *(0 for _ in samples)), randomness="error"
+        torch.func.grad_and_value(loss), in_dims=(None, *(0 for _ in samples)), randomness="error"
     )
-    found, losses = each(there, *samples)
+    found, losses = each(moved, *samples)
     return PerSample({name: g.detach() for name, g in found.items()}, losses.detach())
 
 

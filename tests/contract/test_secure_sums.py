@@ -24,6 +24,8 @@ MOST_EXAMPLES = 10
 PATTERNS = [("", ""), ("b", ""), ("e", "b"), ("c", "c"), ("", "d")]
 VARIANTS = {
     "fedavg": [{"wire_dtype": "bfloat16"}],
+    "fedex_lora": [{"wire_dtype": "bfloat16"}, {"upload_bits": 4}],
+    "flora": [{"ranks": {"b": 3, "e": 1}}, {"upload_bits": 4}],
     "fedlpp": [{"update": "replace", "bits": 4}],
     "fedper": [{"layers": 1}],
     "fedqsn": [
@@ -67,7 +69,8 @@ class Both:
     """A run whose rounds are summed twice, in the clear and unseen; it goes on from what was summed unseen."""
 
     def __init__(self, exchange: Exchange, ring_bits: int = 32) -> None:
-        bound = 256.0 if exchange.name == "dp_fpl" else 16.0  # noise of standard deviation 10
+        # Noise of standard deviation 10; products of factors.
+        bound = {"dp_fpl": 256.0, "fedex_lora": 4096.0, "flora": 4096.0}.get(exchange.name, 16.0)
         config = SecureConfig(enabled=True, max_examples=MOST_EXAMPLES, bound=bound, ring_bits=ring_bits)
         self.exchange, self.server, self.bits = exchange, start(exchange), ring_bits
         self.local = LocalSums("run-31415", settings_of(config), SITES)
@@ -110,6 +113,8 @@ def agree(found: State, wanted: State, error: float) -> None:
     assert found.scalars == wanted.scalars
     assert found.tensors.keys() == wanted.tensors.keys()
     for name, tensor in wanted.tensors.items():
+        if name.startswith("step."):  # factors of the last change: a sum that is rounded has none, see fedex_lora
+            continue
         other = found.tensors[name]
         assert (other.shape, other.dtype) == (tensor.shape, tensor.dtype), name
         fine = torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0

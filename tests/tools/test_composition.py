@@ -10,8 +10,9 @@ from tools.pages import composition
 
 NOISY, SECURE, SUM, MEDIAN, KRUM = composition.COLUMNS
 GRADIENTS = {"fixed_position", "random_binary", "scaffold"}
-KEEPS = {"fedotp", "fedpara", "fedper", "fedpgp", "fedrand", "fedsa_lora"}
-LORA = {"fedprox", "fedsa_lora", "ffa_lora", "la_lora", "rolora", "scaffold"}
+PRODUCTS = {"fedex_lora"}
+KEEPS = {"fedotp", "fedpara", "fedper", "fedpgp", "flora", "fedrand", "fedsa_lora"}
+LORA = {"fedex_lora", "fedprox", "fedsa_lora", "ffa_lora", "flora", "la_lora", "rolora", "scaffold"}
 
 
 def refused(column: str) -> dict[str, str]:
@@ -32,8 +33,9 @@ def test_every_method_is_summed_unseen_and_by_the_median():
 
 def test_noise_in_the_sum_goes_with_what_sends_one_step_as_it_is_and_keeps_nothing():
     found = refused(SUM)
-    assert set(found) == GRADIENTS | KEEPS | {"fedsp"}
+    assert set(found) == GRADIENTS | KEEPS | PRODUCTS | {"fedsp"}
     assert {found[name] for name in KEEPS} == {"no: one that keeps state at the site"}
+    assert all(found[name].startswith("no: one that makes something else of h.") for name in PRODUCTS)
 
 
 def test_multi_krum_goes_with_uploads_of_one_kind():

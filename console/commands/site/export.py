@@ -55,7 +55,12 @@ def run(args: argparse.Namespace) -> int:
     private = _newest(store, args.folder)
     task = tasks.load(found.config, method.adapter, "cpu")
     server = method.init(task.spec, _fitting(found.tensors, task.spec), rng.initial(0, "export"))
-    own = method.deployed(server, private)["client"]
+    own = method.deployed(server, private).get("client")
+    if own is None:
+        raise StateError(
+            f"method.name: expected one that keeps a part of a model at a site, found {found.config.method.name}, "
+            f"which keeps none; the model for all sites is {args.folder / 'final'}"
+        )
     with files.filled(args.out) as folder:
         task.save({name: own[name] for name in task.spec}, folder)
     audit_log.append(

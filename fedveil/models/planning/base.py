@@ -128,7 +128,10 @@ def _spec(kind: str, values: tuple[tuple[str, Any], ...], adapter: Adapter) -> S
     with quiet():
         trained = adapter.attach(model)
     at = places.places(model, trained)
-    return {name: TensorSpec(tuple(p.shape), torch.float32, at.get(name)) for name, p in trained.items()}
+    return {
+        name: TensorSpec(tuple(p.shape), torch.float32, at.get(name), fixed=not p.requires_grad)
+        for name, p in trained.items()
+    }
 
 
 def spec(settings: Settings, adapter: Adapter) -> Spec:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from fedveil.config import RunConfig, TrainConfig
 from fedveil.contract.adapter import Adapter
-from fedveil.contract.spec import Spec
+from fedveil.contract.spec import Spec, movable
 from fedveil.errors import ConfigError
 from fedveil.models.planning import activations, base
 from fedveil.models.planning.base import Base
@@ -119,13 +119,11 @@ def plan(
     itemsize = 2 if train.precision == "bf16" and not adapter.trains_base else 4
     weights = shape.nbytes(train.quantized_base, itemsize)
     spec = base.spec(settings, adapter)
-    trained = sum(map(_entries, spec.values()))
-    loaded, is_split = (
-        Part(f"base, {_words(train.quantized_base, itemsize)}", weights),
-        ranks.is_split and ranks.count > 1,
-    )
+    moved, sent = {name: spec[name] for name in movable(spec)}, sum(map(_entries, spec.values()))
+    is_split = ranks.is_split and ranks.count > 1
+    loaded = Part(f"base, {_words(train.quantized_base, itemsize)}", weights)
     held = _split(loaded, shape, settings, itemsize, ranks) if is_split else [loaded]
-    held += [] if adapter.trains_base else [Part("adapter, fp32", 4 * trained)]
+    held += [] if adapter.trains_base else [Part("adapter, fp32", 4 * sent)]
     under = [Part("CUDA and its libraries (assumed)", CONTEXT)] if on_gpu else _under(messages[0])
     file = Part("the base's files, mapped", stored or shape.parameters * settings.stored)
     own = ranks.share(train.batch_size)
@@ -133,11 +131,11 @@ def plan(
     vocabulary = config.task.max_tokens * int(settings.values["vocab_size"]) * _LOGITS
     phases = {
         "training": (
-            *under, *held, *_stepped(spec, train, ranks),
+            *under, *held, *_stepped(moved, train, ranks),
             Part("kept for the backward pass", kept.of(settings.layers, train.checkpointing)),
             Part("gradients of one layer's", kept.layer),
             Part("logits", own * vocabulary),
-            _working(spec, shape, train, itemsize),
+            _working(moved, shape, train, itemsize),
         )
     }  # fmt: skip
     if train.score_rows:
@@ -147,7 +145,7 @@ def plan(
         phases["scoring"] = (*under, *held, one, Part("logits", rows * vocabulary))
     if not on_gpu:
         phases |= _before(under, loaded, file, adapter)
-    host = [*_under(messages[0]), Part("trained weights", 4 * trained), Part("upload", messages[1])]
+    host = [*_under(messages[0]), Part("trained weights", 4 * sent), Part("upload", messages[1])]
     host += [Part("base, until it is divided, of each process", weights)] if is_split else []
     return Plan(phases, tuple(host) if on_gpu else ())
 

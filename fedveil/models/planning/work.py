@@ -20,6 +20,7 @@ import torch
 
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
+from fedveil.contract.spec import movable
 from fedveil.models.planning import base
 from fedveil.models.planning.settings import Settings
 
@@ -54,10 +55,11 @@ def of(settings: Settings, config: RunConfig, adapter: Adapter, rows: int) -> Wo
     shape, spec = base.of(settings), base.spec(settings, adapter)
     multiplied, trained = shape.multiplied, shape.multiplied
     if not adapter.trains_base:
-        trained = sum(math.prod(tensor.shape) for tensor in spec.values())
+        attached = sum(math.prod(tensor.shape) for tensor in spec.values())
+        trained = sum(math.prod(spec[name].shape) for name in movable(spec))
         if adapter.kind == "hadamard-lora":  # the change is a matrix of the layer's own size
-            trained = sum(layer.entries for layer in shape.small)
-        multiplied += trained
+            trained = attached = sum(layer.entries for layer in shape.small)
+        multiplied += attached
     heads = int(settings.values.get("head_dim") or settings.width // settings.heads) * settings.heads
     forward = 2 * multiplied + 4 * settings.layers * tokens * heads
     a_token = (3 if train.checkpointing else 2) * forward + 4 * settings.layers * tokens * heads + 2 * trained

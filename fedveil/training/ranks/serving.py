@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedveil.contract.spec import Spec
+from fedveil.contract.spec import Spec, movable
 from fedveil.rng import Stream
 from fedveil.training import per_sample
 from fedveil.training.computing import add_gradient
@@ -85,9 +85,9 @@ class _Rank:
         spec = self._task.spec
         weights = self._heard(spec)
         task: Any = self._task
-        found = per_sample.of_samples(task, inputs, weights)
+        found = per_sample.of_samples(task, inputs, spec, weights)
         self._channel.say(Said({"rows": len(found.losses)}))
-        self._group.send([*(found.gradients[name] for name in spec), found.losses])
+        self._group.send([*(found.gradients[name] for name in movable(spec)), found.losses])
 
     def nothing(self, said: Said) -> None:
         """No row of a step is this rank's."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fedveil.contract.spec import Weights
+from fedveil.contract.spec import Weights, movable
 from fedveil.contract.task import Rows
 from fedveil.contract.trainer import PerSample
 from fedveil.errors import ConfigError, RankError
@@ -196,15 +196,15 @@ class Team(Computing):
             self._say(rank, Said({"do": "nothing"}))
         self._group.broadcast(ordered)
         found = [per_sample.gradients(self._task, spec, parts[0] if parts else [], weights)]
-        heard = self._all_heard()
+        heard, moved = self._all_heard(), movable(spec)
         home = found[0].losses.device
         for rank, said in enumerate(heard[: len(parts[1:])], 1):
             count = said.head["rows"]
-            tensors = [torch.empty((count, *spec[name].shape), device=self._device) for name in spec]
+            tensors = [torch.empty((count, *spec[name].shape), device=self._device) for name in moved]
             losses = torch.empty(count, device=self._device)
             self._group.receive([*tensors, losses], rank)
-            found.append(PerSample(dict(zip(spec, (t.to(home) for t in tensors), strict=True)), losses.to(home)))
-        together = {name: torch.cat([part.gradients[name] for part in found]) for name in spec}
+            found.append(PerSample(dict(zip(moved, (t.to(home) for t in tensors), strict=True)), losses.to(home)))
+        together = {name: torch.cat([part.gradients[name] for part in found]) for name in moved}
         return PerSample(together, torch.cat([part.losses for part in found]))
 
     @property

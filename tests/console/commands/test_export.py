@@ -116,3 +116,13 @@ def test_a_turn_under_way_is_not_read(tmp_path, capsys):
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.mark.parametrize("name", ["fedex_lora", "scaffold"])
+def test_what_is_kept_but_is_no_model_of_the_sites_own_is_said_to_be_none(name, tmp_path, capsys):
+    _, weights = made(tmp_path / "run", **{"method.name": name})
+    store(tmp_path).save("0001", "", State(dict(weights)))
+    assert export(tmp_path) == 2
+    said = capsys.readouterr().err
+    assert f"method.name: expected one that keeps a part of a model at a site, found {name}, which keeps none" in said
+    assert not (tmp_path / "out").exists()

@@ -25,7 +25,14 @@ def layers(fields: str) -> set[str]:
 
 
 def test_the_page_shows_some():
-    assert len(SHOWN) == 5
+    assert len(SHOWN) == 6
+
+
+def test_the_ranks_by_site_of_the_page_are_some_that_flora_takes():
+    (fields,) = re.findall(r"^    (ranks = .*\n    adapter = .*)$", PAGE, re.M)
+    found = strategies.create("flora", fields)
+    assert found.ranks == {"north": 4, "south": 2}
+    assert found.adapter.rank == 16
 
 
 @pytest.mark.parametrize("fields", FOR_GPT2)
