@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ from fedveil.contract.task import Example, Share
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
 from fedveil.models.clip_towers import EncodedImage
 from fedveil.privacy import accounting
 from fedveil.rows import partition
@@ -81,17 +83,22 @@ class Federated:
 
     Attributes:
         task: with the row's prompt.
-        models: each site's own where the method has one, else the server's.
+        models: each site's own where the method has one, else the server's; the mean of the row's last rounds.
+        last: the same after the last round alone.
         costs: "nominal epsilon" and the accountant's, by name; infinite where there is none.
         privacy: the same in words, with delta and relation.
         upload_bytes: of all messages.
+        method, plans: with its noise, and what the most asked sites' records are asked for.
     """
 
     task: ClipPrompt
     models: Mapping[str, Weights]
+    last: Mapping[str, Weights]
     costs: Mapping[str, float]
     privacy: str
     upload_bytes: int
+    method: Method
+    plans: Sequence[Plan]
 
 
 def load(settings: Mapping[str, Any], seed: int, options: Options) -> Sites:
@@ -155,7 +162,7 @@ def federate(
     The row's `epsilon` is turned into noise: as much as it takes at the site where it takes most.
 
     Args:
-        chosen: the row, as the preset has it.
+        chosen: the row, as the preset has it. With `averaged`, a model is the mean of that many last rounds'.
         dark: every gradient is zero, so that noise alone is left.
 
     Raises:
@@ -171,11 +178,21 @@ def federate(
     def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
         return Dark(local) if dark else local
 
+    last = deque[Mapping[str, Weights]](maxlen=chosen.get("averaged", 1))
+
+    def keep(running: Federation, round_: int) -> None:
+        last.append({site: (views := running.deployed(site)).get("client", views["server"]) for site in rows})
+
     done = federation(exchange, config, task, rows, initial, around=around)
-    done.run()
-    models = {site: (views := done.deployed(site)).get("client", views["server"]) for site in rows}
+    done.run(keep)
+    models = {site: mean([models[site] for models in last]) for site in rows}
     costs, words = _costs(method, plans)
-    return Federated(task, models, costs, words, done.upload_bytes)
+    return Federated(task, models, last[-1], costs, words, done.upload_bytes, method, plans)
+
+
+def mean(models: Sequence[Weights]) -> Weights:
+    """The mean of models, tensor by tensor."""
+    return {name: torch.stack([model[name] for model in models]).mean(0) for name in models[0]}
 
 
 def _plans(config: RunConfig, rows: Mapping[str, Sequence[EncodedImage]], method: Method) -> list[Plan]:
@@ -226,6 +243,14 @@ def _costs(method: Method, plans: Sequence[Plan]) -> tuple[dict[str, float], str
     said = "none" if math.isinf(nominal) else f"{nominal:g}"
     words = f"nominal epsilon {said}; {stated(exact, budget.delta, budget.neighbours)}"
     return costs, words + ("; against the server infinite" if budget.server_trusted else "")
+
+
+def epsilon_of(done: Federated, times: int) -> float:
+    """The accountant's epsilon of so many runs like this one on the same rows. It is infinite without a claim."""
+    if not isinstance(done.method, DpFpl):
+        return math.inf
+    budget, plans = done.method.budget, [replace(plan, rounds=times * plan.rounds) for plan in done.plans]
+    return max(accounting.epsilon(done.method.privacy_spent(p), budget.delta, budget.neighbours) for p in plans)
 
 
 def right(task: ClipPrompt, weights: Weights, rows: Sequence[EncodedImage]) -> Numbers:

@@ -13,6 +13,7 @@ from fedveil.benchmarks import run
 from fedveil.benchmarks.common import resampling, verdicts
 from fedveil.benchmarks.dp_fpl import federated_prompts
 from fedveil.benchmarks.dp_fpl.accuracy import ZERO
+from fedveil.benchmarks.dp_fpl.learning import FREQUENT
 from fedveil.errors import ConfigError
 
 
@@ -40,6 +41,7 @@ def test_methods_and_claims_of_dp_fpl_exist(name):
     known = {
         *rows,
         ZERO,
+        *([FREQUENT] if found["runner"] == "dp_fpl.learning" else []),
         *(federated_prompts.blind(label) for label, row in rows.items() if row.get("control") is True),
     }
     for claim in found["settings"].get("claims", []):
