@@ -39,6 +39,7 @@ What goes down of R, what sites and server keep of it, and at which size: see `f
 | secure aggregation | a site's vector has B_i A_i, d_out x d_in a layer, for factors cannot be multiplied once they are
   summed; the sum is rounded, so R goes down whole |
 | `aggregate.rule = "median"` | the medians of A, of B and of the products are (2) and the sum in (3) |
+| `fedveil audit` | attacks on gradients are left out, with the reason: none of them rebuilds R yet |
 | `final/` | a pair of a higher rank a layer, up to the smaller of its widths |
 
 Differences from the paper: AdamW; the mean is over the cohort of the round and weighted with n_i, the paper's is 1/k

@@ -9,7 +9,7 @@ Houmansadr 2019, and Li, Rezaei, Liu 2023 (cosine attack).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from fedveil.attacks.base import Knowledge, View
 from fedveil.attacks.membership.row_gradients import COSINE, GradientAttack
-from fedveil.attacks.membership.turns import Turn, Turns
+from fedveil.attacks.membership.turns import Turns
 from fedveil.attacks.statistics import Scores
 from fedveil.contract.task import Rows
 
@@ -36,10 +36,6 @@ class Alignment(GradientAttack):
     @override
     def at(self, turns: Turns, site: str) -> Sequence[int]:
         return range(len(turns.rounds(site)))[-self.uploads :]
-
-    @override
-    def beside(self, turns: Turns, site: str, index: int) -> Iterator[Turn]:
-        yield turns.at(site, index)
 
     @override
     def combined(self, values: Sequence[Sequence[Scores]], count: int) -> dict[str, Scores]:

@@ -49,7 +49,9 @@ class FedMia(GradientAttack):
 
     @override
     def misfit(self, view: View, knowledge: Knowledge) -> str:
-        return "" if len(view.sites) > 1 else "it compares sites, and one alone took part in the run"
+        if len(view.sites) < 2:
+            return "it compares sites, and one alone took part in the run"
+        return super().misfit(view, knowledge)
 
     @override
     def at(self, turns: Turns, site: str) -> Sequence[int]:

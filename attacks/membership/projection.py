@@ -33,7 +33,7 @@ earlier pilot of another size had 0.96 from A and 1.0 from B for one row, 0.62 a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,15 +105,13 @@ class Projection(GradientAttack):
 
     @override
     def misfit(self, view: View, knowledge: Knowledge) -> str:
-        return "" if any(_factor(name) for name in knowledge.task.spec) else "the run trains no LoRA pairs"
+        if not any(_factor(name) for name in knowledge.task.spec):
+            return "the run trains no LoRA pairs"
+        return super().misfit(view, knowledge)
 
     @override
     def at(self, turns: Turns, site: str) -> Sequence[int]:
         return range(len(turns.rounds(site)))[-self.uploads :]
-
-    @override
-    def beside(self, turns: Turns, site: str, index: int) -> Iterator[Turn]:
-        yield turns.at(site, index)
 
     @override
     def combined(self, values: Sequence[Sequence[Scores]], count: int) -> dict[str, Scores]:

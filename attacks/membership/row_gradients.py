@@ -74,13 +74,19 @@ class GradientAttack(UploadAttack):
 
     gauge: ClassVar[Gauge]
 
+    @override
+    def misfit(self, view: View, knowledge: Knowledge) -> str:
+        if any(tensor.fixed for tensor in knowledge.task.spec.values()):
+            return "the sites train beside a residual, and no attack here rebuilds it: where they started is not known"
+        return ""
+
     @abstractmethod
     def at(self, turns: Turns, site: str) -> Sequence[int]:
         """Which turns of the site it asks about, by their places in `Turns.rounds`."""
 
-    @abstractmethod
     def beside(self, turns: Turns, site: str, index: int) -> Iterator[Turn]:
         """The turns that it reads for one of them, that one first; none where it is of no use to it."""
+        yield turns.at(site, index)
 
     @abstractmethod
     def combined(self, values: Sequence[Sequence[Scores]], count: int) -> Mapping[str, Scores]:

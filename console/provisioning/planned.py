@@ -72,6 +72,11 @@ def machine(gpu_gb: float, ranks: memory.Ranks, tflops: float, bf16: bool) -> Ma
             raise ConfigError(f"{name}: expected above 0 and at most {most:g}, found {value:g}; correct it")
     if ranks.is_split and ranks.count == 1:
         raise ConfigError("--shard-base: expected --gpus above 1 beside it, found 1; say how many, or leave it out")
+    if ranks.count > 1 and not gpu_gb and (there := torch.cuda.device_count()) < ranks.count:
+        raise ConfigError(
+            f"--gpus: expected --gpu-gb beside it, or as many as this machine has, found {ranks.count} of {there}; say "
+            "how large one is"
+        )
     if gpu_gb:
         where = f"a GPU of {gpu_gb:g} GB" if ranks.count == 1 else f"{ranks.count} GPUs of {gpu_gb:g} GB each"
         return Machine(int(gpu_gb * _GB), True, where, ranks, tflops * 1e12, "as given")

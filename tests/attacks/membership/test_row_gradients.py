@@ -17,6 +17,7 @@ from fedveil.attacks.membership.row_gradients import Shared
 from fedveil.attacks.membership.turns import Turn, Turns
 from fedveil.attacks.samples import Sample
 from fedveil.attacks.steps import Budget, Step, taken
+from fedveil.contract.spec import TensorSpec
 from fedveil.wire.payloads import tensors_of
 from tests.attacks.toy import Descent, Linear, points
 
@@ -195,3 +196,17 @@ def test_only_what_a_turn_needs_is_decoded(run):
 
     Turns(Counted(view.tap, view.exchange), knowledge.initial).at("b", -1)
     assert sorted(decoded) == [(2, "down"), (2, "up")]
+
+
+def test_a_run_whose_sites_train_beside_a_residual_is_left_to_other_attacks(run):
+    """Its start would be wrong, and a score that tells nothing would pass for a run that leaks nothing."""
+    view, knowledge, _ = run("fedavg")
+
+    class Beside(Linear):
+        @property
+        def spec(self):
+            return {**super().spec, "m.residual": TensorSpec((2, 2), fixed=True)}
+
+    for attack in ATTACKS:
+        assert attack.misfit(view, knowledge) == ""
+        assert "beside a residual" in attack.misfit(view, Knowledge(Beside(), knowledge.initial))

@@ -70,6 +70,13 @@ def test_a_base_is_divided_among_several(capsys):
     assert "--shard-base: expected --gpus above 1" in capsys.readouterr().out
 
 
+def test_processes_of_a_machine_without_gpus_would_share_its_memory(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert doctor("task.model=tiny", options=["--gpus", "2"]) == 1
+    shown = capsys.readouterr().out
+    assert "--gpus: expected --gpu-gb beside it, or as many as this machine has, found 2 of 0" in shown
+
+
 def test_what_would_fit_is_named_and_fits(tmp_path, capsys):
     eight = folder(tmp_path / "8b", B8)
     assert doctor(f"task.model={eight}", options=["--gpu-gb", "12"]) == 1
