@@ -87,6 +87,7 @@ class View:
     tap: Tap
     exchange: Exchange
     site: str | None = None
+    is_unseen: ClassVar[bool] = False  # whether something else stands in the place of uploads
 
     @classmethod
     def server(cls, tap: Tap, exchange: Exchange) -> View:

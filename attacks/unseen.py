@@ -63,6 +63,7 @@ class _WithoutUploads(View, ABC):
     """
 
     sent: Exchange = field(kw_only=True)
+    is_unseen = True
 
     @override
     def added(self, upload: Sighting) -> dict[str, Tensor]:

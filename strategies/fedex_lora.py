@@ -34,12 +34,12 @@ What goes down of R, what sites and server keep of it, and at which size: see `f
 | one upload, or equal ones | D = 0: it is FedAvg |
 | newcomer, a site that skipped rounds, or one that lost its files | gets R whole |
 | a site of the last sums | gets factors of D, of rank k r at most; R whole where they would be no smaller |
-| `wire_dtype` below fp32 | A and B are rounded before D is formed, so (5) holds for what goes down |
+| `wire_dtype` below fp32 | A and B are rounded before D is formed: (5) holds for what goes down; D has rank (k + 1) r |
 | `upload_bits` | (5) holds for what was decoded |
 | secure aggregation | a site's vector has B_i A_i, d_out x d_in a layer, for factors cannot be multiplied once they are
   summed; the sum is rounded, so R goes down whole |
 | `aggregate.rule = "median"` | the medians of A, of B and of the products are (2) and the sum in (3) |
-| `fedveil audit` | attacks on gradients are left out, with the reason: none of them rebuilds R yet |
+| `fedveil audit` | R is read off the broadcasts: a site's start and its trained model are known to the bit |
 | `final/` | a pair of a higher rank a layer, up to the smaller of its widths |
 
 Differences from the paper: AdamW; the mean is over the cohort of the round and weighted with n_i, the paper's is 1/k
@@ -117,7 +117,8 @@ class FedExLora(Method):
         """Eqs. 2 to 4."""
         means = sums.means(factors(residual_mean.model(server)))
         pairs = {name: w.float() for name, w in cast_to(means, self.wire_dtype).items()}
-        ranks = len(sums.clear) * self.adapter.rank
+        rounded = self.wire_dtype != "float32"  # a rounded product is not in the span of the others
+        ranks = (len(sums.clear) + rounded) * self.adapter.rank
         return residual_mean.settled(server, sums, pairs, subtracted=True, ranks=ranks, ctx=ctx)
 
     def deployed(

@@ -36,7 +36,8 @@ What goes down of R, what sites and server keep of it, and at which size: see `f
 | a site of the last sums | gets factors of D, of rank sum_k r_k at most; R whole where they would be no smaller |
 | an upload of another rank than the site's | refused |
 | secure aggregation | a site's vector has B_k A_k, d_out x d_in a layer; it hides the site's rank too |
-| `fedveil audit` | attacks on gradients are left out, with the reason: none of them rebuilds R yet |
+| `fedveil audit` | R and A_t are read off the broadcasts: a site's start and its trained model are known to the bit |
+| the same under secure aggregation | products alone are summed: attacks on gradients are left out, with the reason |
 | `final/` | a pair a layer, of the rank of R: up to the smaller of its widths |
 
 Differences from the paper: AdamW. A_t is drawn by the server, once for all clients of a round: in the paper each client

@@ -6,7 +6,8 @@
 | `merged` | from the site's last upload, else from the broadcast it answered | an attacker who wants no stale factor |
 
 Tensors are paired by their names alone, so this is one attack on every method. Under FedAvg both models are the client
-itself. Under FedPer the private layers stay the server's, and under FedPara the private pair.
+itself. Under FedPer the private layers stay the server's, and under FedPara the private pair. Beside a residual
+(FedEx-LoRA, FLoRA) both are the client itself too: the site's pairs, over the residual that the server sent (`replay`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fedveil.algebra.factors import product
 from fedveil.attacks.base import View
+from fedveil.attacks.hidden_model import replay
 from fedveil.contract.spec import Weights
 from fedveil.wire.payloads import tensors_of
 
@@ -55,6 +57,8 @@ class Error:
 
 def latest(view: View, site: str, fallback: Weights) -> RebuiltClient:
     """Each tensor as the site sent it last. `fallback` is the server's model, and has every tensor of the spec."""
+    if (whole := _beside_residual(view, site)) is not None:
+        return whole
     found: dict[str, Tensor] = {}
     seen: dict[str, int] = {}
     turns: dict[str, int] = {}  # a repeated round has more than one upload of a site
@@ -69,6 +73,8 @@ def latest(view: View, site: str, fallback: Weights) -> RebuiltClient:
 
 def merged(view: View, site: str, fallback: Weights) -> RebuiltClient:
     """The site's last upload, completed with the broadcast that it answered, then with `fallback`."""
+    if (whole := _beside_residual(view, site)) is not None:
+        return whole
     uploads = deque(view.uploads(site), maxlen=1)
     if not uploads:
         return RebuiltClient({n: w.float() for n, w in fallback.items()}, {}, 0, 0.0)
@@ -79,6 +85,15 @@ def merged(view: View, site: str, fallback: Weights) -> RebuiltClient:
     weights = {n: sent.get(n, got.get(n, server)).float() for n, server in fallback.items()}
     seen = {n: last.round for n in sent if n in fallback}
     return RebuiltClient(weights, seen, 0, len(seen) / len(fallback))
+
+
+def _beside_residual(view: View, site: str) -> RebuiltClient | None:
+    """The site's last pairs over the residual that it trained beside; None for other runs, and for uploads unseen."""
+    parts = view.participations().get(site)
+    if not parts or view.is_unseen or not replay.is_beside(view.exchange.spec) or replay.misfit(view):
+        return None
+    weights = {**replay.begun(view, parts, len(parts) - 1), **replay.left(view, view.read(parts[-1].up))}
+    return RebuiltClient(weights, dict.fromkeys(weights, parts[-1].up.round), 0, 1.0)
 
 
 def reconstruction_error(rebuilt: Weights, true: Weights) -> Error:

@@ -28,6 +28,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fedveil.attacks.base import Knowledge, UploadAttack, View
+from fedveil.attacks.hidden_model import replay
 from fedveil.attacks.membership.turns import Turn, Turns
 from fedveil.attacks.statistics import Scores
 from fedveil.contract.spec import Weights
@@ -76,9 +77,7 @@ class GradientAttack(UploadAttack):
 
     @override
     def misfit(self, view: View, knowledge: Knowledge) -> str:
-        if any(tensor.fixed for tensor in knowledge.task.spec.values()):
-            return "the sites train beside a residual, and no attack here rebuilds it: where they started is not known"
-        return ""
+        return replay.misfit(view) if replay.is_beside(knowledge.task.spec) else ""
 
     @abstractmethod
     def at(self, turns: Turns, site: str) -> Sequence[int]:

@@ -2,7 +2,8 @@
 
 The server broadcast the start of each sent tensor, so it knows that start to the bit, and it sees where the site left
 the tensor. What a site kept is put at the last value that the server saw of it, as `factor_pairing` does. Where the
-method lets no site keep anything (FedRand w/o past) its start is the broadcast one, known to the bit.
+method lets no site keep anything (FedRand w/o past) its start is the broadcast one, known to the bit. So it is beside
+a residual, which `replay` gives.
 
 No message is decoded before a turn is asked for, and then the turn's own two alone; earlier ones only for a tensor
 whose start the turn's own broadcast does not tell, from the latest back until one is found.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedveil.attacks.base import Participation, Sighting, View
+from fedveil.attacks.hidden_model import replay
 from fedveil.attacks.reconstruction.gradients import observed
 from fedveil.contract.method import Method
 from fedveil.contract.spec import Weights
@@ -77,6 +79,9 @@ class Turns:
         index %= len(parts)
         got = self._got(parts[index])
         upload = self._view.read(parts[index].up)
+        if replay.is_beside(self._view.exchange.spec):
+            start, pairs = replay.begun(self._view, parts, index), replay.left(self._view, upload)
+            return Turn(upload.round, start, {n: w - start[n] for n, w in pairs.items()})
         sent = self._left(upload, got)
         past = self._past(parts[:index], {n for n in self._initial if n not in sent or n not in got})
         kept = {**self._initial, **got, **past}  # a tensor that is not sent: the site's own past, where it was seen

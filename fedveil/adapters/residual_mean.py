@@ -13,9 +13,10 @@ have the same entries but for rounding that differs by machine.
 | "whole" | any other site, or everybody where D has no such factors | R, dense |
 
 U V is D to 1e-6 of the norm of what was averaged, found by a sketch and measured (`low_rank.pair_of`); R then takes in
-U V itself, such that server and sites agree. k is at most the sum of the ranks that were sent, and at most `_most`, up
-to which factors have no more entries than D. A median of products, or a sum unseen, which is rounded, has full rank:
-then R goes down whole. Both are fp32, whatever the wire's dtype is: they add up over the run.
+U V itself, such that server and sites agree. k is at most the sum of the ranks that were sent, and of one more where
+the new pairs are rounded, and at most `_most`, up to which factors have no more entries than D. A median of products,
+or a sum unseen, which is rounded, has full rank: then R goes down whole. Both are fp32, whatever the wire's dtype is:
+they add up over the run.
 
 | bytes, for each layer | |
 |---|---|
@@ -135,7 +136,7 @@ def pairs_and_products(pairs: Weights, weight: float) -> Iterator[Term]:
 def settled(server: State, sums: Sums, pairs: Weights, subtracted: bool, ranks: int, ctx: RoundContext) -> State:
     """The next state with these pairs, whose product is taken out of the mean product where it is `subtracted`.
 
-    `ranks`: the most that the ranks of all uploads add up to. All layers have a step, or none.
+    `ranks`: the most that the rank of a change can be. All layers have a step, or none.
     """
     r, steps, known = dict[str, Tensor](), dict[str, Tensor](), True
     for module in modules(pairs):

@@ -340,3 +340,12 @@ def test_a_toy_that_moves_all_alike_leaves_a_residual_of_rank_1():
     payload = METHOD.broadcast(new, RoundContext(1, "b", False, bytes(32)))
     assert payload.fields["step.h.0.left"].shape == (20, 1)
     assert payload.fields["step.h.1.right"].shape == (1, 24)
+
+
+def test_rounded_pairs_need_one_rank_more_and_go_down_as_factors():
+    """The rounded mean product is not in the span of the others: two uploads of rank 2 and it have rank 6."""
+    run = federation(FedExLora(adapter=ResidualLora(rank=2), wire_dtype="bfloat16"), sites="ab", rounds=1)
+    run.run()
+    down = run.exchange.opened(run.exchange.broadcast(run.server, replace(CTX_1, client="a", is_new=False)), CTX_1)
+    assert down.variant == "step"
+    assert down.fields["step.h.0.left"].shape[1] == 6
