@@ -9,6 +9,8 @@ With `settings["learning_rates"]` every method runs with each of them in every s
 one whose model, or clients' models where they have their own, have the least loss on the validation rows. "one client
 alone" takes the run config's.
 
+A method may have keys of the run config of its own (`config`): more rounds, for one that sends half in each.
+
 Every figure has each seed's value (`resampling`); claims of a preset are judged by them, corrected for each other.
 """
 
@@ -45,6 +47,7 @@ class _Run:
     upload_bytes: int
     download_bytes: int
     seconds: float
+    rounds: int = 0
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
@@ -76,7 +79,7 @@ def _row(name: str, done: list[_Run], figures: Mapping[str, Figure], settings: d
         "metrics": {metric: resampling.interval(figure) for metric, figure in figures.items()},
         "upload_bytes": round(sum(r.upload_bytes for r in done) / len(done)),
         "download_bytes": round(sum(r.download_bytes for r in done) / len(done)),
-        "rounds": 0 if name == "round 0" else settings["config"]["run.rounds"],
+        "rounds": done[0].rounds,
         "seconds": round(sum(r.seconds for r in done) / len(done), 1),
     }
 
@@ -91,7 +94,7 @@ def _seed(settings: dict[str, Any], seed: int, options: Options) -> list[tuple[s
     flat = settings["config"] | {"run.seed": seed, "run.deterministic": True}
     out: list[tuple[str, _Run]] = []
     for label, chosen in settings["methods"].items():
-        fields = {"method.name": chosen["name"], "method.fields": chosen.get("fields", "")}
+        fields = {"method.name": chosen["name"], "method.fields": chosen.get("fields", ""), **chosen.get("config", {})}
         tried: list[tuple[float, _Run]] = []
         for rate in settings.get("learning_rates", [flat["train.learning-rate"]]):
             config = parse(flat | fields | {"train.learning-rate": rate})
@@ -177,7 +180,7 @@ def _federate(exchange: Exchange, config: RunConfig, table: _Table, rows: Mappin
     if table.validation is not None:
         scores[_VALIDATION] = _mean_loss(task, list(own.values()) or [server], table.validation)
         scores["learning_rate"] = config.train.learning_rate
-    return _Run(scores, done.upload_bytes, done.download_bytes, seconds)
+    return _Run(scores, done.upload_bytes, done.download_bytes, seconds, config.run.rounds)
 
 
 def _mean_loss(task: Task, models: Sequence[Weights], examples: Examples) -> float:

@@ -62,7 +62,7 @@ def test_each_method_runs_with_every_rate_and_is_chosen_by_validation_rows_alone
 
     def federate(exchange, config, table, rows, options):
         rate = config.train.learning_rate
-        asked.append((exchange.name, rate))
+        asked.append((exchange.name, rate, config.run.rounds))
         return on_texts._Run({"loss": -rate, "validation_loss": abs(rate - 1e-3), "rate": rate}, 1, 1, 0.0)
 
     table = SimpleNamespace(task=SimpleNamespace(spec={}), rows={})
@@ -70,11 +70,15 @@ def test_each_method_runs_with_every_rate_and_is_chosen_by_validation_rows_alone
     monkeypatch.setattr(on_texts, "_table", lambda *_: table)
     monkeypatch.setattr(on_texts, "_without_method", lambda *_: [("round 0", on_texts._Run({}, 0, 0, 0.0))])
     settings = {
-        "methods": {"FedAvg": {"name": "fedavg"}, "FedProx": {"name": "fedprox", "fields": "mu = 0.1"}},
-        "learning_rates": [3e-4, 1e-3, 3e-3], "config": {"task.name": "text-generation", "train.learning-rate": 5.0},
-    }  # fmt: skip
+        "methods": {
+            "FedAvg": {"name": "fedavg"},
+            "FedProx": {"name": "fedprox", "fields": "mu = 0.1", "config": {"run.rounds": 7}},
+        },
+        "learning_rates": [3e-4, 1e-3, 3e-3],
+        "config": {"task.name": "text-generation", "train.learning-rate": 5.0, "run.rounds": 4},
+    }
     found = on_texts.of_seed(settings, 0, Options())
-    assert asked == [(name, rate) for name in ("fedavg", "fedprox") for rate in (3e-4, 1e-3, 3e-3)]
+    assert asked == [(name, rate, k) for name, k in (("fedavg", 4), ("fedprox", 7)) for rate in (3e-4, 1e-3, 3e-3)]
     assert list(found) == ["round 0", "FedAvg", "FedProx"]
     assert [found[name]["scores"]["rate"] for name in ("FedAvg", "FedProx")] == [1e-3, 1e-3]
 
