@@ -19,12 +19,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedveil.adapters import ranks
 from fedveil.attacks.base import Participation, Sighting, View
 from fedveil.attacks.hidden_model import replay
 from fedveil.attacks.reconstruction.gradients import observed
 from fedveil.contract.method import Method
 from fedveil.contract.spec import Weights
 from fedveil.strategies.fedrand import FedRand
+from fedveil.strategies.hetlora import HetLora
 from fedveil.wire.payloads import tensors_of
 
 
@@ -89,7 +91,10 @@ class Turns:
         return Turn(upload.round, start, {n: w - start[n] for n, w in sent.items()})
 
     def _got(self, part: Participation) -> Weights:
-        return tensors_of(self._view.read(part.down).payload) if part.down else {}
+        found = tensors_of(self._view.read(part.down).payload) if part.down else {}
+        if not isinstance(self._view.exchange.method, HetLora):
+            return found
+        return ranks.padded(found, self._view.exchange.spec)  # a site of a lower rank holds zeros beyond it
 
     def _left(self, upload: Sighting, got: Weights) -> dict[str, Tensor]:
         """Where the site left each tensor that it sent.

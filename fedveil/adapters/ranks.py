@@ -39,7 +39,7 @@ def of(ranks: Ranks, site: str, most: int) -> int:
     return ranks.get(site, most)
 
 
-def beyond(spec: Spec, rank: int) -> dict[str, Tensor]:
+def beyond(spec: Spec | Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     """True for what a site of this rank does not train (`Trainer.train`'s `frozen`); nothing where it trains all."""
     found: dict[str, Tensor] = {}
     for name, tensor in spec.items():

@@ -26,6 +26,7 @@ VARIANTS = {
     "fedavg": [{"wire_dtype": "bfloat16"}],
     "fedex_lora": [{"wire_dtype": "bfloat16"}, {"upload_bits": 4}],
     "flora": [{"ranks": {"b": 3, "e": 1}}, {"upload_bits": 4}],
+    "hetlora": [{"ranks": {"b": 3, "e": 1}}, {"upload_bits": 4}],
     "fedlpp": [{"update": "replace", "bits": 4}],
     "fedper": [{"layers": 1}],
     "fedqsn": [

@@ -12,7 +12,7 @@ NOISY, SECURE, SUM, MEDIAN, KRUM = composition.COLUMNS
 GRADIENTS = {"fixed_position", "random_binary", "scaffold"}
 PRODUCTS = {"fedex_lora"}
 KEEPS = {"fedotp", "fedpara", "fedper", "fedpgp", "flora", "fedrand", "fedsa_lora"}
-LORA = {"fedex_lora", "fedprox", "fedsa_lora", "ffa_lora", "flora", "la_lora", "rolora", "scaffold"}
+LORA = {"fedex_lora", "fedprox", "fedsa_lora", "ffa_lora", "flora", "hetlora", "la_lora", "rolora", "scaffold"}
 
 
 def refused(column: str) -> dict[str, str]:

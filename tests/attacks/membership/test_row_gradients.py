@@ -198,6 +198,16 @@ def test_only_what_a_turn_needs_is_decoded(run):
     assert sorted(decoded) == [(2, "down"), (2, "up")]
 
 
+def test_a_site_of_a_lower_rank_began_with_zeros_beyond_it(run):
+    """HetLoRA sends it a cut pair, and it sends one."""
+    view, knowledge, _ = run("hetlora", "ranks = { b = 1 }\nadapter = { rank = 3 }")
+    low, whole = (Turns(view, knowledge.initial).at(site, -1) for site in "ba")
+    assert not low.start["m.lora_A"][1:].any()
+    assert not low.moved["m.lora_B"][:, 1:].any()
+    assert low.moved["m.lora_B"][:, 0].all()
+    assert whole.start["m.lora_A"].all()
+
+
 def test_a_run_whose_sites_train_beside_a_residual_is_left_to_other_attacks(run):
     """Its start would be wrong, and a score that tells nothing would pass for a run that leaks nothing."""
     view, knowledge, _ = run("fedavg")
