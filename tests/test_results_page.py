@@ -26,6 +26,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 NUMBER = r"[+-]?[\d,]*\.?\d+"
 METRIC = re.compile(rf"`([^`]+)` (.+): ({NUMBER})(?: dB)?")
 COUNT = re.compile(rf"`([^`]+)` ({NUMBER}) (B up|B down|s)")
+_SAID = {
+    "not decided.": "not decided",
+    "not told apart.": "not decided",
+    "does not hold here.": "refuted",
+    " holds here.": "holds",
+}
 KEYS = {"B up": "upload_bytes", "B down": "download_bytes", "s": "seconds"}
 
 
@@ -106,6 +112,7 @@ def problems(row: Row) -> list[str]:
     if row.cost != "not recorded":
         for item in row.cost.split("; "):
             wrong += _item(item, by_name, [], [])
+    wrong += _no_stronger(row, result["verdicts"])
     return wrong + _intervals(row.interval, wanted) + _verdict(row, wanted, result, preset)
 
 
@@ -130,6 +137,17 @@ def _item(item: str, by_name: dict[str, Any], sentences: list[str], wanted: list
         wanted.append(("metric", metric))
         return [] if is_shown(found[3], metric["mean"]) else [f"{item}, the file has {metric['mean']}"]
     return [f"cannot be read: {item}"]
+
+
+def _no_stronger(row: Row, sentences: list[str]) -> list[str]:
+    """A row that decides, while a sentence that it quotes does not, or says the other thing."""
+    word = row.verdict.partition(" (")[0]
+    wrong = []
+    for quote in (item.strip('"') for item in row.measured.split("; ") if item.startswith('"')):
+        for sentence in sentences:
+            said = next((of for end, of in _SAID.items() if quote in sentence and sentence.endswith(end)), word)
+            wrong += [] if word in ("not decided", said) else [f"{row.verdict}, its sentence: {said}"]
+    return wrong
 
 
 def _intervals(cell: str, wanted: list[tuple[str, Any]]) -> list[str]:
@@ -229,6 +247,14 @@ def test_no_figure_can_be_changed_unseen(cell):
 def test_a_row_that_says_more_is_refused(changes, said):
     row = next(row for row in ROWS if "server's model tells members less" in row.claim)
     assert said in " ".join(problems(replace(row, **changes)))
+
+
+def test_a_row_decides_no_more_than_the_sentence_it_quotes():
+    row = next(row for row in ROWS if "no worse on the neighbours'" in row.claim)
+    assert row.verdict == "not decided (5 seeds)"
+    for word in ("holds", "refuted"):
+        said = problems(replace(row, verdict=f"{word} (5 seeds)"))
+        assert f"{word} (5 seeds), its sentence: not decided" in said
 
 
 def test_the_withheld_factor_is_not_decided_before_five_seeds_of_two_data_sets():
