@@ -81,7 +81,8 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     listed = []
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
-        figures = {m: resampling.over_seeds([row.figures[m] for row in of_seeds]) for m in of_seeds[0].figures}
+        shared = [m for m in of_seeds[0].figures if all(m in row.figures for row in of_seeds)]
+        figures = {m: resampling.over_seeds([row.figures[m] for row in of_seeds]) for m in shared}
         rows[name] = figures
         shown: dict[str, Any] = {"name": name, "metrics": {m: resampling.interval(f) for m, f in figures.items()}}
         if of_seeds[0].upload_bytes:
