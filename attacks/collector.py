@@ -207,7 +207,7 @@ class Collector:
             targets: the models and the uploads that an adversary of the run has.
         """
         told = {f.attack for f in found if not unusable(found, f.attack)}
-        usable = {(self.kinds.get(f.attack), f.model) for f in found if f.attack in told}
+        usable = {(self.kinds.get(f.attack), f.model) for f in found if f.attack in told and not f.is_blind}
         said = {"model": "its model", "uploads": "what it sent"}
         return [
             f"{on}: no attack on {said[kind]} was tried whose controls hold"

@@ -68,6 +68,11 @@ class Finding:
             return "to lose"
         return "to win" if self.model == OVERFITTED else "about the run"
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether all rows have one score: it could tell nothing, whatever was trained on."""
+        return self.auroc == (0.5, 0.5, 0.5)
+
 
 @dataclass(frozen=True)
 class Rebuilt:
@@ -210,7 +215,7 @@ def tried(found: Sequence[Finding]) -> list[str]:
 def to_lose(found: Sequence[Finding], attack: str) -> list[Finding]:
     """The controls that the attack must lose and could win."""
     lost = [f for f in found if f.kind == "to lose" and f.attack in (attack, beside(attack))]
-    return [f for f in lost if f.auroc != (0.5, 0.5, 0.5)]  # there all rows score the same: it cannot fail
+    return [f for f in lost if not f.is_blind]
 
 
 def unusable(found: Sequence[Finding], attack: str) -> list[str]:
@@ -231,7 +236,7 @@ def unusable(found: Sequence[Finding], attack: str) -> list[str]:
 def strongest(found: Sequence[Finding]) -> list[Finding]:
     """What usable attacks found about the run, the highest AUROC first."""
     usable = {attack for attack in tried(found) if not unusable(found, attack)}
-    about = [f for f in found if f.kind == "about the run" and f.attack in usable]
+    about = [f for f in found if f.kind == "about the run" and f.attack in usable and not f.is_blind]
     return sorted(about, key=lambda f: -f.auroc[0])
 
 
@@ -273,7 +278,8 @@ def notes(found: Sequence[Finding], overfitted: Control, taught: Control | None)
             said.append(f"{attack}: NOT usable here, for {' and '.join(reasons)}.")
             continue
         lost = to_lose(found, attack)
-        models = [f for f in found if f.attack == attack and f.kind == "about the run"]
+        about = [f for f in found if f.attack == attack and f.kind == "about the run"]
+        models, blind = [f for f in about if not f.is_blind], [f.model for f in about if f.is_blind]
         above = [f"{f.model} ({_shown(f)})" for f in models if f.verdict == "above"]
         held = f"{attack}: its controls hold (to lose: {', '.join(map(_shown, lost))})."
         said.append(
@@ -281,6 +287,8 @@ def notes(found: Sequence[Finding], overfitted: Control, taught: Control | None)
             if above
             else f"{held} Membership shows in none of {len(models)} models."
         )
+        if blind:
+            said.append(f"{attack}: it scores all rows alike on {', '.join(blind)}, so it says NOTHING of them.")
     return said
 
 

@@ -130,12 +130,19 @@ def audit_beside(told: Common, folder: Path, config: RunConfig) -> Attacked:
 def over_sites(
     scored: Mapping[tuple[str, str], Sides], attacks: Sequence[str], models: Sequence[str]
 ) -> dict[str, Placed]:
-    """The parts of each attack's mean area over `models`, of the attacks that have scores of all of them."""
+    """The parts of each attack's mean area over `models`, of the attacks that have scores of all of them.
+
+    None of an attack that scores all rows of a model alike: it says nothing of that one.
+    """
     return {
         attack: placed([scored[model, attack] for model in models])
         for attack in attacks
-        if all((model, attack) in scored for model in models)
+        if all(_tells(scored.get((model, attack))) for model in models)
     }
+
+
+def _tells(sides: Sides | None) -> bool:
+    return sides is not None and len({*sides[0], *sides[1]}) > 1
 
 
 def _read(folder: Path, config: RunConfig) -> tuple[Knowledge, View, View | None, Sequence[str]]:

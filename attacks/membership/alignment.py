@@ -5,43 +5,62 @@ moved a tensor along minus the row's own gradient. Gradients of single rows as m
 Houmansadr 2019, and Li, Rezaei, Liu 2023 (cosine attack).
 
     score(x) = mean over the last uploads of cos(-dL(x)/dS at the start, S_sent - S_broadcast),  S = the sent tensors
+
+A site that sent A alone, and whose B was never seen, is at B = 0 for all that the server knows; a row has no gradient
+in A there, and the cosine would be 0 for every row. Then the score is the mean `overlap` at PROBES drawn B.
+
+Adaptive note: on the tiny LLaVA under FedSA-LoRA (six sites of 30 captions, 8 rounds of 12 steps of AdamW, one seed)
+the cosine had an AUROC of 0.50 by construction, the overlap 0.78 on a site's own upload and 0.60 on another site's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from typing_extensions import override
 
 from fedveil.attacks.base import Knowledge, View
-from fedveil.attacks.membership.row_gradients import COSINE, GradientAttack
-from fedveil.attacks.membership.turns import Turns
+from fedveil.attacks.membership.overlap import is_blind, overlap_with, probed
+from fedveil.attacks.membership.row_gradients import COSINE, Gauge, GradientAttack, Read
+from fedveil.attacks.membership.turns import Turn, Turns
 from fedveil.attacks.statistics import Scores
 from fedveil.contract.task import Rows
+
+PROBES = 2  # draws of a B that was never seen
+
+
+def _aligned_with(turn: Turn) -> Read:
+    return COSINE.of(turn) if turn.probe is None else overlap_with(turn)
 
 
 @dataclass(frozen=True)
 class Alignment(GradientAttack):
-    """The score "alignment": the mean cosine over the site's last uploads; 0 where nothing moved.
+    """The score "alignment": the mean cosine, or overlap, over the site's last uploads; 0 where nothing moved.
 
     Attributes:
         uploads: how many.
     """
 
     uploads: int = 1
-    gauge = COSINE
+    gauge = Gauge("alignment", 1, _aligned_with)
 
     @override
     def at(self, turns: Turns, site: str) -> Sequence[int]:
         return range(len(turns.rounds(site)))[-self.uploads :]
 
     @override
+    def beside(self, turns: Turns, site: str, index: int) -> Iterator[Turn]:
+        """The turn as it was seen, or once with each probe."""
+        turn = turns.at(site, index)
+        yield from (probed(turn, number) for number in range(PROBES)) if is_blind(turn) else (turn,)
+
+    @override
     def combined(self, values: Sequence[Sequence[Scores]], count: int) -> dict[str, Scores]:
         total = np.zeros(count)
-        for (of_turn,) in values:
-            total += of_turn[:, 0]
+        for of_turn in values:
+            total += np.mean([read[:, 0] for read in of_turn], 0)
         return {"alignment": total / max(1, len(values))}
 
 

@@ -38,11 +38,13 @@ class Turn:
         round: in which it was.
         start: every tensor of the spec.
         moved: where the site left each tensor that it sent, less its start.
+        probe: of the B in `start` the number of its draw, where the server never saw one; None: as it was seen.
     """
 
     round: int
     start: Weights
     moved: Mapping[str, Tensor]
+    probe: int | None = None
 
     @cached_property
     def starts_at(self) -> bytes:

@@ -19,7 +19,6 @@ from fedveil.attacks.membership import alignment, lira
 from fedveil.attacks.membership import scores as membership
 from fedveil.attacks.membership.calibrated import Calibrated
 from fedveil.attacks.membership.loss import Loss
-from fedveil.attacks.membership.overlap import Overlap, overlap_scores
 from fedveil.attacks.membership.renyi import MaxRenyi
 from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.common.resampling import Figure, Numbers
@@ -145,9 +144,8 @@ class Adversary:
     ) -> Figures:
         """AUROC of each row's gradient against its site's last upload, within a label, the mean over `clients`.
 
-        "overlap" is of A alone, where B may never leave a site. Each with ", wrong site" is its control: the same rows
-        against another site's upload, which they did not move. Where an attack scores all rows alike it can tell
-        nothing whatever they are, and there is no figure.
+        "alignment, wrong site" is its control: the same rows against another site's upload, which they did not move.
+        Where all rows score alike it could tell nothing whatever they are, and there is no figure.
         """
         knowledge, sites = Knowledge(task, initial), sorted(clients)
         figures: dict[str, list[Figure]] = {}
@@ -158,14 +156,13 @@ class Adversary:
             others, other_labels = (
                 [of[j] for j in alike] for of in (self.non_members.held_out, self.non_members.labels)
             )
-            for beside, of_site in (("", site), (", wrong site", sites[i - 1])):
-                if beside and of_site == site:
+            for name, of_site in (("alignment", site), ("alignment, wrong site", sites[i - 1])):
+                if name != "alignment" and of_site == site:
                     continue
-                mine, theirs = (_on_upload(view, of_site, knowledge, side) for side in (rows, others))
-                for attack in mine:
-                    pair = membership.centred(mine[attack], theirs[attack], labels, other_labels)
-                    if min(map(len, pair)) and len({*mine[attack], *theirs[attack]}) > 1:
-                        figures.setdefault(attack + beside, []).append(self._auroc(*pair, (10 + i,)))
+                scores = [alignment.alignment_scores(view, of_site, knowledge, side) for side in (rows, others)]
+                pair = membership.centred(scores[0], scores[1], labels, other_labels)
+                if min(map(len, pair)) and len({*scores[0], *scores[1]}) > 1:
+                    figures.setdefault(name, []).append(self._auroc(*pair, (10 + i,)))
         return {name: resampling.average(each) for name, each in figures.items()}
 
     def overfitted(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, Control]:
@@ -189,11 +186,3 @@ class Adversary:
         with tempfile.TemporaryDirectory() as folder:
             done = controls.taught(task, members[::2], config, Tap(Path(folder)), _TAUGHT)
         return self.attacked(task, [Target((), done.weights, members[1::2])]), done
-
-
-def _on_upload(view: View, site: str, knowledge: Knowledge, rows: Rows) -> dict[str, Numbers]:
-    """The scores of the attacks on what a site sent."""
-    found = {"alignment": alignment.alignment_scores(view, site, knowledge, rows)}
-    if not Overlap().misfit(view, knowledge):
-        found |= {name.removesuffix(" of A"): s for name, s in overlap_scores(view, site, knowledge, rows).items()}
-    return found

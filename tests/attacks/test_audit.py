@@ -73,6 +73,23 @@ def test_a_control_on_which_all_rows_score_the_same_is_none():
     assert "round 0: 1.000 [1.000, 1.000]" in note("loss", apart, WON, found("server", "loss", "above"))
 
 
+def test_an_attack_that_scores_all_rows_of_a_model_alike_says_nothing_of_it():
+    """It is no finding that nothing shows, whatever its controls say."""
+    blind = replace(found("b", "loss", "contains"), auroc=(0.5, 0.5, 0.5))
+    seen = found("a", "loss", "contains")
+    assert findings.strongest([LOST, WON, blind, seen]) == [seen]
+    assert findings.verdict([LOST, WON, blind]).startswith("Not decided: no attack was tried on the run")
+    said = findings.notes([LOST, WON, blind, seen], CONTROL, None)
+    assert "loss: it scores all rows alike on b, so it says NOTHING of them." in said
+    assert any(text.endswith("Membership shows in none of 1 models.") for text in said)
+    made = collector(_Site())
+    made.kinds["loss"] = "uploads"
+    targets = [("uploads", "a"), ("uploads", "b")]
+    assert made.undecided([LOST, WON, blind, seen], targets) == [
+        "b: no attack on what it sent was tried whose controls hold"
+    ]
+
+
 def test_the_control_of_other_rows_is_told_of():
     assert "There is NO control of other rows" in findings.notes([], CONTROL, None)[1]
     taught = SimpleNamespace(loss_share=0.61, rounds=3, members=range(40))

@@ -1,22 +1,23 @@
-"""What moved A, against rows' gradients at a B that nobody knows, on a linear model."""
+"""What moved A where B was never seen, against rows' gradients at a B that nobody knows, on a linear model."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from fedveil.attacks.base import Knowledge
-from fedveil.attacks.membership.alignment import alignment_scores
-from fedveil.attacks.membership.overlap import EPSILON, Overlap, overlap_scores, probed
-from fedveil.attacks.membership.turns import Turns
+from fedveil.attacks.membership.alignment import PROBES, Alignment, alignment_scores
+from fedveil.attacks.membership.overlap import EPSILON, is_blind, overlap_with, probed
+from fedveil.attacks.membership.row_gradients import COSINE, Reading, Shared
+from fedveil.attacks.membership.turns import Turn, Turns
 from fedveil.attacks.statistics import auroc
-from fedveil.contract.spec import TensorSpec
 from tests.attacks.toy import CLASSES, RANK, WIDTH, Descent, Linear, points
 
 NOBODY = points(60, 7)
 SITES = "abc"
-A = "overlap of A"
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def area(view, knowledge, own, beside: int = 0) -> float:
     """Over all sites, of their rows against those of nobody."""
     mine, others = (
         np.concatenate(
-            [overlap_scores(view, SITES[i - beside], knowledge, of or own[s])[A] for i, s in enumerate(SITES)]
+            [alignment_scores(view, SITES[i - beside], knowledge, of or own[s]) for i, s in enumerate(SITES)]
         )
         for of in ([], NOBODY)
     )
@@ -54,9 +55,13 @@ def area(view, knowledge, own, beside: int = 0) -> float:
 
 
 @pytest.mark.parametrize(("name", "fields"), [("fedsa_lora", ""), ("fedrand", "rho = 1.0")])
-def test_it_wins_where_b_never_leaves_and_alignment_says_nothing(name, fields, attacked):
+def test_it_wins_where_b_never_leaves_and_a_cosine_says_nothing(name, fields, attacked):
     view, knowledge, own = attacked(name, fields)
-    assert not alignment_scores(view, "a", knowledge, [*own["a"], *NOBODY]).any()
+    turn = Turns(view, knowledge.initial).at("a", -1)
+    assert is_blind(turn)
+    shared = Shared([Alignment()])
+    (cosines,) = shared._measured(knowledge.task, iter([Reading(COSINE, turn)]), iter([]), [*own["a"], *NOBODY])
+    assert not cosines.any()
     areas = [area(*attacked(name, fields, seed=seed)) for seed in (3, 4, 5)]
     wrong = [area(*attacked(name, fields, seed=seed), beside=1) for seed in (13, 14, 15)]
     assert np.mean(areas) > 0.85, areas
@@ -69,7 +74,7 @@ def test_by_hand_a_row_along_the_move_scores_one_and_one_across_it_nothing(attac
     x, y = own["a"][0]
     other = torch.randn(WIDTH, generator=torch.Generator().manual_seed(1))
     other = other - x * (other @ x) / (x @ x)
-    found = overlap_scores(view, "a", knowledge, [(x, y), (other, y), (3 * x + other, y)])[A]
+    found = alignment_scores(view, "a", knowledge, [(x, y), (other, y), (3 * x + other, y)])
     assert found[0] == pytest.approx(1.0, abs=1e-4)
     assert found[1] == pytest.approx(0.0, abs=1e-4)
     assert 0.5 < found[2] < 1.0
@@ -77,54 +82,53 @@ def test_by_hand_a_row_along_the_move_scores_one_and_one_across_it_nothing(attac
 
 def test_nothing_moved_scores_every_row_nothing(attacked):
     view, knowledge, own = attacked("fedsa_lora", steps=0)
-    assert not overlap_scores(view, "a", knowledge, [*own["a"], *NOBODY])[A].any()
+    assert not alignment_scores(view, "a", knowledge, [*own["a"], *NOBODY]).any()
 
 
-def test_the_last_turn_that_sent_a_is_the_one(attacked):
-    view, knowledge, _ = attacked("fedrand", rounds=5)
+def test_a_turn_is_blind_only_where_a_went_alone_and_no_b_was_ever_seen(attacked):
+    """FedRand: later on the broadcast has a mean B, which is the server's guess of what the site kept."""
+    view, knowledge, _ = attacked("fedrand", rounds=4)
     turns = Turns(view, knowledge.initial)
+    first = {site: next(iter(turns.at(site, 0).moved))[-1] for site in SITES}
+    assert set(first.values()) == {"A", "B"}
     for site in SITES:
-        sent = [i for i in range(5) if "m.lora_A" in turns.at(site, i).moved]
-        assert Overlap().at(turns, site) == sent[-1:]
-    assert any(Overlap().at(turns, site) != [4] for site in SITES)
+        assert [is_blind(turns.at(site, i)) for i in range(4)] == [first[site] == "A", False, False, False]
+    for name in ("fedavg", "ffa_lora", "rolora", "la_lora"):
+        view, knowledge, _ = attacked(name, rounds=2)
+        turns = Turns(view, knowledge.initial)
+        assert not any(is_blind(turns.at(site, i)) for site in SITES for i in range(2)), name
 
 
-def test_a_site_that_never_sends_a_has_no_score(attacked):
-    view, knowledge, own = attacked("fedrand", "rho = 0.0")
-    assert overlap_scores(view, "a", knowledge, own["a"]) == {}
+def test_it_asks_for_one_gradient_a_row_where_b_is_known_and_one_a_probe_where_not(attacked):
+    for name, asked in (("fedavg", 1), ("fedsa_lora", PROBES)):
+        view, knowledge, _ = attacked(name, rounds=1)
+        shared = Shared([Alignment()], others=0)
+        shared.scores(Alignment(), view, "a", knowledge, NOBODY)
+        assert shared.computed == asked * len(NOBODY)
 
 
-def test_probes_replace_a_b_of_zero_alone_and_are_the_same_everywhere():
-    start = {"m.lora_A": torch.ones(RANK, WIDTH), "m.lora_B": torch.zeros(CLASSES, RANK), "n.lora_B": torch.ones(2, 5)}
-    first, again, other = probed(start, 0), probed(start, 0), probed(start, 1)
-    assert torch.equal(first["m.lora_B"], again["m.lora_B"])
-    assert not torch.equal(first["m.lora_B"], other["m.lora_B"])
-    columns = first["m.lora_B"].T @ first["m.lora_B"]
-    torch.testing.assert_close(columns, EPSILON**2 * torch.eye(RANK), atol=1e-11, rtol=1e-4)
-    assert first["n.lora_B"] is start["n.lora_B"]
+def test_probes_are_orthonormal_and_the_same_everywhere():
+    start = {"m.lora_A": torch.ones(RANK, WIDTH), "m.lora_B": torch.zeros(CLASSES, RANK), "n.lora_B": torch.zeros(2, 5)}
+    turn = Turn(3, start, {"m.lora_A": torch.ones(RANK, WIDTH)})
+    first, again, other = probed(turn, 0), probed(replace(turn, round=4), 0), probed(turn, 1)
+    b = first.start["m.lora_B"]
+    assert torch.equal(b, again.start["m.lora_B"])
+    assert not torch.equal(b, other.start["m.lora_B"])
+    assert (turn.probe, first.probe, other.probe) == (None, 0, 1)
+    torch.testing.assert_close(b.T @ b, EPSILON**2 * torch.eye(RANK), atol=1e-11, rtol=1e-4)
+    assert first.start["m.lora_A"] is start["m.lora_A"]
     assert not start["m.lora_B"].any()
-    wide = probed({"m.lora_B": torch.zeros(2, 5)}, 0)["m.lora_B"]
+    wide = first.start["n.lora_B"]
     assert wide[:, :2].all()
     assert not wide[:, 2:].any()
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "said"),
-    [
-        ("fedavg", "", "every upload has B"),
-        ("ffa_lora", "", "no A of a LoRA pair"),
-        ("fedsa_lora", "", ""),
-        ("rolora", "", ""),
-        ("fedrand", "", ""),
-    ],
-)
-def test_it_is_for_runs_in_which_b_may_stay(name, fields, said, attacked):
-    view, knowledge, _ = attacked(name, fields, rounds=1)
-    found = Overlap().misfit(view, knowledge)
-    assert (said in found) if said else found == ""
-
-
-def test_it_declines_a_run_without_pairs(federate):
-    spec = {"prompt": TensorSpec((CLASSES, WIDTH))}
-    _, view = federate("fedavg", spec, {"prompt": torch.zeros(CLASSES, WIDTH)}, lambda site, _: Descent(Linear(), []))
-    assert Overlap().misfit(view, Knowledge(Linear(), {})) == "the sites send no A of a LoRA pair"
+def test_overlap_by_hand():
+    """g = [1, 0], D = [3, 4]: |g D^T| = 3 of 1 * 5. A layer without a move counts for nothing."""
+    turn = Turn(0, {}, {"m.lora_A": torch.tensor([[3.0, 4.0]])})
+    read = overlap_with(turn)
+    gradient = {"m.lora_A": torch.tensor([[1.0, 0.0]]), "m.lora_B": torch.tensor([[9.0]])}
+    assert read(gradient) == (pytest.approx(0.6),)
+    assert read({**gradient, "n.lora_A": torch.tensor([[5.0]])}) == (pytest.approx(0.6),)
+    assert read({"m.lora_A": torch.zeros(1, 2)}) == (0.0,)
+    assert overlap_with(Turn(0, {}, {"m.lora_A": torch.zeros(1, 2)}))(gradient) == (0.0,)
