@@ -37,6 +37,32 @@ class Figure:
     guess: float | None = None
 
 
+@dataclass(frozen=True)
+class Front:
+    """Methods between two figures of theirs, each with its interval: what is bought with what.
+
+    Attributes:
+        preset: whose result is drawn.
+        units: of the two axes.
+        series: of each method, at most ten, (row, metric) for each axis.
+        guess: on the second axis, where nothing is told.
+    """
+
+    preset: str
+    units: tuple[str, str]
+    series: Mapping[str, tuple[tuple[str, str], ...]]
+    guess: float
+
+
+_LORA = ("FedAvg", "FedRand", "FFA-LoRA", "FedSA-LoRA", "RoLoRA", "LA-LoRA", "FedEx-LoRA", "FLoRA")
+FRONTS = {
+    "lora": Front(
+        "lora/attacks",
+        ("loss on test rows, nats a token: server's model", "AUROC of members, from what a site sent"),
+        {name: ((f"{name} server", "Caltech test loss"), (f"{name} client", "Caltech alignment")) for name in _LORA},
+        guess=0.5,
+    )
+}
 _ATTACKS = ("caption 10%", "loss", "calibrated", "alignment")
 _OF_DP_FPL = (
     "zero-shot", "PromptFL", "FedOTP without transport", "FedPGP without contrast", "DP-FPL, no noise",
@@ -77,7 +103,7 @@ FIGURES = {
 }
 
 
-def found(figure: Figure) -> dict[str, list[dict[str, float] | None]]:
+def found(figure: Figure | Front) -> dict[str, list[dict[str, float] | None]]:
     """Mean, low and high of each series at each place. Raises KeyError where the result lacks one."""
     file = places.folder("benchmarks/results") / f"{figure.preset.replace('/', '_')}.json"
     result: dict[str, Any] = json.loads(file.read_text())
@@ -85,9 +111,10 @@ def found(figure: Figure) -> dict[str, list[dict[str, float] | None]]:
     return {name: [by_name[at[0]][at[1]] if at else None for at in ats] for name, ats in figure.series.items()}
 
 
-def digest(figure: Figure) -> str:
+def digest(figure: Figure | Front) -> str:
     """Of what is drawn. The picture carries it, so that a test sees one that is older than its result."""
-    return hashlib.sha256(json.dumps([figure.unit, figure.places, found(figure)]).encode()).hexdigest()
+    words = [figure.unit, figure.places] if isinstance(figure, Figure) else [figure.units]
+    return hashlib.sha256(json.dumps([*words, found(figure)]).encode()).hexdigest()
 
 
 def draw(figure: Figure, file: Path) -> None:
@@ -114,11 +141,41 @@ def draw(figure: Figure, file: Path) -> None:
     drawn.savefig(file, metadata={"Software": None, "Description": digest(figure)})
 
 
+def draw_front(front: Front, file: Path) -> None:
+    """Writes the front as a PNG: better is left and down."""
+    from matplotlib.figure import Figure as Canvas
+
+    drawn = Canvas(figsize=(9, 5.2), dpi=110, layout="constrained")
+    axes = drawn.add_subplot()
+    for (name, points), mark in zip(found(front).items(), "osD^vP*Xph", strict=False):
+        x, y = (point for point in points if point)
+        sides = [[[p["mean"] - p["low"]], [p["high"] - p["mean"]]] for p in (x, y)]
+        axes.errorbar(
+            [x["mean"]],
+            [y["mean"]],
+            xerr=sides[0],
+            yerr=sides[1],
+            fmt=mark,
+            markersize=7,
+            capsize=2,
+            lw=0.9,
+            label=name,
+        )
+    axes.axhline(front.guess, color="grey", linewidth=0.8, linestyle="--")
+    axes.set_xlabel(f"{front.units[0]} ({front.preset}, 95 % intervals)")
+    axes.set_ylabel(front.units[1])
+    axes.grid(alpha=0.3)
+    drawn.legend(loc="outside right upper", fontsize=8)
+    drawn.savefig(file, metadata={"Software": None, "Description": digest(front)})
+
+
 def main() -> None:
     """Draws all of them, and copies those that presets draw. Raises ConfigError outside a checkout."""
     pictures = places.folder("docs/pictures")
     for name, figure in FIGURES.items():
         draw(figure, pictures / f"results-{name}.png")
+    for name, front in FRONTS.items():
+        draw_front(front, pictures / f"results-{name}.png")
     for name, file in COPIED.items():
         shutil.copyfile(places.folder("benchmarks/results") / file, pictures / f"results-{name}.png")
 
