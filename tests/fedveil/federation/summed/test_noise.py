@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from fedveil import rng, strategies
+from fedveil.adapters import ranks
+from fedveil.adapters.lora import Lora
 from fedveil.adapters.prompt import Prompt
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
@@ -180,7 +182,7 @@ def test_a_cohort_below_the_sites_that_are_counted_on_is_refused():
         federation(sites=SITES[:3]).run()
 
 
-AS_THEY_ARE = {"fedavg", "fedlpp", "fedprox", "fedqsn", "ffa_lora", "la_lora", "promptfl", "rolora"}
+AS_THEY_ARE = {"fedavg", "fedlpp", "fedprox", "fedqsn", "ffa_lora", "hetlora", "la_lora", "promptfl", "rolora"}
 
 
 @pytest.mark.parametrize("name", strategies.names())
@@ -191,6 +193,23 @@ def test_only_methods_that_send_trained_weights_as_they_are_have_noise_in_the_su
         return
     with pytest.raises(ConfigError, match=r"secure\.noise: expected|found one (that sends a gradient|with steps of)"):
         federation(name).run()
+
+
+def test_sites_of_lower_ranks_send_their_zeros_with_noise_and_what_nobody_trains_stays():
+    """Every site masks the shapes of the adapter, so no sum has less noise than another."""
+    method = replace(strategies.create("hetlora"), adapter=Lora(rank=4), ranks={"a": 1, "b": 2, "c": 3, "d": 3})
+    noisy, clear = (
+        federation("hetlora", method=method, **changes)
+        for changes in ({}, {"secure__enabled": False, "secure__noise": "site", "dp__noise": 0.0})
+    )
+    before, expected, noise = dict(noisy.server.tensors), clear.run().tensors, shares(noisy)
+    _, ring = noise_of(noisy)
+    after = noisy.run().tensors
+    for name, unseen in ranks.beyond(after, 3).items():
+        wanted = torch.where(unseen, before[name].double(), expected[name].double() + noise[name])
+        torch.testing.assert_close(after[name].double(), wanted, rtol=1e-6, atol=2 / ring.scale + 1e-7)
+        assert float(noise[name][~unseen.expand_as(noise[name])].abs().min()) > 0
+        assert torch.equal(after[name][unseen.expand_as(after[name])], before[name][unseen.expand_as(after[name])])
 
 
 def step_sent(sent: float, divisor: float) -> None:
