@@ -68,6 +68,16 @@ class _Bounded(H11Protocol):
         self.loop.call_later(_IDLE_SECONDS, self._look)
 
 
+class _Announced(uvicorn.Server):
+    """Says that it serves once a signal ends it in order; before, one would cut it off where it starts."""
+
+    announce: Callable[[], None] = staticmethod(lambda: None)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.announce()
+
+
 class Server:
     """One dashboard that listens; `run` serves it. `app_of`: its pages, given its entry and whether it is to end."""
 
@@ -80,10 +90,11 @@ class Server:
             server_header=False, date_header=False, proxy_headers=False, h11_max_incomplete_event_size=_LONGEST_HEAD,
             timeout_graceful_shutdown=3, log_level="error",
         )  # fmt: skip
-        self._server = uvicorn.Server(config)
+        self._server = _Announced(config)
 
-    def run(self) -> None:
-        """Until `end`, SIGINT or SIGTERM."""
+    def run(self, announce: Callable[[], None] = lambda: None) -> None:
+        """Until `end`, SIGINT or SIGTERM; calls `announce` once these are heard."""
+        self._server.announce = announce
         self._server.run(sockets=[self._socket])
 
     def end(self) -> None:
@@ -95,10 +106,12 @@ def serve(host: str, port: int, app_of: Callable[[Entry, Callable[[], bool]], AS
     """Prints the link and serves until Ctrl-C. Raises ConfigError for an address or port that cannot be."""
     require_loopback(host)
     server = Server(port, app_of)
-    port = server.entry.port
-    print(f"dashboard: {server.entry.link}")
-    print("whoever has this link sees all of it and can change nothing; from elsewhere, first:")
-    print(f"  ssh -N -L {port}:{HOST}:{port} THIS-MACHINE")
-    print("Ctrl-C ends it", flush=True)
-    server.run()
+    server.run(lambda: _say(server.entry))
     return 0
+
+
+def _say(entry: Entry) -> None:
+    print(f"dashboard: {entry.link}")
+    print("whoever has this link sees all of it and can change nothing; from elsewhere, first:")
+    print(f"  ssh -N -L {entry.port}:{HOST}:{entry.port} THIS-MACHINE")
+    print("Ctrl-C ends it", flush=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -104,3 +107,14 @@ def test_a_folder_that_is_no_site_s_is_named(tmp_path, capsys):
     assert "expected a folder that fedveil provision made" in capsys.readouterr().err
     assert main(["dashboard", str(tmp_path / "none"), "--port", "0"]) == 2
     assert "FOLDER: expected a folder of runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_as_soon_as_the_link_is_shown_ends_it_in_order(runs, which):
+    command = [sys.executable, "-m", "fedveil.console.main", "dashboard", str(runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as dashboard:
+        assert dashboard.stdout.readline().startswith("dashboard: http://127.0.0.1:")
+        dashboard.send_signal(which)
+        _, said = dashboard.communicate(timeout=60)
+    assert said.strip() == "interrupted: everything that was started is stopped"
+    assert dashboard.returncode == 130
