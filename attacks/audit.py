@@ -55,7 +55,8 @@ _UNREAD: Mapping[str, Sequence[str]] = {
 }
 _NEVER = (
     "Left out of every audit: LiRA and shadow models (they train dozens of models), imprinting (a server that "
-    "deviates), tokens off the span of one step, what clients win back of a proxy; fedveil bench has most of them."
+    "deviates), tokens off the span of one step, what a site's rows have in common (the auditor would have to name "
+    "it), what clients win back of a proxy; fedveil bench has most of them."
 )
 _NO_PICTURES = "Left out: pictures read off gradients: the sites of this run send none, or their rows are no pictures."
 

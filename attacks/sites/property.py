@@ -1,0 +1,144 @@
+"""Property inference: which sites hold more rows of a kind than others, read off what they sent.
+
+Ateniese et al. 2015; Melis, Song, De Cristofaro, Shmatikov 2019 (arXiv 1805.04049). Sums over changing cohorts: So et
+al. 2021 (arXiv 2106.03328); Lam et al. 2021, "Gradient Disaggregation" (arXiv 2106.06089).
+
+The attacker has rows of its own, some with the property and some without, of no site. At the start of a turn t it asks
+which way rows of each kind push the tensors S that were sent, and how far the site went the one way or the other:
+
+    u_t = mean_{x with} g(x) / |g(x)| - mean_{x without} g(x) / |g(x)|,   g(x) = dL(x)/dS at the start     (1)
+    l_t = -<u_t, S_sent - S_start> / |S_sent - S_start|                                                     (2)
+
+A site's estimate is z_k of
+
+    min_{z, o} sum_t (l_t - o_{g(t)} - mean_{k in C_t} z_k)^2 + ridge sum_k z_k^2                           (3)
+
+| the server sees | C_t | g(t), what shares an offset |
+|---|---|---|
+| uploads | the site | turns of a round in which the same tensors were sent |
+| sums | the sites of the round's cohort | all rounds: sites are told apart by the rounds that they were in |
+
+An estimate orders sites; it is no share. `concordance` says how often it orders a pair rightly.
+
+| case | result |
+|---|---|
+| a turn that moved nothing | l = 0 |
+| A alone was sent, and B was never seen | no l: rows have no gradient in A there, whatever they are |
+| sums over the same cohort in every round | the estimates are equal: concordance 0.5 |
+| a site that alone sent what it sent, in every round | its estimate is 0 |
+| sites of equal shares | not a pair that `concordance` asks about |
+| a site without a turn | no estimate |
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.membership.overlap import is_blind
+from fedveil.attacks.membership.row_gradients import row_gradient
+from fedveil.attacks.membership.turns import Turn, Turns
+from fedveil.contract.task import Rows
+
+Estimates = Mapping[str, float]  # by site
+RIDGE = 0.1  # of eq. 3: a sum of many sites says little of each
+_EQUAL = 1e-9  # a leaning lies between -2 and 2: what differs by less differs by rounding
+
+
+@dataclass(frozen=True)
+class Leaning:
+    """Eq. 2, of one turn: how far what was sent went the way of rows with the property."""
+
+    round: int
+    site: str
+    value: float
+    sent: frozenset[str] = frozenset()  # names of the tensors
+
+
+def leanings(view: View, knowledge: Knowledge, having: Rows, lacking: Rows) -> list[Leaning]:
+    """Eq. 1 and 2 for every turn in the view. Each row's gradient is taken once for all turns that start alike.
+
+    The task must train by gradients of its own (`fedveil.training.computing.Trainable`).
+    """
+    turns, found = Turns(view, knowledge.initial), list[Leaning]()
+    places = sorted((round_, site, index) for site in turns.sites for index, round_ in enumerate(turns.rounds(site)))
+    known: dict[tuple[bytes, frozenset[str]], dict[str, Tensor]] = {}
+    for round_, of_round in itertools.groupby(places, key=lambda place: place[0]):
+        known.clear()  # later rounds start elsewhere
+        for _, site, index in of_round:
+            turn = turns.at(site, index)
+            if is_blind(turn):
+                continue
+            key = turn.starts_at, frozenset(turn.moved)
+            if key not in known:
+                known[key] = _direction(knowledge.task, turn, having, lacking)
+            found.append(Leaning(round_, site, _along(known[key], turn), key[1]))
+    return found
+
+
+def _direction(task: object, turn: Turn, having: Rows, lacking: Rows) -> dict[str, Tensor]:
+    """Eq. 1, over the tensors that were sent."""
+    total: dict[str, Tensor] = {}
+    task.put(turn.start)  # type: ignore[attr-defined]
+    for sign, rows in ((1.0, having), (-1.0, lacking)):
+        for row in rows:
+            gradient = {n: g.double() for n, g in row_gradient(task, row).items() if n in turn.moved}
+            length = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
+            for name, g in gradient.items() if length else ():
+                total[name] = total.get(name, 0.0) + g * (sign / (length * len(rows)))
+    return total
+
+
+def _along(direction: Mapping[str, Tensor], turn: Turn) -> float:
+    """Eq. 2."""
+    length = math.sqrt(sum(float(d.double().square().sum()) for d in turn.moved.values()))
+    dot = sum(float((u * turn.moved[name].double()).sum()) for name, u in direction.items())
+    return -dot / length if length else 0.0
+
+
+def estimates(found: Sequence[Leaning]) -> Estimates:
+    """Eq. 3 of uploads."""
+    return _solved([((each.site,), each.value, (each.round, each.sent)) for each in found])
+
+
+def disaggregated(found: Sequence[Leaning]) -> Estimates:
+    """Eq. 3 of sums: the leanings of a round are the same, that of its sum. In a sum each site weighs alike."""
+    rounds = sorted({each.round for each in found})
+    cohorts = {t: tuple(each.site for each in found if each.round == t) for t in rounds}
+    values = {each.round: each.value for each in found}
+    return _solved([(cohorts[t], values[t], None) for t in rounds])
+
+
+def _solved(seen: Sequence[tuple[tuple[str, ...], float, Hashable]]) -> Estimates:
+    """Eq. 3 of (C_t, l_t, g(t))."""
+    sites, groups = sorted({site for of, _, _ in seen for site in of}), list({group: None for _, _, group in seen})
+    asked, told = np.zeros((len(seen) + len(sites), len(sites) + len(groups))), np.zeros(len(seen) + len(sites))
+    for t, (of, value, group) in enumerate(seen):
+        for site in of:
+            asked[t, sites.index(site)] = 1 / len(of)
+        asked[t, len(sites) + groups.index(group)], told[t] = 1.0, value
+    asked[len(seen) :, : len(sites)] = math.sqrt(RIDGE) * np.eye(len(sites))
+    solved = np.linalg.lstsq(asked, told, rcond=None)[0]
+    return dict(zip(sites, map(float, solved), strict=False))
+
+
+def concordance(found: Estimates, shares: Mapping[str, float]) -> float:
+    """The share of pairs of sites that the estimates order as the sites' true shares do, ties halved; 0.5 is a guess.
+
+    Raises:
+        ValueError: no two sites with estimates have different shares.
+    """
+    pairs = [(a, b) for a, b in itertools.combinations(sorted(found), 2) if shares[a] != shares[b]]
+    if not pairs:
+        raise ValueError("shares: expected two sites with estimates and different shares, found none")
+    right = [
+        0.5 if abs(found[a] - found[b]) < _EQUAL else float((found[a] > found[b]) == (shares[a] > shares[b]))
+        for a, b in pairs
+    ]
+    return math.fsum(right) / len(right)

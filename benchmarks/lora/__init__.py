@@ -1,0 +1,1 @@
+"""Presets of LoRA's methods beside one another."""

@@ -1,0 +1,193 @@
+"""Which sites hold more rows of a kind than others, read off what the server saw of a run of each row of the table.
+
+Sites have equally many rows, and shares of those with the property that are evenly spread. The attacker has as many
+rows with the property as without, of no site. "meaningless" in a row of the preset takes another property: the parity
+of a hash of the row, which nothing can learn; there the attack must lose.
+
+| column | is |
+|---|---|
+| concordance | of pairs of sites of different shares, how many the attack orders rightly; 0.5 is a guess |
+| of the first round | the same from one round's messages |
+| members | AUROC of `alignment` on rows of a site beside rows of none, of the same kind; mean of kinds and sites |
+| loss | of the server's model on rows of no site, in nats |
+| epsilon | of a row, as the sites' ledgers would have it; of rows in the clear none |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedveil import rng, strategies
+from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.membership.alignment import Alignment
+from fedveil.attacks.membership.row_gradients import Shared
+from fedveil.attacks.sites import property as inference
+from fedveil.attacks.statistics import auroc
+from fedveil.attacks.unseen import SumView
+from fedveil.benchmarks.common import data, resampling, seeds
+from fedveil.benchmarks.common import verdicts as common
+from fedveil.benchmarks.common.federations import federation, task_of
+from fedveil.benchmarks.run import Options, Outcome
+from fedveil.config import RunConfig, parse
+from fedveil.contract.budget import Plan
+from fedveil.contract.task import Example, Examples, Rows
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import Exchange
+from fedveil.privacy import accounting
+from fedveil.privacy.dp_sgd import DpSgd
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.training import per_sample
+from fedveil.wire.tap import Tap
+
+
+def run(settings: dict[str, Any], options: Options) -> Outcome:
+    """A row of the table for each of `settings["rows"]`."""
+    answers = seeds.run(__name__, settings, options)
+    figures = {
+        name: {
+            metric: resampling.over_seeds([resampling.fixed(answer[name][metric]) for answer in answers])
+            for metric in metrics
+        }
+        for name, metrics in answers[0].items()
+    }
+    rows = [{"name": n, "metrics": {m: resampling.interval(f) for m, f in of.items()}} for n, of in figures.items()]
+    claims = common.table(common.compared(figures, settings.get("claims", []), "+.2f"), len(answers))
+    return Outcome(rows, claims, [f"this run: {len(answers)} seeds"])
+
+
+def needs(settings: Mapping[str, Any]) -> list[data.Need]:
+    """Rows of the sites and of the attacker; the base."""
+    return [data.Need(settings["data"], ("train", "test")), *data.base(settings)]
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> dict[str, dict[str, float]]:
+    """What `run` asks of each seed: the metrics of each row of the table."""
+    cuts: dict[bool, _Cut] = {}
+    found = {}
+    for name, row in settings["rows"].items():
+        config = parse(settings["config"] | row.get("config", {}) | _method(row) | {"run.seed": seed, **_SEEDED})
+        task = task_of(TextGeneration, config, options)
+        meaningless = row.get("meaningless", False)
+        if meaningless not in cuts:
+            examples = task.examples(data.folder(settings["data"]), "train")
+            cuts[meaningless] = _Cut.of(examples, settings, seed, meaningless)
+        found[name] = _measured(task, config, cuts[meaningless], row.get("sees", "uploads"), settings)
+        options.say(f"seed {seed}: {name}: " + ", ".join(f"{m} {value:.3f}" for m, value in found[name].items()))
+    return found
+
+
+_SEEDED = {"run.deterministic": True}
+_FEWEST = 3
+
+
+def _method(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"method.name": row["name"], "method.fields": row.get("fields", "")}
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Rows of the sites and of the attacker, all different.
+
+    Attributes:
+        shares: of each site, the share of its rows that have the property.
+        having, lacking: the attacker's.
+    """
+
+    sites: Mapping[str, Examples]
+    shares: Mapping[str, float]
+    having: Examples
+    lacking: Examples
+
+    @classmethod
+    def of(cls, examples: Examples, settings: Mapping[str, Any], seed: int, meaningless: bool) -> _Cut:
+        """Evenly spread shares from `settings["least_share"]` to as far below 1, given to the sites by chance."""
+        count, size = settings["clients"], settings["rows_a_site"]
+        stream = rng.Stream.derive(bytes(32), seed, "", "sites")
+        pools: dict[bool, list[Example]] = {True: [], False: []}
+        for number in stream.choice(len(examples), len(examples)):
+            example = examples[number]
+            if re.search(settings["pool"], str(example.values[settings["column"]])):
+                pools[_has(example, settings, meaningless)].append(example)
+        least = settings["least_share"]
+        spread = np.linspace(least, 1 - least, count)
+        shares = {f"site-{i:02d}": float(spread[k]) for i, k in enumerate(stream.choice(count, count))}
+        sites, taken = {}, {True: settings["rows_known"], False: settings["rows_known"]}
+        for site, share in shares.items():
+            parts = {True: round(share * size), False: size - round(share * size)}
+            sites[site] = [row for has, n in parts.items() for row in pools[has][taken[has] : taken[has] + n]]
+            taken = {has: taken[has] + n for has, n in parts.items()}
+            if len(sites[site]) < size:
+                raise ConfigError(f"rows_a_site: expected {size} for each of {count} sites, found too few; lower it")
+        known = settings["rows_known"]
+        return cls(sites, shares, pools[True][:known], pools[False][:known])
+
+
+def _has(example: Example, settings: Mapping[str, Any], meaningless: bool) -> bool:
+    text = str(sorted(example.values.items()))
+    if meaningless:
+        return hashlib.sha256(text.encode()).digest()[0] % 2 == 0
+    return bool(re.search(settings["property"], str(example.values[settings["column"]])))
+
+
+def _measured(
+    task: TextGeneration, config: RunConfig, cut: _Cut, sees: str, settings: Mapping[str, Any]
+) -> dict[str, float]:
+    method = strategies.create(config.method.name, config.method.fields)
+    exchange = Exchange(method, config.method.name, task.spec)
+    initial = task.initial(rng.initial(config.run.seed, "weights"))
+    rows = {site: task.encode(of) for site, of in cut.sites.items()}
+    having, lacking = list(task.encode(cut.having)), list(task.encode(cut.lacking))
+    with tempfile.TemporaryDirectory() as scratch:
+        tap = Tap(Path(scratch))
+        run = federation(exchange, config, task, rows, initial, tap)
+        run.run()
+        knowledge = Knowledge(task, initial, run.deployed()["server"])
+        view = View.server(tap, exchange) if sees == "uploads" else SumView.of(tap, exchange, knowledge.server or {})
+        if view is None:
+            raise ConfigError(f"rows: expected a method whose broadcasts show the sums, found {exchange.name}")
+        found = inference.leanings(view, knowledge, having, lacking)
+        metrics = {
+            "concordance": _ordered(found, cut.shares, sees),
+            "of the first round": _ordered([each for each in found if each.round == 0], cut.shares, sees),
+            "members": _members(view, knowledge, rows, (having, lacking), cut),
+        }
+    metrics["loss"] = task.evaluate(knowledge.server or {}, [*cut.having, *cut.lacking], generate=False)["loss"]
+    if dp := DpSgd.of(config.dp):
+        metrics["epsilon"] = _epsilon(dp, config, settings["rows_a_site"])
+    return metrics
+
+
+def _ordered(found: Sequence[inference.Leaning], shares: Mapping[str, float], sees: str) -> float:
+    guessed = inference.disaggregated(found) if sees == "sums" else inference.estimates(found)
+    return inference.concordance(guessed, shares)
+
+
+def _members(view: View, knowledge: Knowledge, rows: Mapping[str, Rows], known: tuple[Rows, Rows], cut: _Cut) -> float:
+    """Of a site those rows that have the property come first. A kind of which it has fewer than three is left out."""
+    attack = Alignment()
+    shared, areas = Shared([attack]), []
+    for site in view.sites:
+        first = round(cut.shares[site] * len(rows[site]))
+        held = list(rows[site])  # the same objects for every question
+        for mine, others in zip((held[:first], held[first:]), known, strict=True):
+            if len(mine) >= _FEWEST:
+                scores = [shared.scores(attack, view, site, knowledge, of)["alignment"] for of in (mine, others)]
+                areas.append(auroc(*scores))
+    return statistics.fmean(areas)
+
+
+def _epsilon(dp: DpSgd, config: RunConfig, rows: int) -> float:
+    """Of a row of a site that is in every round."""
+    train, budget = config.train, dp.budget
+    steps = per_sample.steps(rows, train.batch_size, train.epochs, train.max_steps)
+    plan = Plan(config.run.rounds, steps, train.batch_size, rows, budget.neighbours)
+    return accounting.epsilon(dp.privacy_spent(plan), budget.delta, budget.neighbours)
