@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fedveil import strategies
 from fedveil.benchmarks import figures, ready, run
 from fedveil.console.commands.trying import bench
 from tests.conftest import ROOT
@@ -272,3 +273,17 @@ def test_pictures_and_pages_that_the_page_names_are_there():
     links = re.findall(r"\]\((?!https://arxiv\.org/abs/)([^)]+)\)", PAGE.read_text())
     assert links
     assert [link for link in links if not (PAGE.parent / link).is_file()] == []
+
+
+def test_readme_says_of_each_method_whether_any_committed_result_has_it():
+    """README's last column: a dash, or presets whose results are committed and which run the method."""
+    said = re.findall(r"^\| [^|]+, `(\w+)` \| .* \| ([^|]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in said if name not in strategies.names()] == []
+    assert sorted(name for name, _ in said) == strategies.names()
+    committed = {name for name in run.names() if (RESULTS / f"{name.replace('/', '_')}.json").is_file()}
+    text = {name: json.dumps(run.read(name, result_of(name)["quick"])["settings"]) for name in committed}
+    for method, cell in said:
+        having = {name for name in committed if f'"{method}"' in text[name]}
+        assert (cell == "-") == (not having), f"{method}: README says {cell}, results are {sorted(having)}"
+        for preset in re.findall(r"`(\w+/\w+)`", cell):
+            assert preset in having, f"{method}: README names {preset}"
