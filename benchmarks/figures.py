@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +17,12 @@ from typing import Any
 
 from fedveil import places
 
+# What can only lie within bounds, by its name in a result. An interval is symmetric, by Student's t over few seeds, and
+# may reach beyond them: the files have it as it was computed, pictures and pages only as far as it is possible.
+_POSSIBLE = {
+    re.compile(r"(\w+ )?(alignment|calibrated|LiRA|caption \d+%)(, wrong site)?|AUROC, .+|rows"): (0.0, 1.0),
+    re.compile(r"local|neighbour|right(, .+)?|(qa |ood )?accuracy"): (0.0, 100.0),
+}
 COPIED = {"random-binary": "random_binary_accuracy.png", "system": "core_scale.png"}  # which presets draw themselves
 
 
@@ -46,12 +54,15 @@ class Front:
         units: of the two axes.
         series: of each method, at most ten, (row, metric) for each axis.
         guess: on the second axis, where nothing is told.
+        base: (row, metric) of the first axis before any training. A method that ends there has no model of its own at
+            the server: it is drawn beside the base's line, hollow and without an interval on that axis.
     """
 
     preset: str
     units: tuple[str, str]
     series: Mapping[str, tuple[tuple[str, str], ...]]
     guess: float
+    base: tuple[str, str]
 
 
 _LORA = ("FedAvg", "FedRand", "FFA-LoRA", "FedSA-LoRA", "RoLoRA", "LA-LoRA", "FedEx-LoRA", "FLoRA")
@@ -61,6 +72,7 @@ FRONTS = {
         ("loss on test rows, nats a token: server's model", "AUROC of members, from what a site sent"),
         {name: ((f"{name} server", "Caltech test loss"), (f"{name} client", "Caltech alignment")) for name in _LORA},
         guess=0.5,
+        base=("round 0", "Caltech test loss"),
     )
 }
 _ATTACKS = ("caption 10%", "loss", "calibrated", "alignment")
@@ -103,17 +115,36 @@ FIGURES = {
 }
 
 
+def possible(metric: str) -> tuple[float, float]:
+    """The least and the largest value that a metric can have."""
+    return next((bounds for name, bounds in _POSSIBLE.items() if name.fullmatch(metric)), (-math.inf, math.inf))
+
+
+def _metrics(preset: str) -> dict[str, Any]:
+    file = places.folder("benchmarks/results") / f"{preset.replace('/', '_')}.json"
+    return {row["name"]: row["metrics"] for row in json.loads(file.read_text())["rows"]}
+
+
 def found(figure: Figure | Front) -> dict[str, list[dict[str, float] | None]]:
     """Mean, low and high of each series at each place. Raises KeyError where the result lacks one."""
-    file = places.folder("benchmarks/results") / f"{figure.preset.replace('/', '_')}.json"
-    result: dict[str, Any] = json.loads(file.read_text())
-    by_name = {row["name"]: row["metrics"] for row in result["rows"]}
-    return {name: [by_name[at[0]][at[1]] if at else None for at in ats] for name, ats in figure.series.items()}
+    by_name = _metrics(figure.preset)
+
+    def within(row: str, metric: str) -> dict[str, float]:
+        (least, most), of = possible(metric), by_name[row][metric]
+        return {**of, "low": max(of["low"], least), "high": min(of["high"], most)}
+
+    return {name: [within(*at) if at else None for at in ats] for name, ats in figure.series.items()}
+
+
+def base_of(front: Front) -> float:
+    """The first axis's figure before any training."""
+    row, metric = front.base
+    return float(_metrics(front.preset)[row][metric]["mean"])
 
 
 def digest(figure: Figure | Front) -> str:
     """Of what is drawn. The picture carries it, so that a test sees one that is older than its result."""
-    words = [figure.unit, figure.places] if isinstance(figure, Figure) else [figure.units]
+    words = [figure.unit, figure.places] if isinstance(figure, Figure) else [figure.units, base_of(figure)]
     return hashlib.sha256(json.dumps([*words, found(figure)]).encode()).hexdigest()
 
 
@@ -135,38 +166,43 @@ def draw(figure: Figure, file: Path) -> None:
         axes.axvline(figure.guess, color="grey", linewidth=0.8, linestyle="--")
     axes.set_yticks(range(len(figure.places)), figure.places)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{figure.unit} ({figure.preset}, 95 % intervals as the file has them)")
+    axes.set_xlabel(f"{figure.unit} ({figure.preset}, 95 % intervals)")
     axes.grid(axis="x", alpha=0.3)
     drawn.legend(loc="outside right upper", fontsize=8)
     drawn.savefig(file, metadata={"Software": None, "Description": digest(figure)})
 
 
-def draw_front(front: Front, file: Path) -> None:
-    """Writes the front as a PNG: better is left and down."""
+def front(of: Front) -> Any:
+    """The front as a canvas: better is left and down."""
     from matplotlib.figure import Figure as Canvas
 
     drawn = Canvas(figsize=(9, 5.2), dpi=110, layout="constrained")
     axes = drawn.add_subplot()
-    for (name, points), mark in zip(found(front).items(), "osD^vP*Xph", strict=False):
+    base = base_of(of)
+    for (name, points), mark in zip(found(of).items(), "osD^vP*Xph", strict=False):
         x, y = (point for point in points if point)
         sides = [[[p["mean"] - p["low"]], [p["high"] - p["mean"]]] for p in (x, y)]
+        is_base = x["mean"] == base
         axes.errorbar(
             [x["mean"]],
             [y["mean"]],
-            xerr=sides[0],
+            xerr=None if is_base else sides[0],
             yerr=sides[1],
             fmt=mark,
             markersize=7,
+            markerfacecolor="none" if is_base else None,
             capsize=2,
             lw=0.9,
-            label=name,
+            label=f"{name}: no model\nat the server" if is_base else name,
         )
-    axes.axhline(front.guess, color="grey", linewidth=0.8, linestyle="--")
-    axes.set_xlabel(f"{front.units[0]} ({front.preset}, 95 % intervals)")
-    axes.set_ylabel(front.units[1])
+    axes.axvline(base, color="grey", linewidth=0.8, linestyle=":")
+    axes.annotate("the base, untouched", (base, 0.02), xycoords=("data", "axes fraction"), ha="right", fontsize=8)
+    axes.axhline(of.guess, color="grey", linewidth=0.8, linestyle="--")
+    axes.set_xlabel(f"{of.units[0]} ({of.preset}, 95 % intervals)")
+    axes.set_ylabel(of.units[1])
     axes.grid(alpha=0.3)
     drawn.legend(loc="outside right upper", fontsize=8)
-    drawn.savefig(file, metadata={"Software": None, "Description": digest(front)})
+    return drawn
 
 
 def main() -> None:
@@ -174,8 +210,8 @@ def main() -> None:
     pictures = places.folder("docs/pictures")
     for name, figure in FIGURES.items():
         draw(figure, pictures / f"results-{name}.png")
-    for name, front in FRONTS.items():
-        draw_front(front, pictures / f"results-{name}.png")
+    for name, of in FRONTS.items():
+        front(of).savefig(pictures / f"results-{name}.png", metadata={"Software": None, "Description": digest(of)})
     for name, file in COPIED.items():
         shutil.copyfile(places.folder("benchmarks/results") / file, pictures / f"results-{name}.png")
 

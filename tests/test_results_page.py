@@ -1,7 +1,7 @@
 """docs/results.md: the figures of its tables stand in the results that their rows name, and no verdict says more.
 
 A cell holds items, parted by "; ": "`row` metric: figure", "`row` figure B up", "`row` figure s", or a quote of
-one of the file's sentences. A figure is compared as it is rounded.
+one of the file's sentences. A figure is compared as it is rounded, an interval as far as its figure can go.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from fedveil.benchmarks import ready, run
+from fedveil import strategies
+from fedveil.benchmarks import figures, ready, run
 from fedveil.console.commands.trying import bench
 from tests.conftest import ROOT
 
@@ -24,7 +25,7 @@ COUNTED = ("bytes counted", "exact arithmetic")
 PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results"
 NUMBER = r"[+-]?[\d,]*\.?\d+"
-METRIC = re.compile(rf"`([^`]+)` (.+): ({NUMBER})(?: dB)?")
+METRIC = re.compile(rf"`([^`]+)` (.+): ({NUMBER})(?: (?:dB|%|nats|MB|kB|MB/s|GB/s|s))?")
 COUNT = re.compile(rf"`([^`]+)` ({NUMBER}) (B up|B down|s)")
 _SAID = {
     "not decided.": "not decided",
@@ -134,7 +135,8 @@ def _item(item: str, by_name: dict[str, Any], sentences: list[str], wanted: list
         metric = by_name.get(found[1], {}).get("metrics", {}).get(found[2])
         if metric is None:
             return [f"no metric for {item}"]
-        wanted.append(("metric", metric))
+        least, most = figures.possible(found[2])
+        wanted.append(("metric", metric | {"low": max(metric["low"], least), "high": min(metric["high"], most)}))
         return [] if is_shown(found[3], metric["mean"]) else [f"{item}, the file has {metric['mean']}"]
     return [f"cannot be read: {item}"]
 
@@ -151,7 +153,8 @@ def _no_stronger(row: Row, sentences: list[str]) -> list[str]:
 
 
 def _intervals(cell: str, wanted: list[tuple[str, Any]]) -> list[str]:
-    shown = [] if cell == "-" else [tuple(each.split(" to ")) for each in cell.split("; ")]
+    bare = [re.sub(" (points|nats)$", "", each) for each in cell.split("; ")]
+    shown = [] if cell == "-" else [tuple(each.split(" to ")) for each in bare]
     if len(shown) != len(wanted):
         return [f"{len(shown)} intervals for {len(wanted)} figures"]
     wrong = []
@@ -267,6 +270,20 @@ def test_the_withheld_factor_is_not_decided_before_five_seeds_of_two_data_sets()
 
 
 def test_pictures_and_pages_that_the_page_names_are_there():
-    links = re.findall(r"\]\(([^)]+)\)", PAGE.read_text())
+    links = re.findall(r"\]\((?!https://arxiv\.org/abs/)([^)]+)\)", PAGE.read_text())
     assert links
     assert [link for link in links if not (PAGE.parent / link).is_file()] == []
+
+
+def test_readme_says_of_each_method_whether_any_committed_result_has_it():
+    """README's last column: a dash, or presets whose results are committed and which run the method."""
+    said = re.findall(r"^\| [^|]+, `(\w+)` \| .* \| ([^|]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in said if name not in strategies.names()] == []
+    assert sorted(name for name, _ in said) == strategies.names()
+    committed = {name for name in run.names() if (RESULTS / f"{name.replace('/', '_')}.json").is_file()}
+    text = {name: json.dumps(run.read(name, result_of(name)["quick"])["settings"]) for name in committed}
+    for method, cell in said:
+        having = {name for name in committed if f'"{method}"' in text[name]}
+        assert (cell == "-") == (not having), f"{method}: README says {cell}, results are {sorted(having)}"
+        for preset in re.findall(r"`(\w+/\w+)`", cell):
+            assert preset in having, f"{method}: README names {preset}"

@@ -23,23 +23,24 @@ def drawn(rows: Sequence[Mapping[str, Any]], laws: Mapping[str, Sequence[float]]
         panel = canvas.add_subplot(1, len(bases) + 1, at, title=base, xlabel="epoch", ylabel="accuracy, %")
         for row in (row for row in rows if row["base"] == base):
             panel.plot([point["mean"] for point in row["curve"]], label=row["method"], marker=".")
-            low, high = ([point[side] for point in row["curve"]] for side in ("low", "high"))
+            low = [max(0.0, point["low"]) for point in row["curve"]]  # t over few seeds reaches beyond what can be
+            high = [min(100.0, point["high"]) for point in row["curve"]]
             panel.fill_between(range(len(row["curve"])), low, high, alpha=0.12)
         panel.legend(fontsize=8)
         panel.grid(alpha=0.3)
     shown = [row for row in rows if row["base"] == bases[0] and row["method"] in laws]
     panel = canvas.add_subplot(
-        1, len(bases) + 1, len(bases) + 1, title=f"{bases[0]}: how often entries moved, and Eq. 13 (lines)",
+        1, len(bases) + 1, len(bases) + 1, title=f"{bases[0]}: how often entries moved, and Eq. 13 (rings)",
         xlabel="epochs in which an entry moved", ylabel="share of entries", yscale="log", ylim=(1e-6, 2),
     )  # fmt: skip
     for i, row in enumerate(shown):
         places = range(len(row["counts"]))
-        (line,) = panel.plot(places, [share or math.nan for share in laws[row["method"]]], lw=0.8)
+        beside = [k + 0.06 * (i - len(shown) / 2) for k in places]
+        # Rings: a law that is zero between two counts has no line.
         panel.scatter(
-            [k + 0.06 * (i - len(shown) / 2) for k in places],
-            [share or math.nan for share in row["counts"]],
-            label=row["method"], color=line.get_color(), s=14,
-        )  # fmt: skip
+            beside, [share or math.nan for share in laws[row["method"]]], facecolors="none", edgecolors=f"C{i}", s=60
+        )
+        panel.scatter(beside, [share or math.nan for share in row["counts"]], label=row["method"], color=f"C{i}", s=14)
     panel.legend(fontsize=8)
     panel.grid(alpha=0.3)
     held = io.BytesIO()

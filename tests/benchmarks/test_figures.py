@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -35,3 +36,32 @@ def test_a_figure_is_drawn_from_the_result_and_a_row_that_is_not_there_is_an_err
         assert len(picture.convert("RGB").getcolors(2**16)) > 20
     with pytest.raises(KeyError):
         figures.found(replace(figure, series={"base": (("no such row", "loss"),)}))
+
+
+@pytest.mark.parametrize(
+    ("metric", "bounds"),
+    [
+        ("Caltech alignment", (0, 1)), ("CIFAR alignment, wrong site", (0, 1)), ("caption 10%", (0, 1)),
+        ("LiRA", (0, 1)), ("AUROC, loss", (0, 1)), ("rows", (0, 1)), ("local", (0, 100)), ("right", (0, 100)),
+        ("qa accuracy", (0, 100)), ("loss", (-math.inf, math.inf)), ("psnr", (-math.inf, math.inf)),
+    ],
+)  # fmt: skip
+def test_what_a_metric_can_be(metric, bounds):
+    assert figures.possible(metric) == bounds
+
+
+def test_no_interval_is_drawn_beyond_what_is_possible():
+    row = figures.found(figures.FRONTS["lora"])["FedAvg"][1]
+    assert row["high"] == 1.0
+    assert 0.9 < row["low"] < row["mean"] < 1.0
+
+
+def test_a_server_without_a_model_is_not_drawn_as_one():
+    """FedSA-LoRA's server is the base: the line of the base says so, and no interval is drawn."""
+    front = figures.FRONTS["lora"]
+    at_base = [name for name, (x, _) in figures.found(front).items() if x["mean"] == figures.base_of(front)]
+    assert at_base == ["FedSA-LoRA"]
+    drawn = figures.front(front)
+    shown = {text.get_text() for text in drawn.legends[0].get_texts()}
+    assert "FedSA-LoRA: no model\nat the server" in shown
+    assert "FedAvg" in shown

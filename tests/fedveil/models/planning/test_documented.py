@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 
 from fedveil import strategies
-from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.lora import Lora
 from fedveil.config import parse
 from fedveil.federation.exchange import Exchange
+from fedveil.federation.summed.summands import Slots
 from fedveil.models.planning import base, memory, work
+from fedveil.models.planning.settings import Settings
 from tests.conftest import ROOT
 from tests.fedveil.models.planning.test_base import EIGHT, SEVENTY
 
@@ -18,8 +22,8 @@ CONFIG = parse({"train.quantized-base": "4bit", "train.precision": "bf16", "trai
                 "train.batch-size": 4, "task.max-tokens": 512})  # fmt: skip
 
 
-def row(name: str) -> list[str]:
-    line = next(line for line in TEXT.splitlines() if line.startswith(f"| {name}"))
+def row(name: str, text: str = TEXT) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"| {name}"))
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
@@ -50,22 +54,65 @@ def test_memory_by_part_and_seconds(column, settings):
         assert f"{done.seconds(300e12, gpus):.0f}" in TEXT.partition("A round of 1,000 rows")[2][:400]
 
 
+EIGHT_BITS = "upload_bits = 8"
+# The line's first words, the method, its fields, and which variants of the download and of the upload it has.
+MESSAGES = [
+    ("FedAvg, LoRA;", "fedavg", "", "", [""]), ("FedAvg, LoRA;", "fedpara", "", "", [""]),
+    ("FedAvg, LoRA;", "fedprox", "", "", [""]), ("FedAvg, LoRA;", "la_lora", "", "", [""]),
+    ("FedAvg, LoRA;", "hetlora", "", "", [""]), ("FedAvg, LoRA, `wire", "fedavg", "wire_dtype = 'bfloat16'", "", [""]),
+    ("HetLoRA, a site", "hetlora", "adapter = {rank = 4}", "", [""]), ("SCAFFOLD", "scaffold", "", "", [""]),
+    ("FedRand, as", "fedrand", "", "both", ["A", "B"]), ("FedRand, as", "rolora", "", "", ["A", "B"]),
+    ("FedRand, RoLoRA", "fedrand", EIGHT_BITS, "both", ["A", "B"]),
+    ("FedRand, RoLoRA", "rolora", EIGHT_BITS, "", ["A", "B"]),
+    ("FFA-LoRA |", "ffa_lora", "", "", [""]), ("FFA-LoRA, `", "ffa_lora", EIGHT_BITS, "", [""]),
+    ("FedSA-LoRA", "fedsa_lora", "", "", [""]), ("FedEx-LoRA, any", "fedex_lora", "", "whole", [""]),
+    ("FLoRA, any", "flora", "", "whole", [""]), ("FedPer", "fedper", "", "top", ["top"]),
+    ("FedLPP", "fedlpp", "", "", [""]), ("FedSP, after", "fedsp", "", "prefix", [""]),
+    ("FedSP, round", "fedsp", "", "proxy", [""]), ("FedAvg, all", "fedavg", "adapter = {kind = 'all'}", "", [""]),
+    ("FedAvg, all", "fixed_position", "", "", [""]), ("FedQSN", "fedqsn", "", "", [""]),
+    ("Random Binary", "random_binary", "", "", [""]),
+]  # fmt: skip
+
+
+def exchange(name: str, fields: str, settings: Settings) -> Exchange:
+    method = strategies.create(name, fields)
+    return Exchange(method, name, base.spec(settings, method.adapter))
+
+
 @pytest.mark.parametrize(("column", "settings"), [(0, EIGHT), (2, SEVENTY)])
 def test_bytes_of_messages(column, settings):
-    def sizes(name: str, adapter: object = None) -> tuple[dict[str, int], dict[str, int]]:
-        fields = "adapter = {kind = 'all'}" if adapter else ""
-        method = strategies.create(name, fields)
-        found = Exchange(method, name, base.spec(settings, method.adapter))
-        return found.sizes("down"), found.sizes("up")
-
-    for words, name, adapter, variants in (
-        ("FedAvg, LoRA", "fedavg", None, [""]), ("FedAvg, LoRA", "fedpara", None, [""]),
-        ("FedRand", "fedrand", None, ["A", "B"]), ("FedPer", "fedper", None, ["top"]),
-        ("FedLPP", "fedlpp", None, [""]), ("FedAvg, all", "fedavg", AllWeights(), [""]),
-        ("FedAvg, all", "fixed_position", None, [""]), ("FedQSN", "fedqsn", None, [""]),
-        ("Random Binary", "random_binary", None, [""]),
-    ):  # fmt: skip
-        down, up = sizes(name, adapter)
+    for words, name, fields, downloaded, variants in MESSAGES:
+        found = exchange(name, fields, settings)
+        down, up = found.sizes("down"), found.sizes("up")
         said = row(words)[column : column + 2]
-        assert said[0] == f"{down[variants[-1]] if variants[-1] in down else max(down.values()):,}", name
-        assert said[1] == " or ".join(f"{up[v]:,}" for v in variants), name
+        assert said == [f"{down[downloaded]:,}", " or ".join(f"{up[v]:,}" for v in variants)], (name, fields)
+    pairs, three = (exchange("fedavg", f"adapter = {{rank = {r}}}", settings).largest("down") for r in (8, 3 * 8))
+    for words, name in (("FedEx-LoRA, a", "fedex_lora"), ("FLoRA, a", "flora")):
+        sizes = exchange(name, "", settings).sizes("down")
+        assert sizes["start"] + three < sizes["step"]  # what the layout bounds is any rank
+        assert row(words)[column : column + 2] == [f"{sizes['start'] + three:,}", f"{pairs:,}"], name
+
+
+@pytest.mark.parametrize(("column", "settings"), [(0, EIGHT), (1, SEVENTY)])
+def test_bytes_of_masked_uploads(column, settings):
+    said = TEXT.partition("| method, secure |")[2]
+
+    def shown(name: str) -> str:
+        found = (Slots.of(exchange(name, "", settings), round_).length for round_ in (1, 2))
+        return " or ".join(dict.fromkeys(f"{4 * length:,}" for length in sorted(found)))
+
+    for words, names in {
+        "FedAvg, FedRand": ("fedavg", "fedrand", "fedlpp", "hetlora"),
+        "FFA-LoRA": ("ffa_lora",), "FedSA-LoRA": ("fedsa_lora",), "RoLoRA": ("rolora",), "FedPer": ("fedper",),
+        "FedEx-LoRA": ("fedex_lora",), "FLoRA": ("flora",),
+    }.items():  # fmt: skip
+        assert {shown(name) for name in names} == {row(words, said)[column]}, words
+
+
+def test_the_methods_whose_uploads_may_be_codes():
+    line = next(line for line in TEXT.splitlines() if line.startswith("`upload_bits` is a field of"))
+    of = {name: {field.name for field in dataclasses.fields(strategies.load(name))} for name in strategies.names()}
+    codes = [name for name, fields in of.items() if "upload_bits" in fields]
+    assert codes
+    named = line.partition("field of ")[2].partition(", not")[0].replace(" and ", ", ").split(", ")
+    assert {re.sub(r"[-_]", "", name).lower() for name in named} == {name.replace("_", "") for name in codes}
