@@ -9,7 +9,7 @@ of a hash of the row, which nothing can learn; there the attack must lose.
 | concordance | of pairs of sites of different shares, how many the attack orders rightly; 0.5 is a guess |
 | of the first round | the same from one round's messages |
 | members | AUROC of `alignment` on rows of a site beside rows of none, of the same kind; mean of kinds and sites |
-| loss | of the server's model on rows of no site, in nats |
+| loss, loss of round 0 | of the server's model, and of what it began with, on rows of no site, in nats |
 | epsilon | of a row, as the sites' ledgers would have it; of rows in the clear none |
 """
 
@@ -86,7 +86,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> dict[str, 
 
 
 _SEEDED = {"run.deterministic": True}
-_FEWEST = 3
+_FEWEST, _ASKED = 3, 16  # rows of a kind that membership is asked of
 
 
 def _method(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +160,8 @@ def _measured(
             "of the first round": _ordered([each for each in found if each.round == 0], cut.shares, sees),
             "members": _members(view, knowledge, rows, (having, lacking), cut),
         }
-    metrics["loss"] = task.evaluate(knowledge.server or {}, [*cut.having, *cut.lacking], generate=False)["loss"]
+    for name, weights in (("loss", knowledge.server or {}), ("loss of round 0", initial)):
+        metrics[name] = task.evaluate(weights, [*cut.having, *cut.lacking], generate=False)["loss"]
     if dp := DpSgd.of(config.dp):
         metrics["epsilon"] = _epsilon(dp, config, settings["rows_a_site"])
     return metrics
@@ -178,9 +179,11 @@ def _members(view: View, knowledge: Knowledge, rows: Mapping[str, Rows], known: 
     for site in view.sites:
         first = round(cut.shares[site] * len(rows[site]))
         held = list(rows[site])  # the same objects for every question
-        for mine, others in zip((held[:first], held[first:]), known, strict=True):
+        for mine, others in zip((held[:first][:_ASKED], held[first:][:_ASKED]), known, strict=True):
             if len(mine) >= _FEWEST:
-                scores = [shared.scores(attack, view, site, knowledge, of)["alignment"] for of in (mine, others)]
+                scores = [
+                    shared.scores(attack, view, site, knowledge, of)["alignment"] for of in (mine, others[:_ASKED])
+                ]
                 areas.append(auroc(*scores))
     return statistics.fmean(areas)
 
