@@ -11,7 +11,8 @@ from fedveil.console.runs.folder import Run
 LEDGER_NOTE = (
     "Every message of every attempt, as it crossed the wire; refused and repeated ones count. Payload is the bytes "
     "of the tensors; overhead is everything else in the message: names, shapes, and the figures a site reports about "
-    "its training."
+    "its training. Refused uploads, and the keys and shares of secure aggregation, stand in one line, without fields. "
+    "The lines of a direction add up to the bytes in the summary."
 )
 HELD_OUT_NOTE = (
     "Each site says this of itself, of the weights that it received: the model after the round before, with what the "
@@ -64,6 +65,9 @@ def ledger(run: Run) -> Html:
         fields = [[tag("code", name), codec, str(shape), nbytes] for name, codec, shape, nbytes in kind.fields]
         title = f"{way}, {kind.variant or 'every message'}: {len(fields)} fields, bytes in one message"
         folds.append(fold(title, table(["field", "codec", "shape", "bytes"], fields)))
+    for direction, way in (("up", "site to server"), ("down", "server to site")):
+        if rest := run.unlisted(direction):
+            rows.append([way, disclosure.unlisted(run, direction), *[None] * 7, rest])
     head = ["direction", "variant", "codec", "tensors", "entries", "messages", "payload bytes", "overhead bytes"]
     parts = [tag("h3", heading(run)), table([*head, "overhead", "total bytes"], rows), _by_site(run, found), *folds]
     return join(parts)
@@ -87,7 +91,15 @@ def sites(run: Run) -> Html:
         said = [] if run.unseen else [s.examples, s.loss_received, s.loss_trained, s.train_seconds]
         why = join((f"round {round_ + 1}: {reason}" for round_, reason in s.failures), "; ") or None
         rows.append([s.name, s.accepted, s.asked, *said, s.up, s.down, why])
-    return join([tag("h3", heading(run)), table(head, rows), _held_out(run, records)])
+    return join([tag("h3", heading(run)), table(head, rows), _not_by_site(run, records), _held_out(run, records)])
+
+
+def _not_by_site(run: Run, records: Sequence[by_site.SiteRecord]) -> Html:
+    """What records of older runs have of all sites together alone."""
+    rest = run.upload_bytes - sum(s.up for s in records), run.download_bytes - sum(s.down for s in records)
+    what = disclosure.unlisted(run, "up")
+    words = f"Not in this table, for the run's record does not have them by site: {what}, {rest[0]:,} bytes up"
+    return tag("p", f"{words} and {rest[1]:,} down.", "note") if any(rest) else Html("")
 
 
 def _held_out(run: Run, records: Sequence[by_site.SiteRecord]) -> Html:

@@ -9,7 +9,7 @@ from fedveil.console.runs.folder import Run
 from fedveil.records import disclosed
 from fedveil.records.disclosed import Kind, words_of
 
-__all__ = ["Kind", "describe_fields", "kinds", "never_together", "reported", "scalars", "words_of"]
+__all__ = ["Kind", "describe_fields", "kinds", "never_together", "reported", "scalars", "unlisted", "words_of"]
 
 
 def kinds(run: Run) -> list[Kind]:
@@ -33,6 +33,13 @@ def never_together(run: Run, site: str) -> bool:
                if message["direction"] == "up" and message["site"] == site}  # fmt: skip
     uploads: list[set[str]] = [{name for name, *_ in fields} for fields in of_kind.values()]
     return len(uploads) > 0 and all(names != set().union(*uploads) for names in uploads)
+
+
+def unlisted(run: Run, direction: str) -> str:
+    """What the bytes are that the ledger does not list."""
+    refused = any(str(why).startswith("refused: ") for a in run.attempts for why in a.get("failed", {}).values())
+    parts = ["keys and shares of secure aggregation"] if run.unseen else []
+    return " and ".join(parts + ["refused uploads"] * (direction == "up" and refused)) or "not listed by field"
 
 
 def describe_fields(fields: Sequence[tuple[str, str, list[int], int]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -70,6 +71,11 @@ class Run:
         """Bytes of all messages to the sites."""
         return self._bytes("down", "download_bytes")
 
+    def unlisted(self, direction: str) -> int:
+        """Bytes that the ledger does not list field by field: refused uploads, keys and shares."""
+        listed = sum(int(message["bytes"]) for message in self.messages if message["direction"] == direction)
+        return (self.upload_bytes if direction == "up" else self.download_bytes) - listed
+
     @cached_property
     def view(self) -> str:
         """The view whose scores are shown: the server's model where it is scored."""
@@ -122,7 +128,8 @@ class Run:
     @cached_property
     def sites(self) -> list[str]:
         """Every site that was asked to take part, or for its keys."""
-        asked = {site for attempt in self.attempts for key in ("cohort", "failed") for site in attempt.get(key, [])}
+        keys = ("cohort", "failed", "unlisted")
+        asked = {site for attempt in self.attempts for key in keys for site in attempt.get(key) or []}
         return sorted(asked | {str(message["site"]) for message in self.messages})
 
     @property
@@ -139,9 +146,12 @@ class Run:
         return [attempt for attempt in self.attempts if not attempt.get("void")]
 
     def _bytes(self, direction: str, total: str) -> int:
-        if self.messages and not self.unseen:  # there questions about keys and shares count too, which it does not list
-            return sum(int(message["bytes"]) for message in self.messages if message["direction"] == direction)
-        return sum(int(attempt.get(total, 0)) for attempt in self.attempts)
+        listed, recorded = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        for message in self.messages:
+            listed[message["round"], message["attempt"]] += (message["direction"] == direction) * int(message["bytes"])
+        for attempt in self.attempts:
+            recorded[int(attempt["round"]), int(attempt.get("attempt", 0))] += int(attempt.get(total, 0))
+        return (listed | recorded).total()  # of each attempt the larger: one under way has no line of its own yet
 
 
 def load(folder: Path) -> Run:
