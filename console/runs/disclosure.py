@@ -6,10 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedveil.console.runs.folder import Run
+from fedveil.console.runs.unseen import NOT_SEEN
 from fedveil.records import disclosed
 from fedveil.records.disclosed import Kind, words_of
 
-__all__ = ["Kind", "describe_fields", "kinds", "never_together", "reported", "scalars", "unlisted", "words_of"]
+__all__ = ["Kind", "describe_fields", "kinds", "learned", "never_together", "reported", "scalars", "unlisted"]
+
+
+# Of the names that methods have in common; a site's own number, where a method gives it one, is i or k.
+SYMBOLS = (
+    "A and B are the two factors of LoRA, an index r or t is the round, i or k the site; n_i, or n_k, is the number of "
+    "examples that the site reports."
+)
+
+
+def learned(run: Run) -> list[str]:
+    """What each side came to know by the method, in sentences; of a secure run what the server got in its place."""
+    words = [sentence.replace("`", "") for sentence in words_of(run.method)]
+    if not run.unseen:
+        return words
+    of_server = [words_ for words_ in words if words_.startswith("The server learns: ")]
+    rest = [words_ for words_ in words if words_ not in of_server]
+    clear = [f"Without secure aggregation it would be: {w.removeprefix('The server learns: ')}" for w in of_server]
+    return [*rest, f"The server learns: the sum over the sites of each round. {NOT_SEEN}", *clear]
 
 
 def kinds(run: Run) -> list[Kind]:

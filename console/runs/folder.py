@@ -15,7 +15,7 @@ from fedveil.errors import StateError
 from fedveil.records import disclosure, process
 
 Row = dict[str, Any]
-_CONFIG_BYTES = 1 << 20
+_CONFIG_BYTES, _PROGRESS_BYTES = 1 << 20, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Run:
         before: scores of the initial model, by view; {} where there are none.
         messages: as `fedveil.records.disclosure.messages` gives them.
         resumes: the lines of resumes.jsonl.
+        progress: progress.json; {} where there is none, or another's.
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class Run:
     before: dict[str, dict[str, float]]
     messages: list[Row]
     resumes: list[Row] = field(default_factory=list)
+    progress: Row = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -117,12 +119,12 @@ class Run:
 
     @cached_property
     def uploaded(self) -> list[tuple[int, int]]:
-        """(rounds finished, bytes uploaded so far), refused uploads and repeated rounds counted."""
+        """(rounds finished, bytes uploaded so far); refused uploads, failed and repeated rounds count."""
         total, points = 0, {0: 0}
         for attempt in self.attempts:
             total += int(attempt.get("upload_bytes", 0))
             if not attempt.get("void"):
-                points[int(attempt["round"]) + 1] = total
+                points[int(attempt["round"]) + bool(attempt.get("weights"))] = total
         return sorted(points.items())
 
     @cached_property
@@ -166,7 +168,18 @@ def load(folder: Path) -> Run:
         before=next((row.get("scores") or {} for row in rows if row["round"] < 0), {}),
         messages=disclosure.messages(folder / disclosure.NAME),
         resumes=json_lines(folder / "resumes.jsonl"),
+        progress=progress_of(folder),
     )
+
+
+def progress_of(folder: Path) -> Row:
+    """Where the round under way is (server_app/following/progress.py). A wrong file says nothing and ends nothing."""
+    try:
+        with (folder / "progress.json").open("rb") as file:
+            said = json.loads(file.read(_PROGRESS_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def config_of(folder: Path) -> Row:
