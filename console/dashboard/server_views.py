@@ -265,8 +265,8 @@ class ServerViews:
                       "test loss": run.final.get("loss"), "bytes up": run.upload_bytes,
                       "bytes down": run.download_bytes, "seconds in rounds": round(run.seconds, 1)},
             "charts": [one for one in charts if one], "failures": failed[:: -1][: bounded.MOST_LINES],
-            "sites": [[s.name, s.asked, s.accepted, failures(len(s.failures)), s.loss_trained, s.train_seconds, s.up, s.down]
-                      for s in sites],
+            "sites": [[s.name, s.asked, s.accepted, failures(len(s.failures)), s.loss_trained, s.train_seconds, s.up,
+                       s.down] for s in sites],
             "disclosed": disclosed.exchanged(run), "words": disclosure.learned(run),
             "symbols": disclosure.SYMBOLS,
             "reported": [shown(name, 80) for name in disclosure.reported(run)],

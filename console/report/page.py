@@ -23,7 +23,8 @@ h3 { font-size: 1rem; margin: 1.5rem 0 .4rem; } p { margin: .5rem 0; max-width: 
 .lead, .note, th, figcaption, summary { color: var(--mute); } .note { font-size: .88rem; }
 .wide { overflow-x: auto; background: linear-gradient(to right, Canvas 40%, transparent) 0 / 2.4rem 100%,
   linear-gradient(to left, Canvas 40%, transparent) 100% / 2.4rem 100%,
-  linear-gradient(to right, #8887, transparent) 0 / .9rem 100%, linear-gradient(to left, #8887, transparent) 100% / .9rem 100%; background-repeat: no-repeat;
+  linear-gradient(to right, #8887, transparent) 0 / .9rem 100%,
+  linear-gradient(to left, #8887, transparent) 100% / .9rem 100%; background-repeat: no-repeat;
   background-attachment: local, local, scroll, scroll; } /* a shadow where columns lie beyond the edge */
 table { border-collapse: collapse; width: 100%; font-size: .92rem; margin: .5rem 0 .9rem; }
 th { text-align: left; font-weight: 600; font-size: .82rem; vertical-align: bottom; }
