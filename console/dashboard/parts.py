@@ -109,7 +109,8 @@ def log_rows(lines: Iterable[dict[str, Any]]) -> list[list[object]]:
     for line in lines:
         why = "; ".join(shown(line[key]) for key in ("cause", "reason") if line.get(key))
         rest = [f"{shown(k, 80)} {_value(v)}" for k, v in line.items() if k not in _OWN and v not in ("", None)]
-        about = join([_sizes(line), why, *([fold("more", ", ".join(rest))] if rest else [])], " ")
+        parts = [_sizes(line), why, fold("more", ", ".join(rest)) if rest else ""]
+        about = join(filter(None, parts), " ")
         event = shown(line.get("event", "?"), 40)
         rows.append([
             plain(line.get("n")), when(line.get("time", "")),

@@ -10,7 +10,17 @@ from fedveil.console.runs.unseen import NOT_SEEN
 from fedveil.records import disclosed
 from fedveil.records.disclosed import Kind, words_of
 
-__all__ = ["Kind", "describe_fields", "kinds", "learned", "never_together", "reported", "scalars", "unlisted"]
+__all__ = [
+    "Kind",
+    "describe_fields",
+    "kinds",
+    "learned",
+    "never_together",
+    "reported",
+    "scalars",
+    "unlisted",
+    "words_of",
+]
 
 
 # Of the names that methods have in common; a site's own number, where a method gives it one, is i or k.
