@@ -244,10 +244,10 @@ def verdict(found: Sequence[Finding]) -> str:
     """What the audit comes to, in a sentence or two."""
     names, ordered = tried(found), strongest(found)
     lame = [name for name in names if unusable(found, name)]
-    aside = f" {len(lame)} of {len(names)} attacks prove nothing here: their controls fail." if lame else ""
+    aside = f" {len(lame)} of {_attacks(len(names))} prove nothing here: their controls fail." if lame else ""
     if not ordered:
         return "Not decided: no attack was tried on the run whose controls hold." + aside
-    count = f"{len(ordered)} findings of {len(names) - len(lame)} attacks whose controls hold"
+    count = f"{len(ordered)} findings of {_attacks(len(names) - len(lame))} whose controls hold"
     above = [f for f in ordered if f.verdict == "above"]
     if not above:
         return f"No membership shows in {count}. That is no proof that none can be told: other attacks may.{aside}"
@@ -256,6 +256,10 @@ def verdict(found: Sequence[Finding]) -> str:
         f"Membership shows in {len(above)} of {count}. Strongest: {first.attack} on {first.model} puts a trained row "
         f"above another one {100 * first.auroc[0]:.0f} times in 100 (a coin: 50).{aside}"
     )
+
+
+def _attacks(count: int) -> str:
+    return f"{count} attack{'s' * (count != 1)}"
 
 
 def notes(found: Sequence[Finding], overfitted: Control, taught: Control | None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fedveil import rng
 from fedveil.console import final_model
@@ -37,8 +38,10 @@ def write(run: Path, device: str = "cpu") -> None:
     task, weights = model.task(device)
     if not isinstance(task, Writes) or config.task.name != "text-generation" or not config.task.evaluation:
         return
-    rows = task.examples(Path(config.task.evaluation), "test")[:_COUNT]
-    prompts = [str(row.values[config.task.source_column]) for row in rows]
+    by_prompt = dict[str, Any]()  # a prompt may have many rows: the first of each
+    for row in task.examples(Path(config.task.evaluation), "test"):
+        by_prompt.setdefault(str(row.values[config.task.source_column]), row)
+    prompts, rows = list(by_prompt)[:_COUNT], list(by_prompt.values())[:_COUNT]
     initial = task.initial(rng.initial(config.run.seed, "weights"))
     texts = zip(prompts, task.write(initial, prompts, []), task.write(weights, prompts, []), rows, strict=True)
     found = [

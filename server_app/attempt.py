@@ -170,7 +170,7 @@ class Attempt:
         data: Buffer = b""
         sent, refused = 0, ""
         try:
-            sent = sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
+            sent = sent_bytes(reply)
             data = intake.message_bytes(reply, self.largest_upload, self.folder.folder if self.folder else None)
             message, upload, norm = self._read(data, ctx)
             site_log = _anchor(reply)
@@ -214,6 +214,7 @@ class Attempt:
         return {"num_examples": upload.num_examples, **upload.report}
 
     def _refused(self, data: Buffer, sent: int, ctx: RoundContext, reason: str) -> None:
+        self.record.unlisted[ctx.client] = [sent, 0]
         self._failed(ctx, f"refused: {reason}", up_bytes=sent)
         self._tapped(data, ctx, "up", accepted=False)
         log(WARNING, "round %s: %s: %s", ctx.round + 1, ctx.client, self.record.failed[ctx.client])
@@ -253,6 +254,11 @@ def order_of(
     order["method"], order["fields"], order["log"] = exchange.name, fields, anchor
     order["seconds"] = float(deadline)
     return order
+
+
+def sent_bytes(reply: Message) -> int:
+    """Of a reply's arrays, whatever is in them."""
+    return sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
 
 
 def _anchor(reply: Message) -> str:

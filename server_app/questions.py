@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from logging import ERROR
 
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -26,7 +27,8 @@ from fedveil.errors import WireError
 from fedveil.federation.secure.forms import MOST_BYTES, Statement
 from fedveil.foreign import shown
 from fedveil.server_app import intake
-from fedveil.server_app.attempt import REASON_CHARACTERS, Shared
+from fedveil.server_app.attempt import REASON_CHARACTERS, Shared, sent_bytes
+from fedveil.server_app.record import RoundRecord
 from fedveil.wire import statements
 
 SECONDS = 120.0  # that a site has for an answer which needs no training
@@ -42,7 +44,7 @@ class Questions:
         nodes: by site.
         order: what a site is asked beside a question.
         round: and `address`: what the messages belong to.
-        up_bytes, down_bytes: of all of them so far.
+        up, down: bytes of them so far, by site.
     """
 
     grid: Grid
@@ -51,8 +53,8 @@ class Questions:
     round: int
     address: Address
     config: ConfigRecord
-    up_bytes: int = 0
-    down_bytes: int = 0
+    up: Counter[str] = field(default_factory=Counter)
+    down: Counter[str] = field(default_factory=Counter)
 
     def ask(
         self, asked: Mapping[str, Statement], take: Callable[[str, bytes], None], enough: Callable[[], bool] = bool
@@ -76,10 +78,18 @@ class Questions:
                 time.sleep(_POLL_SECONDS)
         return failed | {site: f"no answer within {SECONDS:g} s" for site in waiting.values() if not enough()}
 
+    def count(self, record: RoundRecord) -> None:
+        """Adds their bytes to an attempt's; call it once they are all asked."""
+        record.upload_bytes += self.up.total()
+        record.download_bytes += self.down.total()
+        for site in self.up | self.down:
+            up, down = record.unlisted.get(site, (0, 0))
+            record.unlisted[site] = [up + self.up[site], down + self.down[site]]
+
     def _message(self, site: str, statement: Statement, shared: Shared) -> Message:
         """Addressed to all sites of the attempt, so that equal statements are sent once."""
         data = statements.packed(statement.to_bytes(), self.round, "down", self.address.of_broadcast)
-        self.down_bytes += len(data)
+        self.down[site] += len(data)
         order = self.order(RoundContext(self.round, site, False, b"", address=replace(self.address, site=site)))
         content = RecordDict({"fedveil": shared.record([data]), "order": order, "config": self.config})
         return Message(content, self.nodes[site], _QUESTION, ttl=2 * SECONDS, group_id=str(self.round))
@@ -98,6 +108,6 @@ class Questions:
     def _answer(self, reply: Message, site: str) -> bytes:
         if reply.has_error():
             raise WireError(f"{reply.error.reason} (code {reply.error.code})")
+        self.up[site] += sent_bytes(reply)
         data = bytes(intake.message_bytes(reply, MOST_BYTES, None))
-        self.up_bytes += len(data)
         return statements.unpacked(data, self.round, "up", replace(self.address, site=site), MOST_BYTES)

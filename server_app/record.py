@@ -68,6 +68,8 @@ class RoundRecord:
     Attributes:
         failed: reason by site, for every site of the cohort whose upload is not in the sums.
         upload_bytes, download_bytes: of whole messages. Refused uploads count, for they were sent.
+        unlisted: bytes up and down by site that disclosure.jsonl does not list: refused uploads, and keys and shares of
+            secure aggregation.
         reports: what each accepted site reported, with its num_examples.
         cut: the examples that count, for a site which claimed more than cohort.max-share allows.
         left_out: accepted sites whose uploads the rule did not choose (aggregate.rule = "multi-krum").
@@ -83,6 +85,7 @@ class RoundRecord:
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
     upload_bytes: int = 0
     download_bytes: int = 0
+    unlisted: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     reports: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     cut: dict[str, int] = dataclasses.field(default_factory=dict)
     left_out: list[str] = dataclasses.field(default_factory=list)

@@ -226,7 +226,7 @@ class Rounds:
             self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap, self._last,
             cohort.norm_factor,
         )  # fmt: skip
-        if self._unseen and questions and chosen:
+        if self._unseen and questions:
             attempt = self._unseen.begin(attempt, questions)
         messages = attempt.messages(contexts, nodes, deadline, config)
         parked.leave(self.server.tensors)

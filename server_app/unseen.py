@@ -129,8 +129,11 @@ class Unseen:
         order: Callable[[RoundContext], ConfigRecord] = lambda ctx: order_of(self.exchange, address.run, ctx, SECONDS)  # noqa: E731
         return Questions(grid, nodes, order, round_, address, config)
 
-    def begin(self, clear: Attempt, questions: Questions) -> UnseenAttempt:
-        """The same attempt, whose uploads nobody sees. All of its sites have prekeys."""
+    def begin(self, clear: Attempt, questions: Questions) -> Attempt:
+        """The same attempt, whose uploads nobody sees. All of its sites have prekeys. One without a cohort is over."""
+        if not clear.record.cohort:
+            questions.count(clear.record)
+            return clear
         found = self.coordinator.attempt(clear.record.round, clear.record.attempt, clear.record.cohort)
         summed = Summed.of(self.exchange, clear.record.round, found.plan.bits, self.claim)
         own = {f.name: getattr(clear, f.name) for f in fields(Attempt)}
@@ -156,8 +159,7 @@ class Unseen:
                 self.coordinator.expel(site)
             return None
         finally:
-            attempt.record.upload_bytes += attempt.questions.up_bytes
-            attempt.record.download_bytes += attempt.questions.down_bytes
+            attempt.questions.count(attempt.record)
             for site in attempt.record.failed:  # it may have lost its keys
                 self.coordinator.forget(site)
 

@@ -23,7 +23,15 @@ MOST_LINES = 200  # of a log that are shown
 _MOST_ENTRIES = 10_000  # of a folder that are looked at
 _TAIL_BYTES = 1 << 20
 _STATUS = ("status.json", "config.json")
-_READ = (*_STATUS, "metrics.jsonl", "disclosure.jsonl", "resumes.jsonl", findings.FILE, findings.PICTURES)
+_READ = (
+    *_STATUS,
+    "progress.json",
+    "metrics.jsonl",
+    "disclosure.jsonl",
+    "resumes.jsonl",
+    findings.FILE,
+    findings.PICTURES,
+)
 Stamp = tuple[tuple[str, int, int], ...]
 
 
@@ -95,13 +103,13 @@ def stamp_of(place: Place) -> Stamp:
     return stamp(place.folder / name for name in _READ)
 
 
-def tail(file: Path) -> list[dict[str, Any]]:
-    """The last lines of a log as they stand, the newest first: at most `MOST_LINES`, and nothing is checked."""
+def tail(file: Path, most: int = MOST_LINES) -> list[dict[str, Any]]:
+    """The last lines of a log as they stand, the newest first: at most `most` of 1 MiB, and nothing is checked."""
     with file.open("rb") as log:
         size = log.seek(0, os.SEEK_END)
         log.seek(max(0, size - _TAIL_BYTES))
         lines = log.read(_TAIL_BYTES).split(b"\n")[0 if size <= _TAIL_BYTES else 1 : -1]
-    return [_line(line) for line in reversed(lines[-MOST_LINES:])]
+    return [_line(line) for line in reversed(lines[-most:])]
 
 
 def _line(line: bytes) -> dict[str, Any]:

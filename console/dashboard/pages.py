@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.applications import Starlette
@@ -63,7 +64,7 @@ def app(site: Site, entry: Entry, ending: Callable[[], bool]) -> ASGIApp:
     streams = Streams(ending)
 
     def rendered(view: View, status: int, path: str, state: str) -> Response:
-        frame = {"site": site, "base": entry.base, "here": path, "seen": state}
+        frame = {"site": site, "base": entry.base, "here": path, "seen": state, "now": _now()}
         text = templates.get_template(view.template).render(table=page.table, title=view.title, **frame, **view.about)
         return HTMLResponse(text, status)
 
@@ -102,6 +103,10 @@ def app(site: Site, entry: Entry, ending: Callable[[], bool]) -> ASGIApp:
 def digest(parts: object) -> str:
     """Of what pages show, by its stamps."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%H:%M:%S} UTC"
 
 
 def _sorry(title: str, words: str) -> View:

@@ -15,12 +15,27 @@ from urllib.parse import quote
 from fedveil.console.dashboard import bounded
 from fedveil.console.dashboard.later import Later
 from fedveil.console.report.figures import Curve, svg
-from fedveil.console.report.page import Html, fold, join, table, tag, text
+from fedveil.console.report.page import Figure, Html, fold, join, table, tag, text
 from fedveil.errors import StateError
 from fedveil.foreign import shown
 from fedveil.records import audit_log
 
-_OWN = ("n", "time", "event", "previous", "hash", "run", "round", "site", "reason", "cause")
+_OWN = (
+    "n",
+    "time",
+    "event",
+    "previous",
+    "hash",
+    "run",
+    "round",
+    "site",
+    "reason",
+    "cause",
+    "bytes",
+    "up_bytes",
+    "down_bytes",
+)
+_FAILURES = ("failed", "refused", "withheld")
 _HASH = re.compile(r"(\d+:)?[0-9a-f]{40,}")
 _WORDS = 600  # characters of one value of a log
 _MOST_POINTS = 2000  # of a curve
@@ -30,10 +45,11 @@ STATES = {"completed": "completed", "running": "running", "online": "completed"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of an audit log. `kind`: "good", "alert", or "wait" while nobody knows."""
+    """Of an audit log. `kind`: "good", "alert", or "wait" while nobody knows. `anchor`: the log's as it stands."""
 
     words: str
     kind: str
+    anchor: str = ""
 
 
 def verdict(later: Later, file: Path) -> Verdict:
@@ -42,7 +58,7 @@ def verdict(later: Later, file: Path) -> Verdict:
     if found.value is None:
         return Verdict(found.why or "is being checked", "alert" if found.why else "wait")
     if not found.is_new and found.value.kind == "good":
-        return Verdict(f"{found.value.words} Lines that came since are being checked.", "wait")
+        return Verdict(f"{found.value.words} Lines that came since are being checked.", "wait", found.value.anchor)
     return found.value
 
 
@@ -53,9 +69,10 @@ def _verified(file: Path) -> Verdict:
     except StateError as error:
         return Verdict(shown(error, 1000), "alert")
     return Verdict(
-        f"{head.lines:,} lines, each as it was written. Anchor now: {head}. Lines cut off the end, or a log "
-        "written anew as a whole, show only against an anchor that somebody else keeps: fedveil log verify --anchor.",
+        f"{head.lines:,} lines, each as it was written. Lines cut off the end, or a log written anew as a whole, show "
+        "only against an anchor that somebody else keeps: fedveil log verify --anchor.",
         "good",
+        str(head),
     )
 
 
@@ -67,6 +84,11 @@ def link(base: str, path: Sequence[str], words: object) -> Html:
 def state(word: str) -> Html:
     """A state in its colour, beside the word itself."""
     return tag("span", word, f"tag {STATES.get(word, 'failed')}")
+
+
+def failures(count: int) -> object:
+    """A number of failures, in the colour of one where there are any."""
+    return Figure(f'<span class="failed">{count:,}</span>') if count else count
 
 
 def when(value: object) -> object:
@@ -87,15 +109,25 @@ def log_rows(lines: Iterable[dict[str, Any]]) -> list[list[object]]:
     for line in lines:
         why = "; ".join(shown(line[key]) for key in ("cause", "reason") if line.get(key))
         rest = [f"{shown(k, 80)} {_value(v)}" for k, v in line.items() if k not in _OWN and v not in ("", None)]
-        about = join([why, *([fold("more", ", ".join(rest))] if rest else [])], " ")
+        parts = [_sizes(line), why, fold("more", ", ".join(rest)) if rest else ""]
+        about = join(filter(None, parts), " ")
+        event = shown(line.get("event", "?"), 40)
         rows.append([
-            plain(line.get("n")), when(line.get("time", "")), shown(line.get("event", "?"), 40),
+            plain(line.get("n")), when(line.get("time", "")),
+            tag("span", event, "tag failed") if event in _FAILURES else event,
             shown(line.get("run", ""), 100), rounds_from_1(line.get("round")), shown(line.get("site", ""), 80), about,
         ])  # fmt: skip
     return rows
 
 
 LOG_HEAD = ("line", "time (UTC)", "event", "run", "round", "site", "what")
+
+
+def _sizes(line: dict[str, Any]) -> str:
+    """The bytes that a line is about, "" without."""
+    names = (("up_bytes", "bytes up"), ("down_bytes", "bytes down"), ("bytes", "bytes"))
+    found = [f"{line[key]:,} {words}" for key, words in names if type(line.get(key)) is int]
+    return f"{', '.join(found)}." if found else ""
 
 
 def rounds_from_1(round_: object) -> object:

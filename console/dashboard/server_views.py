@@ -14,14 +14,26 @@ from fedveil.console.dashboard import bounded
 from fedveil.console.dashboard.bounded import Place
 from fedveil.console.dashboard.later import Answer, Later
 from fedveil.console.dashboard.pages import NotFound, View, digest
-from fedveil.console.dashboard.parts import DRAWING, LOG_HEAD, chart, link, log_rows, plain, state, verdict, when
+from fedveil.console.dashboard.parts import (
+    DRAWING,
+    LOG_HEAD,
+    STATES,
+    chart,
+    failures,
+    link,
+    log_rows,
+    plain,
+    state,
+    verdict,
+    when,
+)
 from fedveil.console.flower.command_line import Flower
 from fedveil.console.provisioning.federation import Members, registry
 from fedveil.console.provisioning.presence import why_absent
-from fedveil.console.report import privacy, run_page
+from fedveil.console.report import disclosed, privacy, run_page
 from fedveil.console.runs import by_site, disclosure
 from fedveil.console.runs.folder import Run
-from fedveil.console.runs.summary import metric_names
+from fedveil.console.runs.summary import label, metric_names
 from fedveil.errors import FedVeilError
 from fedveil.foreign import shown
 
@@ -31,6 +43,7 @@ _MOST_KEPT = 64  # runs in memory
 _SUMMED = 50  # runs that the page of sites counts
 _CURVES = 12
 _POLL = 0.9
+_NOT_IN_LOG = "not in the log"
 
 
 @dataclass
@@ -112,11 +125,11 @@ class ServerViews:
             word = shown(run.status.get("state", "unknown"), 20)
             states[word] += 1
             rows.append([
-                link(self.base, ("runs", place.key), place.key), run.method, state(word),
+                link(self.base, ("runs", place.key), place.key), _protected(run), state(word),
                 f"{run.rounds_done} of {plain(run.status.get('rounds', '?'))}", run.final.get("loss"), len(run.sites),
                 run.upload_bytes, when(run.config.get("started", "")), shown(run.status.get("reason") or "", 300),
             ])  # fmt: skip
-        head = ["run", "method", "state", "rounds", "loss", "sites", "bytes up", "started (UTC)", "why"]
+        head = ["run", "method", "state", "rounds", "test loss", "sites", "bytes up", "started (UTC)", "why"]
         about = {
             "head": head, "rows": rows, "broken": broken, "folder": str(self.runs),
             "is_full": len(places) >= bounded.MOST_RUNS,
@@ -175,7 +188,8 @@ class ServerViews:
                     why.setdefault(site.name, (f"{place.key}, round {round_ + 1}", shown(reason)))
         rows = [
             [name, *([online.get(name, "not known")] if self.federations else []),
-             when(last[name]) if name in last else None, *figures,
+             when(last[name]) if name in last else _NOT_IN_LOG if figures[2] else None,
+             *figures[:3], failures(figures[3]), *figures[4:],
              ": ".join(why.get(name, ()))]
             for name, figures in sorted(sums.items())
         ]  # fmt: skip
@@ -194,7 +208,7 @@ class ServerViews:
             "head": [*head, "bytes down", "last reason"],
             "rows": rows,
             "broken": broken,
-            "count": len(found),
+            "count": "the newest run" if len(found) == 1 else f"the newest {len(found)} runs",
             "spent": spent,
         }
         return View("sites.html", "Sites", about)
@@ -203,7 +217,7 @@ class ServerViews:
         """The time of each site's last upload that the ends of the logs tell of."""
         found: dict[str, str] = {}
         for file in bounded.logs(self.runs, bounded.runs(self.runs).values()).values():
-            for line in bounded.tail(file):
+            for line in bounded.tail(file, bounded.MOST_BYTES):
                 if line.get("event") == "accepted" and isinstance(line.get("site"), str):
                     found[line["site"]] = max(found.get(line["site"], ""), shown(line.get("time", ""), 40))
         return found
@@ -225,31 +239,36 @@ class ServerViews:
         if name not in files:
             raise NotFound(f"expected one of {len(files)} audit logs, found {shown(name, 80)}")
         about = {"verdict": verdict(self.later, files[name]), "name": name, "file": str(files[name]), "head": LOG_HEAD}
-        return View("log.html", f"Audit log {name}", {**about, "rows": log_rows(bounded.tail(files[name]))})
+        title = "Audit log of the runs" if name == "runs" else f"Audit log of {name}"
+        return View("log.html", title, {**about, "rows": log_rows(bounded.tail(files[name]))})
 
     def _run(self, place: Place) -> View:
         run = self._loaded(place)
         status, config = run.status, run.config.get("config", {})
-        sites = by_site.of(run)
-        charts = [chart(f"{shown(n, 40)} by round", "rounds done", shown(n, 40), run.curve(n), run.name)
-                  for n in metric_names([run])[:_CURVES]]  # fmt: skip
+        sites, word = by_site.of(run), shown(status.get("state", "unknown"), 20)
+        names = [(n, shown(label(n), 40)) for n in metric_names([run])[:_CURVES]]
+        charts = [chart(f"{said[:1].upper()}{said[1:]} by round", "rounds done", said, run.curve(n), run.name)
+                  for n, said in names]  # fmt: skip
         if run.attempts:
             sent = [(x, y / 1e6) for x, y in run.uploaded]
             charts.append(chart("Uploaded so far", "rounds done", "MB, all sites", sent, run.name))
-        failures = [[s.name, round_ + 1, shown(why)] for s in sites for round_, why in s.failures]
+        every = sorted((round_ + 1, s.name, shown(why)) for s in sites for round_, why in s.failures)
+        failed = [[site, round_, why] for round_, site, why in every]
         total = status.get("rounds") if type(status.get("rounds")) is int else 0
         about = {
-            "run": run, "place": place, "state": state(shown(status.get("state", "unknown"), 20)),
+            "run": run, "place": place, "state": state(word), "word": word if word in STATES else "failed",
+            "last": by_site.last_attempt(run), "last_table": disclosed.last_attempt(run),
             "reason": shown(status.get("reason") or "", 1000), "total": total,
             "task": config.get("task.name", "unknown task"), "model": config.get("task.model", "?"),
             "report": link(self.base, ("runs", place.key, "report"), "The whole report of this run"),
             "facts": {"rounds done": f"{run.rounds_done} of {plain(status.get('rounds', '?'))}",
-                      "loss": run.final.get("loss"), "bytes up": run.upload_bytes,
-                      "bytes down": run.download_bytes, "seconds": round(run.seconds, 1)},
-            "charts": [one for one in charts if one], "failures": failures[:: -1][: bounded.MOST_LINES],
-            "sites": [[s.name, s.asked, s.accepted, len(s.failures), s.loss_trained, s.train_seconds, s.up, s.down]
-                      for s in sites],
-            "disclosed": _disclosed(run), "words": [w.replace("`", "") for w in disclosure.words_of(run.method)],
+                      "test loss": run.final.get("loss"), "bytes up": run.upload_bytes,
+                      "bytes down": run.download_bytes, "seconds in rounds": round(run.seconds, 1)},
+            "charts": [one for one in charts if one], "failures": failed[:: -1][: bounded.MOST_LINES],
+            "sites": [[s.name, s.asked, s.accepted, failures(len(s.failures)), s.loss_trained, s.train_seconds, s.up,
+                       s.down] for s in sites],
+            "disclosed": disclosed.exchanged(run), "words": disclosure.learned(run),
+            "symbols": disclosure.SYMBOLS,
             "reported": [shown(name, 80) for name in disclosure.reported(run)],
             "privacy": self._privacy(place, run), "bound": config.get("dp.epsilon") or None,
         }  # fmt: skip
@@ -266,13 +285,10 @@ def _claims(run: Run) -> bool:
     )
 
 
-def _disclosed(run: Run) -> list[list[object]]:
-    """What crossed the wire by site: way, part, messages, bytes of the tensors, whole bytes."""
-    counts: dict[tuple[str, str, str], list[int]] = {}
-    for message in run.messages:
-        way = "sent by the site" if message["direction"] == "up" else "sent to the site"
-        key = (str(message["site"]), way, message["variant"] or "all of it")
-        tensors = len(message["fields"])
-        old = counts.get(key, [0, 0, 0, 0])
-        counts[key] = [old[0] + 1, tensors, old[2] + message["payload_bytes"], old[3] + message["bytes"]]
-    return [[*key, *figures] for key, figures in sorted(counts.items())]
+def _protected(run: Run) -> str:
+    """The method, and what stands beside it."""
+    config = run.config.get("config", {})
+    beside = [" + secure aggregation"] * bool(config.get("secure.enabled")) + [" + noise"] * bool(
+        config.get("dp.noise")
+    )
+    return run.method + "".join(beside)

@@ -1,4 +1,4 @@
-"""The pages of a site: what left this house, what was refused, what the ledger holds, what the worker does."""
+"""The pages of a site: what left it, what was refused, what the ledger holds, what the worker does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from typing import Any
 from fedveil.console.dashboard import bounded
 from fedveil.console.dashboard.later import Later
 from fedveil.console.dashboard.pages import NotFound, View, digest
-from fedveil.console.dashboard.parts import LOG_HEAD, log_rows, rounds_from_1, verdict, when
+from fedveil.console.dashboard.parts import LOG_HEAD, failures, log_rows, rounds_from_1, verdict, when
+from fedveil.console.report.page import tag
+from fedveil.console.runs.noted import noted
 from fedveil.console.runs.spent import Standing, names, standing
 from fedveil.console.runs.workers import WorkerStatus, last_failures, workers
 from fedveil.contract.budget import stated
+from fedveil.errors import FedVeilError
 from fedveil.foreign import shown
 from fedveil.records import audit_log
 
@@ -24,7 +27,9 @@ LINKS = (("", "This site"), ("log", "Audit log"))
 _REFUSALS = ("refused", "withheld", "failed")
 _MOST_REFUSALS = 50
 _MOST_RUNS = 100
+_MOST_NAMES = 20
 _POLL = 0.9
+_UNBOUNDED = tag("span", "no bound", "tag failed")
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,13 @@ class SiteViews:
         left = self.later.ask("left", stamp, lambda: _summed(self._log)) if stamp else None
         found = left.value if left else _Left({}, Counter(), [])
         doing, why = self._workers()
+        sites, ledgers = self._names(found), [self._ledger(name, file) for name, file in self._ledgers().items()]
         about: dict[str, Any] = {
-            "folder": str(self.state_dir), "verdict": verdict(self.later, self._log) if stamp else None,
+            "sites": ", ".join(sites), "folder": str(self.state_dir),
+            "verdict": verdict(self.later, self._log) if stamp else None,
             "left": [], "refusals": [], "facts": {}, "known": found is not None,
             "why": (left.why or "The log is being read.") if left and found is None else "",
-            "ledgers": [self._ledger(name, file) for name, file in self._ledgers().items()],
+            "ledgers": ledgers, "unbounded": [name for name, *_, left_ in ledgers if left_ == _UNBOUNDED],
             "workers": [_row(worker) for worker in doing], "workers_why": why,
             "failures": last_failures(self.state_dir),
         }  # fmt: skip
@@ -87,7 +94,7 @@ class SiteViews:
             newest = sorted(found.runs.items(), key=lambda pair: pair[1][3], reverse=True)[:_MOST_RUNS]
             about["left"] = [[run, site, n, up, down, when(last)] for (run, site), (n, up, down, last) in newest]
             about["refusals"] = [
-                [when(line.get("time")), line["event"], shown(line.get("run", ""), 100),
+                [when(line.get("time")), tag("span", line["event"], "tag failed"), shown(line.get("run", ""), 100),
                  rounds_from_1(line.get("round")),
                  "; ".join(shown(line[key]) for key in ("cause", "reason") if line.get(key))]
                 for line in found.refusals
@@ -95,17 +102,31 @@ class SiteViews:
             about["facts"] = {
                 "uploads that left": found.events["sent"],
                 "bytes that left": sum(up for _, up, _, _ in found.runs.values()),
-                **{event: found.events[event] for event in _REFUSALS},
+                **{event: failures(found.events[event]) for event in _REFUSALS},
             }  # fmt: skip
-        return View("site.html", "This site", about)
+        return View("site.html", f"Site {about['sites']}" if sites else "This site", about)
+
+    def _names(self, found: _Left | None) -> list[str]:
+        """The sites of this folder: `fedveil site start` notes their settings, the log and the ledger name them too."""
+        noted_ = [file.stem for file in self.state_dir.expanduser().glob("*.toml")]
+        logged = [site for _, site in found.runs] if found else []
+        return [shown(name, 80) for name in sorted({*noted_, *logged, *self._ledgers()} - {""})][:_MOST_NAMES]
 
     def _ledger(self, name: str, file: Path) -> list[object]:
         asked = self.later.ask(
             ("ledger", name), bounded.stamp([file]), lambda: standing(self.state_dir, name, self.policy, self.key_file)
         )
         if asked.value is None:
-            return [name, None, asked.why or "is being worked out", "", ""]
-        return [name, *_of(asked.value)]
+            return [name, None, None, asked.why or "is being worked out", "", ""]
+        return [name, self._data(name), *_of(asked.value)]
+
+    def _data(self, name: str) -> str | None:
+        """The site's data as its settings have it now; a ledger holds keyed digests of rows alone."""
+        try:
+            site = noted(self.state_dir, name)
+        except (FedVeilError, OSError, ValueError):
+            return None
+        return shown(site.data_set or site.data, 200) or None
 
     def _workers(self) -> tuple[list[WorkerStatus], str]:
         """The living workers; why nothing can be said of them. What a worker says is bundled code's word."""
@@ -118,17 +139,19 @@ class SiteViews:
         if not bounded.stamp([self._log]):
             raise NotFound(f"expected an audit log at {self._log}, found none; the first message of a run makes it")
         about = {"verdict": verdict(self.later, self._log), "name": "of this site", "file": str(self._log)}
-        return View("log.html", "Audit log", {**about, "head": LOG_HEAD, "rows": log_rows(bounded.tail(self._log))})
+        return View(
+            "log.html", "Audit log of this site", {**about, "head": LOG_HEAD, "rows": log_rows(bounded.tail(self._log))}
+        )
 
 
-def _of(found: Standing) -> tuple[int, str, str, str]:
+def _of(found: Standing) -> tuple[int, str, object, object]:
     """Rows, what is spent, what is permitted and what is left of it, rounded down."""
     about = found.budget.delta, found.budget.neighbours
     spent = stated(found.epsilon, *about)
     if found.own is not None:
         spent += f"; against the server and all other sites together {stated(found.own, *about)}"
     if found.budget.epsilon == math.inf:
-        return found.rows, spent, "no bound in the policy", "no bound"
+        return found.rows, spent, _UNBOUNDED, _UNBOUNDED
     return found.rows, spent, f"epsilon {found.budget.epsilon:g}", f"{math.floor(found.left * 1000) / 1000:g}"
 
 

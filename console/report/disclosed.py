@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from fedveil.console.report.page import Html, bullets, fold, join, table, tag
-from fedveil.console.runs import by_site, disclosure, unseen
+from fedveil.console.report.page import Figure, Html, bullets, fold, join, table, tag
+from fedveil.console.runs import by_site, disclosure
 from fedveil.console.runs.folder import Run
 
 LEDGER_NOTE = (
     "Every message of every attempt, as it crossed the wire; refused and repeated ones count. Payload is the bytes "
     "of the tensors; overhead is everything else in the message: names, shapes, and the figures a site reports about "
-    "its training."
+    "its training. Refused uploads, and the keys and shares of secure aggregation, stand in one line, without fields. "
+    "The lines of a direction add up to the bytes in the summary."
+)
+LOSSES_NOTE = (
+    "Loss received: of the model as it came, before its training at the site, on the first train.score-rows rows. Loss "
+    "trained: the mean over all training steps, on all rows, with dropout, while the model changes. They are no before "
+    "and after: a higher loss trained does not say that training did harm."
 )
 HELD_OUT_NOTE = (
     "Each site says this of itself, of the weights that it received: the model after the round before, with what the "
@@ -21,12 +28,11 @@ HELD_OUT_NOTE = (
 
 def learned(run: Run) -> Html:
     """What each side came to know, in sentences."""
-    items: list[object] = [sentence.replace("`", "") for sentence in disclosure.words_of(run.method)]
-    if run.unseen:
-        items = [unseen.NOT_SEEN, "Of the sum over sites, in the place of a single one's:", *items]
+    items: list[object] = [*disclosure.learned(run)]
     uploads = [kind for kind in disclosure.kinds(run) if kind.direction == "up"]
     for site in run.sites:
-        held = [f"{_variant(kind)} {_times(kind.sites[site])}" for kind in uploads if kind.sites[site]]
+        of = "a masked vector with keys" if run.unseen else ""
+        held = [f"{of or variant(kind)} {times(kind.sites[site])}" for kind in uploads if kind.sites[site]]
         if held:
             never = ", never all of it in one upload" if disclosure.never_together(run, site) else ""
             items.append(f"{site} sent the server {' and '.join(held)}{never}.")
@@ -38,11 +44,13 @@ def learned(run: Run) -> Html:
     return join([tag("h3", heading(run)), bullets(items) if items else empty])
 
 
-def _times(count: int) -> str:
+def times(count: int) -> str:
+    """In words."""
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def _variant(kind: disclosure.Kind) -> str:
+def variant(kind: disclosure.Kind) -> str:
+    """Which tensors a message held."""
     what = f"{len(kind.fields)} tensors"
     return f"{kind.variant} ({what})" if kind.variant else f"all {what}"
 
@@ -56,7 +64,7 @@ def ledger(run: Run) -> Html:
     for kind in found:
         about = disclosure.describe_fields(kind.fields)
         way = "site to server" if kind.direction == "up" else "server to site"
-        share = Html(f"{100 * kind.overhead_bytes / kind.payload_bytes:.2f}&nbsp;%") if kind.payload_bytes else None
+        share = Figure(f"{100 * kind.overhead_bytes / kind.payload_bytes:.2f}&nbsp;%") if kind.payload_bytes else None
         rows.append([
             way, kind.variant or "the only one", ", ".join(about["codecs"]), about["tensors"], about["entries"],
             kind.messages, kind.payload_bytes, kind.overhead_bytes, share, kind.total_bytes,
@@ -64,6 +72,9 @@ def ledger(run: Run) -> Html:
         fields = [[tag("code", name), codec, str(shape), nbytes] for name, codec, shape, nbytes in kind.fields]
         title = f"{way}, {kind.variant or 'every message'}: {len(fields)} fields, bytes in one message"
         folds.append(fold(title, table(["field", "codec", "shape", "bytes"], fields)))
+    for direction, way in (("up", "site to server"), ("down", "server to site")):
+        if rest := run.unlisted(direction):
+            rows.append([way, disclosure.unlisted(run, direction), *[None] * 7, rest])
     head = ["direction", "variant", "codec", "tensors", "entries", "messages", "payload bytes", "overhead bytes"]
     parts = [tag("h3", heading(run)), table([*head, "overhead", "total bytes"], rows), _by_site(run, found), *folds]
     return join(parts)
@@ -75,7 +86,20 @@ def _by_site(run: Run, found: Sequence[disclosure.Kind]) -> Html:
     if len(uploads) < 2:
         return Html("")
     rows = [[site, *(kind.sites[site] for kind in uploads)] for site in run.sites]
-    return table(["uploads by site", *(_variant(kind) for kind in uploads)], rows)
+    return table(["uploads by site", *(variant(kind) for kind in uploads)], rows)
+
+
+def exchanged(run: Run) -> list[list[object]]:
+    """Of each site: what it sent how often, bytes of those tensors, all bytes that it sent, what it got, bytes."""
+    found, tensors = disclosure.kinds(run), Counter[str]()
+    for message in run.messages:
+        tensors[str(message["site"])] += (message["direction"] == "up") * message["payload_bytes"]
+
+    def said(site: str, way: str) -> str:
+        kinds = [kind for kind in found if kind.direction == way and kind.sites[site]]
+        return ", ".join(f"{variant(kind)} {times(kind.sites[site])}" for kind in kinds)
+
+    return [[s.name, said(s.name, "up"), tensors[s.name], s.up, said(s.name, "down"), s.down] for s in by_site.of(run)]
 
 
 def sites(run: Run) -> Html:
@@ -87,7 +111,26 @@ def sites(run: Run) -> Html:
         said = [] if run.unseen else [s.examples, s.loss_received, s.loss_trained, s.train_seconds]
         why = join((f"round {round_ + 1}: {reason}" for round_, reason in s.failures), "; ") or None
         rows.append([s.name, s.accepted, s.asked, *said, s.up, s.down, why])
-    return join([tag("h3", heading(run)), table(head, rows), _held_out(run, records)])
+    notes = [_not_by_site(run, records), *([] if run.unseen else [tag("p", LOSSES_NOTE, "note")])]
+    return join([tag("h3", heading(run)), last_attempt(run), table(head, rows), *notes, _held_out(run, records)])
+
+
+def last_attempt(run: Run) -> Html:
+    """The attempt with which the run ended, or which is under way, site by site."""
+    last = by_site.last_attempt(run)
+    if last is None:
+        return Html("")
+    kinds = {by_site.ACCEPTED: "completed", by_site.WAITING: "plain"}
+    rows = [[site, tag("span", state, f"tag {kinds.get(state, 'failed')}"), why] for site, state, why in last.sites]
+    return table(["site", "what became of it", "why"], rows, caption=last.words)
+
+
+def _not_by_site(run: Run, records: Sequence[by_site.SiteRecord]) -> Html:
+    """What records of older runs have of all sites together alone."""
+    rest = run.upload_bytes - sum(s.up for s in records), run.download_bytes - sum(s.down for s in records)
+    what = disclosure.unlisted(run, "up")
+    words = f"Not in this table, for the run's record does not have them by site: {what}, {rest[0]:,} bytes up"
+    return tag("p", f"{words} and {rest[1]:,} down.", "note") if any(rest) else Html("")
 
 
 def _held_out(run: Run, records: Sequence[by_site.SiteRecord]) -> Html:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from fedveil.foreign import shown
@@ -17,12 +18,14 @@ from fedveil.foreign import shown
 INK = "#010203"  # replaced by `currentColor`
 COLOURS = ("#3a8fd9", "#e69f00", "#1fa187", "#cc79a7", "#8e7cc3", "#d55e00")  # read on white and on black
 MARKERS = "osD^vP"
+_OF_RUNS = (2, 3, 4, 1, 0, 5)  # blue and orange say in other figures what an attack told
+_DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (1, 1)), (0, (9, 3)))  # a line on another shows
 MOST_CURVES = len(COLOURS)  # of a figure: the next would look like the first
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: (x, y) points under a label. `colour` keeps a run's colour the same in every figure."""
+    """One line: (x, y) points under a label. `colour` keeps a run's look the same in every figure."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -39,12 +42,13 @@ def svg(title: str, x_label: str, y_label: str, curves: Sequence[Curve], integer
     curves = every[:MOST_CURVES]
     ends = "; ".join(map(_words, curves))
     left = f" (first {len(curves)} of {len(every)})" if len(every) > len(curves) else ""
+    thin = integer_x and any(b[0] - a[0] > 1 for curve in curves for a, b in pairwise(curve.points))
+    if thin:
+        x_label, ends = f"{x_label} (dotted: no figure between)", f"{ends}; no figure for some of the {x_label}"
 
     def draw(axes: Any) -> None:
         for curve in curves:
-            x, y = zip(*curve.points, strict=True)
-            colour, marker = COLOURS[curve.colour % len(COLOURS)], MARKERS[curve.colour % len(MARKERS)]
-            axes.plot(x, y, color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=shown(curve.label, 80))
+            _line(axes, curve, thin)
         axes.set(title=title + left, xlabel=x_label, ylabel=y_label)
         axes.grid(color=INK, alpha=0.12, linewidth=0.8)
         if integer_x:
@@ -53,6 +57,21 @@ def svg(title: str, x_label: str, y_label: str, curves: Sequence[Curve], integer
             axes.legend(frameon=False)
 
     return drawn(title, (4.6, 3.1), f"{title}. {y_label} over {x_label}: {ends}.", draw)
+
+
+def _line(axes: Any, curve: Curve, thin: bool) -> None:
+    """Its points, joined; dotted where `thin` and more than 1 lies between two."""
+    look = curve.colour % MOST_CURVES
+    style = {"color": COLOURS[_OF_RUNS[look]], "marker": MARKERS[look], "markersize": 4.5}
+    x, y = zip(*curve.points, strict=True)
+    if not thin:
+        axes.plot(x, y, linewidth=1.8, linestyle=_DASHES[look], label=shown(curve.label, 80), **style)
+        return
+    axes.plot(x, y, linestyle="none", label=shown(curve.label, 80), **style)
+    for (x0, y0), (x1, y1) in pairwise(curve.points):
+        is_gap = x1 - x0 > 1
+        dashes = (0, (1, 3)) if is_gap else _DASHES[look]
+        axes.plot((x0, x1), (y0, y1), color=style["color"], linewidth=1.2 if is_gap else 1.8, linestyle=dashes)
 
 
 def _words(curve: Curve) -> str:

@@ -35,7 +35,10 @@ def html(run: Path) -> Html | None:
         parts.append(tag("figure", join([Html(plot), words]), "forest"))
     head = ["AUROC", "TPR at 1 % FPR", "TPR at 0.1 % FPR", "epsilon at least", "members", "non-members", "against 0.5"]
     every = table(["model", "attack", *head], [_row(f) for f in audit.findings])
-    parts += [bullets(audit.notes), fold(f"All {len(audit.findings)} findings, controls too", every)]
+    parts += [
+        bullets([*(note.replace("`", "") for note in audit.notes), *_below(audit.findings)]),
+        fold(f"All {len(audit.findings)} findings, controls too", every),
+    ]
     if audit.rebuilt:
         parts += [
             tag("p", "What the server could rebuild of each site, from what the site sent:", "note"),
@@ -47,6 +50,18 @@ def html(run: Path) -> Html | None:
     if (sheet := pictures(run)) is not None:
         parts.append(sheet)
     return join(parts)
+
+
+def _below(found: Sequence[Finding]) -> list[str]:
+    """A sentence on findings on the other side of a guess; [] without one."""
+    said = [f"{f.attack} on {f.model} ({_interval(f.auroc)})" for f in found if f.kind == "about the run"
+            and f.verdict == "below"]  # fmt: skip
+    if not said:
+        return []
+    return [
+        f"Below 0.5, corrected too: {', '.join(said)}. Trained rows score lower there, so the attack as it is tells no "
+        "membership. Whether one that is turned round would was not tried."
+    ]
 
 
 def pictures(run: Path) -> Html | None:

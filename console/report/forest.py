@@ -13,6 +13,7 @@ from fedveil.foreign import shown
 MOST_ROWS = 24
 _WON, _LOST, _OPEN = COLOURS[5], COLOURS[0], "#8a8a8a"
 _NAME = 26  # characters
+_BANDS, _LEAST_BAND = {_LOST: 0.3, _WON: 0.6}, 0.012  # how dense a band is, and how wide at least, to be seen
 
 
 def rows(found: Sequence[Finding], most: int = MOST_ROWS) -> list[Finding]:
@@ -43,8 +44,10 @@ def svg(found: Sequence[Finding], name: str, most: int = MOST_ROWS) -> str:
             for colour, controls in ((_LOST, findings.to_lose(found, attack)), (_WON, _to_win(found, attack))):
                 if controls:
                     low, high = min(f.auroc[1] for f in controls), max(f.auroc[2] for f in controls)
-                    width = max(high - low, 0.004)
-                    axes.add_patch(Rectangle((low, y + 0.5), width, len(own), color=colour, alpha=0.22, lw=0))
+                    low = max(0.0, min(low, high - _LEAST_BAND))
+                    axes.add_patch(
+                        Rectangle((low, y + 0.5), high - low, len(own), color=colour, alpha=_BANDS[colour], lw=0)
+                    )
             for f in own:
                 y += 1
                 value, low, high = f.auroc

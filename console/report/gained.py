@@ -15,7 +15,7 @@ from fedveil.attacks.samples import Source
 from fedveil.attacks.side_by_side import Attacked, Common
 from fedveil.config import parse
 from fedveil.console import samples
-from fedveil.console.report import run_page, trade
+from fedveil.console.report import run_page, trade, trade_picture
 from fedveil.console.runs import summary
 from fedveil.console.runs.folder import Run, load
 from fedveil.records.files import write_atomic
@@ -88,7 +88,7 @@ def write(out: Path, runs: Sequence[Run]) -> None:
     summary.write(out / "summary.json", "demo", runs)
     run_page.write(out / "report.html", runs)
     arms = [trade.arm(run) for run in runs]
-    if picture := trade.svg(arms):
+    if picture := trade_picture.svg(arms):
         (out / PICTURE).write_text(alone(picture))
         figures = json.dumps([asdict(arm) for arm in arms], indent=1)
         (out / PICTURE).with_suffix(".json").write_text(figures + "\n")

@@ -21,7 +21,12 @@ body { font: 15px/1.55 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-ser
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .3rem; } h2 { font-size: 1.25rem; margin: 2.6rem 0 .6rem; }
 h3 { font-size: 1rem; margin: 1.5rem 0 .4rem; } p { margin: .5rem 0; max-width: 60rem; }
 .lead, .note, th, figcaption, summary { color: var(--mute); } .note { font-size: .88rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .92rem; margin: .5rem 0 .9rem; }
+.wide { overflow-x: auto; background: linear-gradient(to right, Canvas 40%, transparent) 0 / 2.4rem 100%,
+  linear-gradient(to left, Canvas 40%, transparent) 100% / 2.4rem 100%,
+  linear-gradient(to right, #8887, transparent) 0 / .9rem 100%,
+  linear-gradient(to left, #8887, transparent) 100% / .9rem 100%; background-repeat: no-repeat;
+  background-attachment: local, local, scroll, scroll; } /* a shadow where columns lie beyond the edge */
+table { border-collapse: collapse; width: 100%; font-size: .92rem; margin: .5rem 0 .9rem; }
 th { text-align: left; font-weight: 600; font-size: .82rem; vertical-align: bottom; }
 th { border-bottom: 2px solid var(--line); }
 th, td { padding: .42rem .55rem; } td { border-bottom: 1px solid var(--line); vertical-align: top; }
@@ -32,11 +37,21 @@ figure { margin: 0; } figure svg { width: 100%; height: auto; } .figures figure,
 .verdict { font-size: 1.12rem; font-weight: 600; } li, p, h1, h3 { overflow-wrap: anywhere; }
 .wide td { min-width: 4.5rem; }
 .tag { display: inline-block; padding: .05rem .55rem; border-radius: 1rem; border: 1px solid; font-size: .82rem; }
-.completed { color: var(--good); } .failed { color: var(--bad); }
+.completed { color: var(--good); } .failed { color: var(--bad); } .plain { color: inherit; }
+.wait { border-left: 4px solid var(--line); background: var(--soft); padding: .6rem .9rem; }
 .alert { border-left: 4px solid var(--bad); background: var(--soft); padding: .6rem .9rem; margin: .8rem 0; }
 details { margin: .5rem 0; } summary { cursor: pointer; }
 code, pre { font: .86rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
 td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem; } li { margin: .25rem 0; }
+@media (max-width: 40rem) { /* a row is a card, each cell behind its column's name */
+  .wide { background: none; }
+  .wide thead { position: absolute; clip-path: inset(50%); width: 1px; height: 1px; overflow: hidden; }
+  .wide :is(table, caption, thead, tbody, tr, td) { display: block; } .wide td { white-space: normal; text-align: left;
+    position: relative; padding: .25rem .5rem .25rem 9.2rem; border: 0; min-height: 1.6rem; overflow-wrap: anywhere; }
+  .wide tr { border: 1px solid var(--line); border-radius: .5rem; margin: .6rem 0; padding: .3rem 0; }
+  .wide td::before { content: attr(data-label); position: absolute; left: .6rem; width: 8.2rem; color: var(--mute);
+    font-size: .85rem; } .wide td:empty { display: none; }
+  .texts td { padding-left: .6rem; } .texts td::before { position: static; display: block; width: auto; } }
 """
 
 
@@ -46,6 +61,10 @@ _PERMITTED = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base
 
 
 Html = Markup  # text that is HTML already; everything else is escaped
+
+
+class Figure(Markup):
+    """A number with its unit, which is set as a number is."""
 
 
 def text(value: object) -> Html:
@@ -75,12 +94,13 @@ def join(parts: Iterable[object], between: str = "") -> Html:
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> Html:
     """A table; columns with numbers only are set to the right. One with a caption can be reached by the keyboard."""
     numeric = [
-        bool(rows) and all(row[i] is None or (isinstance(row[i], int | float)) for row in rows)
+        all(row[i] is None or isinstance(row[i], int | float | Figure) for row in rows)
+        and any(row[i] is not None for row in rows)
         for i in range(len(head))
     ]
     kinds = ["n" if is_numeric else "" for is_numeric in numeric]
     top = join(_column(title, kind) for title, kind in zip(head, kinds, strict=True))
-    labels = [f' data-label="{text(title)}"' if caption else "" for title in head]
+    labels = [f' data-label="{text(title)}"' for title in head]
     body = join(
         tag("tr", join(_cell(cell, kind, label) for cell, kind, label in zip(row, kinds, labels, strict=True)))
         for row in rows

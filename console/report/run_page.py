@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedveil.console import samples
-from fedveil.console.report import disclosed, findings, page, privacy, trade
+from fedveil.console.report import disclosed, findings, page, privacy, trade, trade_picture
 from fedveil.console.report.figures import Curve, svg
 from fedveil.console.report.page import Html, bullets, fold, join, table, tag
-from fedveil.console.runs import by_site, unseen
+from fedveil.console.runs import by_site, disclosure, unseen
 from fedveil.console.runs.folder import Row, Run
-from fedveil.console.runs.summary import metric_names, upload_ratio
+from fedveil.console.runs.summary import label, metric_names, upload_ratio
 
 SUMMARY_NOTE = (
-    "Quality: the server's model on the server's own test data, last value. Loss is cross-entropy a token, lower is "
-    "better; of the text metrics higher is better. Bytes: whole messages. Seconds: all rounds, scoring on the server "
-    "not counted."
+    "Quality: the server's model on the server's own test data, last value. Test loss is cross-entropy a token, lower "
+    "is better; of the text metrics higher is better. Bytes: whole messages, refused ones too. Seconds: all rounds, "
+    "scoring on the server not counted. Upload / FedAvg: beside the FedAvg run of equal rounds, where one is here."
 )
 _PURPOSE = "One model, trained by sites that keep their rows: how good it is, what it cost, and what was given away."
 SITES_NOTE = (
@@ -53,6 +53,7 @@ def body(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> Html:
     parts += [tag("p", _chosen(run), "note") for run in runs if run.of_round]
     parts += [_gained(runs), tag("h2", "Summary"), _summary(runs), _figures(runs), *_texts(runs)]
     parts += [tag("h2", "What each side learned"), *map(disclosed.learned, runs)]
+    parts += [tag("p", disclosure.SYMBOLS, "note")]
     parts += [tag("h2", "Differential privacy"), tag("p", PRIVACY_NOTE, "note"), *(_privacy(run) for run in runs)]
     parts += _unseen(runs)
     parts += _findings(runs)
@@ -77,10 +78,10 @@ def _lead(runs: Sequence[Run]) -> str:
 def _gained(runs: Sequence[Run]) -> Html:
     """The answer of runs side by side, before anything else."""
     arms = [trade.arm(run) for run in runs]
-    picture = trade.svg(arms) if any(a.attacked for a in arms) else ""
+    picture = trade_picture.svg(arms) if any(a.attacked for a in arms) else ""
     if not picture:
         return Html("")
-    figure = join([Html(picture), tag("figcaption", trade.caption(arms))])
+    figure = join([Html(picture), tag("figcaption", trade_picture.caption(arms))])
     answer, *rest = *trade.verdict(arms), *filter(None, [trade.larger(arms)]), ""
     return join([tag("p", answer, "verdict"), tag("figure", figure, "forest"), bullets(filter(None, rest))])
 
@@ -90,7 +91,9 @@ def _texts(runs: Sequence[Run]) -> list[Html]:
     head = ["prompt (a test row)", "before any round", "after the last", "the row's own text"]
     found = [(run, samples.read(run.folder)) for run in runs]
     tables = [
-        (run, table(head, [[s.prompt, s.before, s.after, s.wanted] for s in texts])) for run, texts in found if texts
+        (run, tag("div", table(head, [[s.prompt, s.before, s.after, s.wanted] for s in texts]), "texts"))
+        for run, texts in found
+        if texts
     ]
     open_ = [join([tag("h3", f"Texts: {disclosed.heading(run)}"), shown]) for run, shown in tables[:1]]
     return [*open_, *(fold(f"Texts: {disclosed.heading(run)}", shown) for run, shown in tables[1:])]
@@ -128,11 +131,11 @@ def _summary(runs: Sequence[Run]) -> Html:
         "method",
         "state",
         "rounds",
-        *metrics,
+        *map(label, metrics),
         "upload bytes",
         "download bytes",
         "upload / FedAvg",
-        "seconds",
+        "seconds in rounds",
     ]
     rows = []
     for run in runs:
@@ -180,8 +183,17 @@ def _unseen(runs: Sequence[Run]) -> list[object]:
 
 def _findings(runs: Sequence[Run]) -> list[object]:
     found = [(run, findings.html(run.folder)) for run in runs]
-    audited = [join([tag("h3", disclosed.heading(run)), part]) for run, part in found if part is not None]
-    return [tag("h2", "What attacks found"), tag("p", findings.NOTE, "note"), *audited] if audited else []
+    note = [tag("p", findings.NOTE, "note")] if any(part is not None for _, part in found) else []
+    parts = [join([tag("h3", disclosed.heading(run)), _not_attacked(run) if part is None else part])
+             for run, part in found]  # fmt: skip
+    return [tag("h2", "What attacks found"), *note, *parts]
+
+
+def _not_attacked(run: Run) -> Html:
+    """What to do, so that nobody takes silence for an answer."""
+    taps = run.config.get("config", {}).get("run.tap")
+    how = tag("code", f"fedveil audit {run.folder}") if taps else "only a run with run.tap = true can be"
+    return tag("p", join(["Not attacked, so nothing is known of what an attacker could tell: ", how, "."]), "wait")
 
 
 def _missing(missing: Mapping[str, str]) -> Html:

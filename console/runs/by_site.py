@@ -53,6 +53,9 @@ def of(run: Run) -> list[SiteRecord]:
             report = attempt.get("reports", {}).get(name, {})
             _report(found[name], report)
             found[name].held_out = scored(int(attempt["round"]), report) or found[name].held_out
+        for name, (up, down) in (attempt.get("unlisted") or {}).items():
+            found[name].up += int(up)
+            found[name].down += int(down)
         for name, reason in attempt.get("failed", {}).items():
             found[name].failures.append((int(attempt["round"]), str(reason)))
     for message in run.messages:
@@ -62,6 +65,77 @@ def of(run: Run) -> list[SiteRecord]:
         else:
             site.down += int(message["bytes"])
     return list(found.values())
+
+
+@dataclass(frozen=True)
+class LastAttempt:
+    """The attempt with which a run ended, or which is under way: `sites` are (site, state, reason).
+
+    `round` and `attempt` count from 0.
+    """
+
+    round: int
+    attempt: int
+    sites: list[tuple[str, str, str]]
+
+    @property
+    def words(self) -> str:
+        """Counted from 1, as people count."""
+        accepted = sum(state == ACCEPTED for _, state, _ in self.sites)
+        return f"Round {self.round + 1}, attempt {self.attempt + 1}: {accepted} of {len(self.sites)} sites accepted"
+
+
+def last_attempt(run: Run) -> LastAttempt | None:
+    """The last attempt site by site, of a run that has not completed; None without one."""
+    if run.status.get("state") == "completed":
+        return None
+    if run.progress.get("phase") == "round":  # no line has it yet, or the server ended before it wrote one
+        return _under_way(run)
+    if not run.attempts:
+        return None
+    last = run.attempts[-1]
+    accepted, failed = set(last.get("accepted") or []), dict(last.get("failed") or {})
+    rows = [
+        (site, ACCEPTED if site in accepted else _state(failed.get(site, "")), str(failed.get(site, "")))
+        for site in sorted({*(last.get("cohort") or []), *failed})
+    ]
+    return LastAttempt(int(last["round"]), int(last.get("attempt", 0)), rows)
+
+
+def _under_way(run: Run) -> LastAttempt | None:
+    at = run.progress.get("round"), run.progress.get("attempt")
+    waiting, reasons = run.progress.get("waiting"), run.progress.get("reasons")
+    if type(at[0]) is not int or type(at[1]) is not int or not isinstance(reasons, dict):
+        return None
+    messages = [message for message in run.messages if (message["round"], message["attempt"]) == at]
+    sent = {str(message["site"]) for message in messages if message["direction"] == "up"}
+    sent -= set(map(str, waiting)) if isinstance(waiting, list) else set()
+    silent = WAITING if run.status.get("state") == "running" else "no answer before the server ended"
+    rows = [
+        (site, _state(reasons[site]), str(reasons[site])) if site in reasons
+        else (site, ACCEPTED if site in sent else silent, "")
+        for site in sorted({str(message["site"]) for message in messages} | set(reasons))
+    ]  # fmt: skip
+    return LastAttempt(at[0], at[1], rows)
+
+
+ACCEPTED, WAITING = "accepted", "no answer yet"
+_BY_REASON = {
+    "refused: ": "refused by the server",
+    "PolicyError: ": "refused by the site's policy",
+    "BudgetError: ": "refused by the site's ledger",
+    "no reply within ": "silent",
+    "no answer within ": "silent",
+    "interrupted: ": "interrupted",
+}
+
+
+def _state(reason: object) -> str:
+    """What became of a site, by the first words of its reason (server_app/attempt.py)."""
+    words = str(reason)
+    return next(
+        (state for start, state in _BY_REASON.items() if words.startswith(start)), "failed" if words else "silent"
+    )
 
 
 def losses(run: Run) -> list[tuple[int, float]]:

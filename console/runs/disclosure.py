@@ -6,10 +6,39 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedveil.console.runs.folder import Run
+from fedveil.console.runs.unseen import NOT_SEEN
 from fedveil.records import disclosed
 from fedveil.records.disclosed import Kind, words_of
 
-__all__ = ["Kind", "describe_fields", "kinds", "never_together", "reported", "scalars", "words_of"]
+__all__ = [
+    "Kind",
+    "describe_fields",
+    "kinds",
+    "learned",
+    "never_together",
+    "reported",
+    "scalars",
+    "unlisted",
+    "words_of",
+]
+
+
+# Of the names that methods have in common; a site's own number, where a method gives it one, is i or k.
+SYMBOLS = (
+    "A and B are the two factors of LoRA, an index r or t is the round, i or k the site; n_i, or n_k, is the number of "
+    "examples that the site reports."
+)
+
+
+def learned(run: Run) -> list[str]:
+    """What each side came to know by the method, in sentences; of a secure run what the server got in its place."""
+    words = [sentence.replace("`", "") for sentence in words_of(run.method)]
+    if not run.unseen:
+        return words
+    of_server = [words_ for words_ in words if words_.startswith("The server learns: ")]
+    rest = [words_ for words_ in words if words_ not in of_server]
+    clear = [f"Without secure aggregation it would be: {w.removeprefix('The server learns: ')}" for w in of_server]
+    return [*rest, f"The server learns: the sum over the sites of each round. {NOT_SEEN}", *clear]
 
 
 def kinds(run: Run) -> list[Kind]:
@@ -33,6 +62,13 @@ def never_together(run: Run, site: str) -> bool:
                if message["direction"] == "up" and message["site"] == site}  # fmt: skip
     uploads: list[set[str]] = [{name for name, *_ in fields} for fields in of_kind.values()]
     return len(uploads) > 0 and all(names != set().union(*uploads) for names in uploads)
+
+
+def unlisted(run: Run, direction: str) -> str:
+    """What the bytes are that the ledger does not list."""
+    refused = any(str(why).startswith("refused: ") for a in run.attempts for why in a.get("failed", {}).values())
+    parts = ["keys and shares of secure aggregation"] if run.unseen else []
+    return " and ".join(parts + ["refused uploads"] * (direction == "up" and refused)) or "not listed by field"
 
 
 def describe_fields(fields: Sequence[tuple[str, str, list[int], int]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from fedveil.errors import StateError
 from fedveil.records import disclosure, process
 
 Row = dict[str, Any]
-_CONFIG_BYTES = 1 << 20
+_CONFIG_BYTES, _PROGRESS_BYTES = 1 << 20, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Run:
         before: scores of the initial model, by view; {} where there are none.
         messages: as `fedveil.records.disclosure.messages` gives them.
         resumes: the lines of resumes.jsonl.
+        progress: progress.json; {} where there is none, or another's.
     """
 
     folder: Path
@@ -39,6 +41,7 @@ class Run:
     before: dict[str, dict[str, float]]
     messages: list[Row]
     resumes: list[Row] = field(default_factory=list)
+    progress: Row = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -69,6 +72,11 @@ class Run:
     def download_bytes(self) -> int:
         """Bytes of all messages to the sites."""
         return self._bytes("down", "download_bytes")
+
+    def unlisted(self, direction: str) -> int:
+        """Bytes that the ledger does not list field by field: refused uploads, keys and shares."""
+        listed = sum(int(message["bytes"]) for message in self.messages if message["direction"] == direction)
+        return (self.upload_bytes if direction == "up" else self.download_bytes) - listed
 
     @cached_property
     def view(self) -> str:
@@ -111,18 +119,19 @@ class Run:
 
     @cached_property
     def uploaded(self) -> list[tuple[int, int]]:
-        """(rounds finished, bytes uploaded so far), refused uploads and repeated rounds counted."""
+        """(rounds finished, bytes uploaded so far); refused uploads, failed and repeated rounds count."""
         total, points = 0, {0: 0}
         for attempt in self.attempts:
             total += int(attempt.get("upload_bytes", 0))
             if not attempt.get("void"):
-                points[int(attempt["round"]) + 1] = total
+                points[int(attempt["round"]) + bool(attempt.get("weights"))] = total
         return sorted(points.items())
 
     @cached_property
     def sites(self) -> list[str]:
         """Every site that was asked to take part, or for its keys."""
-        asked = {site for attempt in self.attempts for key in ("cohort", "failed") for site in attempt.get(key, [])}
+        keys = ("cohort", "failed", "unlisted")
+        asked = {site for attempt in self.attempts for key in keys for site in attempt.get(key) or []}
         return sorted(asked | {str(message["site"]) for message in self.messages})
 
     @property
@@ -139,9 +148,12 @@ class Run:
         return [attempt for attempt in self.attempts if not attempt.get("void")]
 
     def _bytes(self, direction: str, total: str) -> int:
-        if self.messages and not self.unseen:  # there questions about keys and shares count too, which it does not list
-            return sum(int(message["bytes"]) for message in self.messages if message["direction"] == direction)
-        return sum(int(attempt.get(total, 0)) for attempt in self.attempts)
+        listed, recorded = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        for message in self.messages:
+            listed[message["round"], message["attempt"]] += (message["direction"] == direction) * int(message["bytes"])
+        for attempt in self.attempts:
+            recorded[int(attempt["round"]), int(attempt.get("attempt", 0))] += int(attempt.get(total, 0))
+        return (listed | recorded).total()  # of each attempt the larger: one under way has no line of its own yet
 
 
 def load(folder: Path) -> Run:
@@ -156,7 +168,18 @@ def load(folder: Path) -> Run:
         before=next((row.get("scores") or {} for row in rows if row["round"] < 0), {}),
         messages=disclosure.messages(folder / disclosure.NAME),
         resumes=json_lines(folder / "resumes.jsonl"),
+        progress=progress_of(folder),
     )
+
+
+def progress_of(folder: Path) -> Row:
+    """Where the round under way is (server_app/following/progress.py). A wrong file says nothing and ends nothing."""
+    try:
+        with (folder / "progress.json").open("rb") as file:
+            said = json.loads(file.read(_PROGRESS_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def config_of(folder: Path) -> Row:

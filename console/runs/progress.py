@@ -6,7 +6,6 @@ changes, elsewhere a line a minute. Whatever stands in that file, a wrong one sa
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,10 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fedveil.console.runs import by_site, unseen
-from fedveil.console.runs.folder import Row, loss_of, new_lines
+from fedveil.console.runs.folder import Row, loss_of, new_lines, progress_of
 from fedveil.foreign import shown
 
-_FILE, _FILE_BYTES = "progress.json", 1 << 16
 _NAMED = 3  # sites in a line
 _LINE_SECONDS = 60.0  # between two lines of a round where there is no terminal
 
@@ -32,8 +30,7 @@ def underway(folder: Path, now: float | None = None) -> str:
     `now`: seconds since 1970.
     """
     try:
-        with (folder / _FILE).open("rb") as file:
-            said = json.loads(file.read(_FILE_BYTES))
+        said = progress_of(folder)
         asked, done = int(said["asked"]), int(said["accepted"]) + int(said["failed"])
         since, deadline = float(said["since"]), float(said["deadline_seconds"])
         phase, waiting = said["phase"], [shown(site, 80) for site in list(said["waiting"])[:_NAMED]]
@@ -48,7 +45,7 @@ def underway(folder: Path, now: float | None = None) -> str:
         return (
             f"{done} of {asked} have answered, waiting for {', '.join(waiting)}{more} ({seconds} s of {deadline:.0f})"
         )
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):  # none yet, or another's
+    except (ValueError, KeyError, TypeError, OverflowError):  # none yet, or another's
         return ""
 
 

@@ -48,6 +48,11 @@ def metric_names(runs: Sequence[Run]) -> list[str]:
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
+def label(metric: str) -> str:
+    """A metric as pages call it: the server's loss on its own test data is no training loss."""
+    return "test loss" if metric == "loss" else metric
+
+
 def upload_ratio(run: Run, runs: Sequence[Run]) -> float | None:
     """Upload bytes of a run in proportion to the FedAvg run's of equal rounds; None where there is none."""
     for other in runs:

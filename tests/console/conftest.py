@@ -18,7 +18,10 @@ def write_run(
     state: str = "completed",
     site_names: tuple[str, ...] = SITES,
 ) -> Path:
-    """A run whose uploads alternate between the factors, and in which one site fails once."""
+    """A run whose uploads alternate between the factors, and in which one site fails once.
+
+    One that has failed ends with an attempt of which nothing was accepted.
+    """
     folder = parent / method
     folder.mkdir(parents=True)
     config = {"method.name": method, "method.fields": "", "task.name": "text-generation", "task.model": "tiny"}
@@ -27,8 +30,9 @@ def write_run(
     environment = {"fedveil": "0.2.0", "flwr": "1.39.0", "torch": "2.13.0", "python": "3.11.2"}
     content = {"config": config, "method": about, **environment, "started": "2026-01-02T03:04:05+00:00"}
     (folder / "config.json").write_text(json.dumps(content))
-    reason = "" if state == "completed" else "round 3: expected at least 2 accepted uploads, found <0>"
-    status = {"state": state, "round": rounds - 1, "rounds": 5, "reason": reason}
+    reason = "" if state == "completed" else f"round {rounds + 1}: expected at least 2 accepted uploads, found <0>"
+    over = rounds - (state != "failed")
+    status = {"state": state, "round": over, "rounds": rounds if state == "completed" else 5, "reason": reason}
     (folder / "status.json").write_text(json.dumps(status))
     start = 4.2 if method == "fedrand" else 4.21
     lines = [{"round": -1, "scores": {"server": {"loss": start, "bleu": 0.4, "cider": 0.01}}}]
@@ -60,6 +64,10 @@ def write_run(
                 "scores": {"server": scores},
             }
         )
+    if state == "failed":
+        asked = [_message(rounds, site, "down", "both", ("A", "B")) for site in site_names]
+        messages += asked
+        lines.append(_nothing_accepted(rounds, site_names, sum(int(str(message["bytes"])) for message in asked)))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     told = disclosure.Disclosures(folder / disclosure.NAME)
     for message in messages:
@@ -85,6 +93,33 @@ def _message(round_: int, site: str, direction: str, variant: str, factors: tupl
         "payload_bytes": payload,
         "fields": fields,
         "scalars": {},
+    }
+
+
+REFUSED_BYTES = 12_901
+
+
+def _nothing_accepted(round_: int, sites: tuple[str, ...], down: int) -> dict[str, object]:
+    """An attempt with a failure of every kind."""
+    reasons = (
+        "refused: h.0.attn.lora_A: expected a norm of at most 1e+06, found 3.2e+07",
+        "PolicyError: train.batch-size: expected at most 8, found 16",
+        "no reply within 900 s",
+        "its reply was lost, or came too late (code 4)",
+    )
+    return {
+        "round": round_,
+        "attempt": 0,
+        "cohort": list(sites),
+        "accepted": [],
+        "failed": dict(zip(sites, reasons, strict=False)),
+        "upload_bytes": REFUSED_BYTES,
+        "download_bytes": down,
+        "unlisted": {sites[0]: [REFUSED_BYTES, 0]},
+        "reports": {},
+        "seconds": 900.0,
+        "weights": "",
+        "scores": {},
     }
 
 

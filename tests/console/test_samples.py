@@ -12,8 +12,10 @@ def test_a_run_of_texts_has_samples_of_its_first_and_its_last_model(tmp_path):
     run = made(tmp_path / "run", SITES, {"task.evaluation": str(DATA), "run.rounds": 1, "method.name": "fedavg"})
     samples.write(run)
     found = samples.read(run)
-    rows = [json.loads(line) for line in (DATA / "test.jsonl").read_text().splitlines()[:3]]
-    assert [(s.prompt, s.wanted) for s in found] == [(row["mr"], row["ref"]) for row in rows]
+    first = dict[str, str]()  # a prompt has many rows
+    for row in map(json.loads, (DATA / "test.jsonl").read_text().splitlines()):
+        first.setdefault(row["mr"], row["ref"])
+    assert [(s.prompt, s.wanted) for s in found] == list(first.items())[:3]
     assert any(s.before != s.after for s in found)
     assert all(s.after for s in found)
 

@@ -247,6 +247,10 @@ def test_a_bad_upload_is_refused_with_its_reason_and_the_round_goes_on(kind, gri
     assert digest(result.arrays.to_torch_state_dict()) == digest(alone.arrays.to_torch_state_dict())
     (line,) = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert line["failed"] == record.failed
+    assert list(line["unlisted"]) == ["east"]
+    ledger = disclosure.messages(tmp_path / "run" / "disclosure.jsonl")
+    listed = sum(message["bytes"] for message in ledger if message["direction"] == "up")
+    assert listed + line["unlisted"]["east"][0] == line["upload_bytes"]
 
 
 def test_a_silent_site_ends_the_round_at_the_deadline(grid, task):

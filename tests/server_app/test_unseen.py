@@ -12,6 +12,8 @@ from fedveil import rng, strategies
 from fedveil.client_app.app import app
 from fedveil.config import AggregateConfig, CohortConfig, SecureConfig, parse
 from fedveil.console.main import main
+from fedveil.console.runs import by_site
+from fedveil.console.runs.folder import load
 from fedveil.contract.address import Address
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation.exchange import Exchange
@@ -141,6 +143,38 @@ def test_four_of_five_holders_open_a_sum_and_three_do_not(runs):
     with pytest.raises(QuorumError, match=r"no sum: secure.threshold: expected 4 holders that open their shares"):
         runs.run(ON, grid, repeats=1)
     assert sum(asks("unmask", [1])(m) for m in grid.pushed) == 2 * 5
+
+
+@pytest.mark.parametrize("kind", ["", "hello", "unmask", "refused"])
+def test_every_byte_of_an_attempt_is_a_site_s(kind, runs, tmp_path):
+    """Keys are asked of sites that are in no cohort, too."""
+    bad = lambda message, reply: Error_(message) if kind and asks(kind, [1])(message) else reply  # noqa: E731
+    if kind == "refused":
+        bad = lambda message, reply: changed(reply) if asks("train", [1])(message) else reply  # noqa: E731
+    folder = RunFolder(tmp_path / "run")
+    _, history = runs.run(ON, runs.grid(ON, tamper={"b": bad}), folder, fraction=0.8)
+    run = load(tmp_path / "run")
+    assert history[0].unlisted.keys() == set(SITES)
+    sites = by_site.of(run)
+    assert run.upload_bytes == sum(record.upload_bytes for record in history) == sum(site.up for site in sites)
+    assert run.download_bytes == sum(record.download_bytes for record in history) == sum(site.down for site in sites)
+    assert 0 < run.unlisted("up") == sum(up for record in history for up, _ in record.unlisted.values())
+
+
+def changed(reply: Message) -> Message:
+    (name, array), *rest = reply.content.array_records["fedveil"].items()
+    record = ArrayRecord({name: Array("uint8", array.shape, array.stype, array.data[:-1] + b"\x00"), **dict(rest)})
+    return Message(RecordDict({"fedveil": record}), reply_to=reply)
+
+
+def test_bytes_of_keys_count_where_no_cohort_came_of_them(runs, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    refuse = dict.fromkeys("abc", lambda message, reply: Error_(message) if asks("hello")(message) else reply)
+    with pytest.raises(QuorumError):
+        runs.run(ON, runs.grid(ON, tamper=refuse), folder, repeats=0)
+    (line,) = load(tmp_path / "run").attempts
+    assert line["cohort"] == []
+    assert 0 < line["upload_bytes"] == sum(up for up, _ in line["unlisted"].values())
 
 
 def Error_(message: Message) -> Message:  # noqa: N802

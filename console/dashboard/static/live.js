@@ -4,6 +4,7 @@
   const main = document.getElementById("main");
   const word = document.getElementById("live");
   const hold = document.getElementById("hold");
+  const at = document.getElementById("at");
   let held = false, missed = false, busy = false, broken = false;
 
   function say(text) {
@@ -31,7 +32,7 @@
       const answer = await fetch(location.pathname, { cache: "no-store", credentials: "same-origin" });
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       const fresh = page.getElementById("main");
-      if (fresh) replace(fresh); else say("ended: open the link that fedveil printed");
+      if (fresh) { replace(fresh); at.textContent = page.getElementById("at").textContent; } else say("ended: open the link that fedveil printed");
     } catch (error) {
       say("the dashboard does not answer");
     } finally {
@@ -42,7 +43,7 @@
 
   const source = new EventSource(`${main.dataset.events}?seen=${encodeURIComponent(main.dataset.state)}`);
   source.addEventListener("open", () => {
-    if (!held) say("live");
+    if (!held) say("live, last change");
     if (broken) { broken = false; refresh(); }
   });
   source.addEventListener("changed", refresh);
@@ -55,7 +56,7 @@
   hold.addEventListener("click", () => {
     held = !held;
     hold.textContent = held ? "Go on" : "Pause";
-    say(held ? "paused" : "live");
+    say(held ? "paused, as of" : "live, last change");
     if (!held && missed) refresh();
   });
 })();

@@ -93,7 +93,7 @@ def test_the_terminal_has_the_verdicts_and_the_five_strongest(make_run, monkeypa
     folder = make_run()
     assert main(["audit", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("Membership shows in 9 of 9 findings of 1 attacks whose controls hold. Strongest: align")
+    assert lines[0].startswith("Membership shows in 9 of 9 findings of 1 attack whose controls hold. Strongest: align")
     assert lines[1] == "- what a control says"
     rows = [line for line in lines if line.startswith("\u2502")]
     assert [row.split()[1] for row in rows] == [f"site-{i}," for i in (8, 7, 6, 5, 4)]

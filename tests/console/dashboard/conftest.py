@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from fedveil.console.dashboard.gate import Entry, Gate
 from fedveil.console.dashboard.opened import of_server, of_site
+from fedveil.console.runs.folder import load
 from fedveil.records import audit_log
 from tests.console.conftest import write_run
 
@@ -38,17 +39,26 @@ def opened_site(state: Path, policy: str = "") -> TestClient:
 
 @pytest.fixture
 def runs(tmp_path) -> Path:
-    """Three runs, one in a group, and a log of 5 lines."""
+    """Three runs, one in a group; a log of 28 lines beside them, one of 12 in the group."""
     folder = tmp_path / "runs"
     write_run(folder, "fedavg")
     write_run(folder, "fedrand", state="failed", site_names=("north", "south", "west", "east"))
     write_run(folder / "demo", "fedqsn")
-    for round_ in range(4):
-        about = {"run": "fedrand-0a1b2c3d", "round": round_, "attempt": 0, "site": "north", "bytes": 61440}
-        audit_log.append(folder / audit_log.NAME, "accepted", about)
-    why = {"run": "fedrand-0a1b2c3d", "round": 3, "site": "south", "reason": "refused: norm of the upload"}
-    audit_log.append(folder / audit_log.NAME, "failed", why)
+    for run in (folder / "fedavg", folder / "fedrand", folder / "demo" / "fedqsn"):
+        _log(run)
     return folder
+
+
+def _log(run: Path) -> None:
+    """The lines of the audit log that belong to the run's attempts."""
+    log = run.parent / audit_log.NAME
+    sizes = {(m["round"], m["site"]): m["bytes"] for m in load(run).messages if m["direction"] == "up"}
+    for attempt in load(run).attempts:
+        for site in attempt["cohort"]:
+            about = {"run": f"{run.name}-0a1b2c3d", "round": attempt["round"], "attempt": 0, "site": site}
+            why = attempt["failed"].get(site)
+            more = {"reason": why} if why else {"bytes": sizes[attempt["round"], site]}
+            audit_log.append(log, "failed" if why else "accepted", about | more)
 
 
 @pytest.fixture

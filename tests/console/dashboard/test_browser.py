@@ -74,7 +74,7 @@ def opened(page, server: Server, path: str = "") -> None:
     page.goto(server.entry.link)
     assert "token" not in page.url
     page.goto(f"http://127.0.0.1:{server.entry.port}{server.entry.base}/{path}")
-    until(page, "document.getElementById('live').textContent === 'live'")
+    until(page, "document.getElementById('live').textContent === 'live, last change'")
 
 
 def until(page, expression: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fedveil.console.dashboard import bounded
 from fedveil.records import audit_log
-from tests.console.conftest import write_run
+from tests.console.conftest import REFUSED_BYTES, write_run
 from tests.console.dashboard.conftest import opened
 
 
@@ -66,7 +66,7 @@ def test_every_page_is_linked_whole_and_within_the_policy(runs):
     pages = every_page(client)
     below = [path.removeprefix(client.base) for path in pages]
     assert sorted(below) == sorted([
-        "/", "/sites", "/logs", "/logs/runs", "/runs/fedavg", "/runs/fedavg/report", "/runs/fedrand",
+        "/", "/sites", "/logs", "/logs/demo", "/logs/runs", "/runs/fedavg", "/runs/fedavg/report", "/runs/fedrand",
         "/runs/fedrand/report", "/runs/demo%3Afedqsn", "/runs/demo%3Afedqsn/report",
     ])  # fmt: skip
     for text in pages.values():
@@ -77,16 +77,24 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     client = opened(runs)
     text = client.get(f"{client.base}/runs/fedrand").text
     # By hand, as in test_report.py: A is 2 x 8 x 192 floats, B 2 x 576 x 8, with 613 bytes around them.
-    up = 5 * (2 * 4 * 8 * 192 + 613) + 6 * (2 * 4 * 576 * 8 + 613)
+    up = 5 * (2 * 4 * 8 * 192 + 613) + 6 * (2 * 4 * 576 * 8 + 613) + REFUSED_BYTES
     assert f"<dd>{up:,}</dd>" in text
-    assert '<progress value="3" max="5"' in text
+    assert '<progress class="failed" value="3" max="5"' in text
+    assert text.count("3 of 5") == 1
     assert text.count("<svg") == 4
-    assert "loss by round from" not in text
-    assert 'aria-label="loss by round. ' in text
-    row = r'<tr><td data-label="site">north</td><td data-label="way">sent by the site</td><td data-label="part">A</td>'
-    assert row in text
+    assert 'aria-label="Test loss by round. ' in text
+    assert "Bleu by round" in text
+    assert "rounds done (dotted: no figure between)" in text  # scored before the first round and after the last one
+    row = '<td data-label="site">north</td><td data-label="sent by the site">{}</td>'
+    assert row.format("A (2 tensors) twice, B (2 tensors) once") in text
+    assert "n_k, is the number of examples" in text
     assert "ValueError: &lt;no rows&gt;" in text
     assert "found &lt;0&gt;" in text
+    last = text[text.index("<h2>Round 4, attempt 1: 0 of 4 sites accepted</h2>") : text.index("<h2>Curves</h2>")]
+    for words in ("refused by the server", "refused by the site&#x27;s policy", "silent", "failed"):
+        assert f'<span class="tag failed">{words}</span>' in last
+    assert "expected a norm of at most 1e+06, found 3.2e+07" in last
+    assert "no reply within 900 s" in last
     assert "epsilon infinite" in text
 
 
@@ -94,24 +102,30 @@ def test_sites_over_all_runs(runs):
     client = opened(runs)
     text = client.get(f"{client.base}/sites").text
     north = re.search(r'<tr><td data-label="site">north</td>.*?</tr>', text)[0]
-    when = audit_log.read(runs / audit_log.NAME)[3]["time"]
+    when = audit_log.read(runs / audit_log.NAME)[20]["time"]  # of round 3
     assert f"{when[:10]} {when[11:19]}" in north
-    assert re.findall(r">(\d+)</td>", north)[:4] == ["1", "3", "3", "0"]
+    assert re.findall(r">(\d+)<", north)[:4] == ["1", "4", "3", "1"]
     south = re.search(r'<tr><td data-label="site">south</td>.*?</tr>', text)[0]
-    assert re.findall(r">(\d+)</td>", south)[:4] == ["1", "3", "2", "1"]
-    assert "fedrand, round 2: ValueError: &lt;no rows&gt;" in south
+    assert re.findall(r">(\d+)<", south)[:4] == ["1", "4", "2", "2"]
+    assert '<span class="failed">2</span>' in south
+    assert "fedrand, round 4: PolicyError: train.batch-size: expected at most 8, found 16" in south
+    assert "newest 3 runs" in text
 
 
 def test_the_audit_log_has_its_verdict(runs):
     client = opened(runs)
     path, file = f"{client.base}/logs/runs", runs / audit_log.NAME
-    assert f'class="good">5 lines, each as it was written. Anchor now: {audit_log.head(file)}.' in client.get(path).text
-    file.write_text(file.read_text().replace("norm of the upload", "norm of the weather"))
+    text = client.get(path).text
+    assert 'class="good">28 lines, each as it was written.' in text
+    assert f"<code>{audit_log.head(file)}</code></p>" in text  # nothing after it, for it is there to be copied
+    assert f'href="{client.base}/logs" aria-current="true"' in text
+    assert "12,901 bytes." in text
+    file.write_text(file.read_text().replace("expected a norm of", "expected a weather of"))
     deadline = 100
     while 'class="alert"' not in (text := client.get(path).text) and deadline:
         deadline -= 1
-    assert "line 5: expected a whole line with its own hash" in text
-    assert "norm of the weather" in text
+    assert "line 25: expected a whole line with its own hash" in text
+    assert "expected a weather of" in text
     assert 'class="alert"' in client.get(f"{client.base}/").text
 
 

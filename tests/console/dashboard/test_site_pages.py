@@ -47,7 +47,7 @@ def test_what_left_what_was_refused_and_what_the_ledger_holds(state, tmp_path):
     is_whole(text)
     left = re.search(r'<td data-label="run">pilot-0a1b2c3d</td>.*?</tr>', text)[0]
     assert re.findall(r">([\d,]+)</td>", left) == ["2", "543,656", "2,469,134"]
-    refused = re.search(r'<td data-label="event">refused</td>.*?</tr>', text)[0]
+    refused = re.search(r'<td data-label="event"><span class="tag failed">refused</span></td>.*?</tr>', text)[0]
     assert '<td data-label="round">5</td>' in refused
     assert "PolicyError: method: expected fedrand, found fedavg" in refused
     assert "A refused run needs nothing from this site" in text
@@ -59,8 +59,21 @@ def test_what_left_what_was_refused_and_what_the_ledger_holds(state, tmp_path):
     assert "No worker is there" in text
 
 
-def test_without_a_bound_nothing_is_said_to_be_left(state):
-    assert '<td data-label="epsilon left">no bound</td>' in home(opened_site(state))
+def test_without_a_bound_nothing_is_said_to_be_left_and_the_page_warns(state, tmp_path):
+    text = home(opened_site(state))
+    assert '<td data-label="epsilon left"><span class="tag failed">no bound</span></td>' in text
+    assert 'class="alert">The policy of north names no max-epsilon' in text
+    assert "names no max-epsilon" not in home(opened_site(state, str(tmp_path / "policy.toml")))
+
+
+def test_a_site_is_named_with_its_data_and_its_bytes_are_seen_at_once(state):
+    (state / "north.toml").write_text('site = "north"\ndata-set = "ward-3"\n')
+    client = opened_site(state)
+    assert "<h1>Site north</h1>" in home(client)
+    assert '<td data-label="its data now">ward-3</td>' in home(client)
+    log = client.get(f"{client.base}/log").text
+    assert "271,828 bytes up, 1,234,567 bytes down." in re.sub("<details>.*?</details>", "", log)
+    assert '<span class="tag failed">refused</span>' in log
 
 
 def test_a_log_that_was_changed_sums_up_to_nothing(state):

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from fedveil.attacks.findings import Finding
 from fedveil.attacks.paired import Across
-from fedveil.console.report import gained, trade
+from fedveil.console.report import gained, trade, trade_picture
 from tests.conftest import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"
@@ -31,7 +31,7 @@ def arms() -> list[trade.Arm]:
 
 
 def test_the_committed_picture_is_made_by_the_code():
-    assert (PICTURES / "demo.svg").read_text() == gained.alone(trade.svg(arms()))
+    assert (PICTURES / "demo.svg").read_text() == gained.alone(trade_picture.svg(arms()))
 
 
 def test_the_readme_tells_its_figures_to_who_cannot_see_it():
@@ -42,7 +42,7 @@ def test_the_readme_tells_its_figures_to_who_cannot_see_it():
 
 
 def test_a_picture_of_its_own_has_both_schemes_and_no_script():
-    text = gained.alone(trade.svg(arms()))
+    text = gained.alone(trade_picture.svg(arms()))
     root = ElementTree.fromstring(text)
     assert root.tag.endswith("svg")
     assert "prefers-color-scheme:dark" in text

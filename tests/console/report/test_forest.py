@@ -35,8 +35,8 @@ def test_controls_are_bands_and_no_rows():
     svg = forest.svg(controlled(found("site-0", 0.8, "above")), "r")
     assert "overfitted FedAvg" not in texts(svg)
     # Blue where the attack must lose, orange where it must win: a patch of each.
-    assert len(re.findall('fill="#3a8fd9" opacity="0.22"', svg)) == 1
-    assert len(re.findall('fill="#d55e00" opacity="0.22"', svg)) == 1
+    assert len(re.findall('fill="#3a8fd9" opacity="0.3"', svg)) == 1
+    assert len(re.findall('fill="#d55e00" opacity="0.6"', svg)) == 1
 
 
 def test_an_attack_whose_control_fails_is_said_to_be_unusable():

@@ -15,7 +15,8 @@ def test_a_figure_has_no_style_and_words_for_who_cannot_see_it():
     points = [(0, 4.25), (1, 3.5)]
     figure = svg("Loss $by$ $\\frac{", "x", "y", [Curve("<b>$a$ $\\frac{\x1b", points, 0), Curve("other", points, 1)])
     assert "style" not in figure
-    assert 'stroke="#3a8fd9"' in figure
+    assert 'stroke="#1fa187"' in figure
+    assert 'stroke-dasharray="' in figure  # of the second, so that a line under it shows
     assert "&lt;b&gt;$a$ $\\frac{\\x1b from 4.25 at 0 to 3.5 at 1; other from" in figure
     assert "<b>" not in figure
     assert "\x1b" not in figure
@@ -29,6 +30,8 @@ def test_a_table_names_its_columns_and_with_a_caption_is_reached_by_the_keyboard
     assert 'tabindex="0" role="region" aria-label="What &lt;b&gt; left"' in table
     assert '<td data-label="site">&lt;i&gt;</td>' in table
     assert "tabindex" not in page.table(["site", "bytes"], rows)
+    share = page.table(["a", "b"], [[page.Figure("3&nbsp;%"), None]])
+    assert '<td class="n" data-label="a">3&nbsp;%</td><td data-label="b">&ndash;</td>' in share
 
 
 def test_a_template_shows_text_and_nothing_else():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fedveil.console.report import run_page, trade
+from fedveil.console.report import run_page, trade, trade_picture
 from fedveil.console.runs import folder
 from tests.console.conftest import write_run
 from tests.console.report.made import audited, found, over_sites
@@ -44,7 +44,14 @@ def test_less_is_said_only_where_the_intervals_are_apart(pair):
         "With fedrand an attacker is right 60 times in 100 (a coin: 50) instead of 86 times in 100 with fedavg, "
         "at a test loss of 3.12 (there 3.13), 53 % of the bytes."
     )
-    assert "fedrand: 60 times in 100 [55, 65]: less, and not told from guessing; at a test loss" in text
+    assert "fedrand: 60.0 times in 100 [55.0, 65.0]: less, and not told from guessing; at a test loss" in text
+
+
+def test_an_interval_that_leaves_a_guess_out_beside_a_verdict_that_does_not_is_explained(tmp_path):
+    base = audited(write_run(tmp_path, "fedavg"), found("site-1", 0.86, "above"))
+    run = audited(write_run(tmp_path, "fedrand"), found("site-2", 0.6, "contains"), found("site-3", 0.5, "contains"))
+    text = said([folder.load(base), folder.load(run)])
+    assert "[55.0, 65.0]: less, and not told from guessing at any site, corrected for 2 findings; " in text
 
 
 def test_an_overlap_is_not_told_apart(pair):
@@ -52,17 +59,20 @@ def test_an_overlap_is_not_told_apart(pair):
     assert text.startswith(
         "Not decided here: nothing is told apart from fedavg, on which an attacker is right 86 times"
     )
-    assert "82 times in 100 [77, 87]: not told apart from fedavg; at a test loss of 3.12 (there 3.13), 53 % of" in text
+    assert (
+        "82.0 times in 100 [77.0, 87.0]: not told apart from fedavg; at a test loss of 3.12 (there 3.13), 53 % of"
+        in text
+    )
 
 
 def test_intervals_apart_are_less_but_not_nothing(pair):
-    assert "fedrand: 70 times in 100 [65, 75]: less, but not nothing; " in said(pair(0.7, "above"))
+    assert "fedrand: 70.0 times in 100 [65.0, 75.0]: less, but not nothing; " in said(pair(0.7, "above"))
 
 
 def test_intervals_apart_on_the_other_side_are_more(pair):
     text = said(pair(0.97, "above"))
     assert text.startswith("Nothing is gained here: fedrand told an attacker more than fedavg (86 times in 100).")
-    assert "fedrand: 97 times in 100 [92, 100]: more; " in text
+    assert "fedrand: 97.0 times in 100 [92.0, 100.0]: more; " in text
 
 
 @pytest.fixture
@@ -84,15 +94,18 @@ def test_the_same_rows_tell_runs_apart_whose_intervals_overlap(same_rows):
     runs = same_rows(fedrand=(0.79, 0.01, 0.5), secure=(0.74, 0.06, 0.003))
     text = said(runs)
     assert text.startswith(
-        "With secure an attacker is right 74 times in 100 (a coin: 50) instead of 80 times in 100 with"
+        "With secure an attacker is right 74 times in 100 (a coin: 50) instead of 80 times in 100 with fedavg, at the "
+        "worst site 74 instead of 86, "
     )
-    assert "an attacker picks the trained row of a pair 80 times in 100 [76, 84]." in text
-    assert "fedrand: 79 times in 100 [75, 83]: not told apart from fedavg, -1 [-5, +3] on the same rows; " in text
-    assert "secure: 74 times in 100 [70, 78]: less, but not nothing, -6 [-10, -2] on the same rows; " in text
-    svg = trade.svg([trade.arm(run) for run in runs])
+    assert (
+        "row of a pair 80.0 times in 100 [76.0, 84.0] over the sites, at the worst (site-1) 86.0 [81.0, 91.0]." in text
+    )
+    assert "79.0 [74.0, 84.0]: not told apart from fedavg, -1.0 [-5.0, +3.0] on the same rows; " in text
+    assert "74.0 [69.0, 79.0]: less, but not nothing, -6.0 [-10.0, -2.0] on the same rows; " in text
+    svg = trade_picture.svg([trade.arm(run) for run in runs])
     assert ">80 %<" in svg  # the mean over the sites, not the strongest site's 86
     assert text.endswith("\nOne run of each: the intervals are over rows, and another run's draws may fall otherwise.")
-    assert "the mean over the sites" in trade.caption([trade.arm(run) for run in runs])
+    assert "the mean over the sites" in trade_picture.caption([trade.arm(run) for run in runs])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +122,7 @@ def test_comparisons_are_corrected_for_each_other(same_rows, more, answer):
 def test_on_the_same_rows_more_is_said_too(same_rows):
     text = said(same_rows(fedrand=(0.86, -0.06, 0.001)))
     assert text.startswith("Nothing is gained here: fedrand told an attacker more than fedavg (80 times in 100).")
-    assert "fedrand: 86 times in 100 [82, 90]: more, +6 [+2, +10] on the same rows; " in text
+    assert "86.0 [81.0, 91.0]: more, +6.0 [+2.0, +10.0] on the same rows; " in text
 
 
 def test_a_comparison_with_another_audit_than_that_of_the_base_does_not_count(same_rows):
@@ -139,22 +152,32 @@ def test_where_the_attack_does_not_count_on_fedavg_nothing_is_concluded(pair, gi
 
 
 def test_an_attack_that_does_not_count_is_not_drawn(pair):
-    svg = trade.svg([trade.arm(run) for run in pair(won="contains")])
+    svg = trade_picture.svg([trade.arm(run) for run in pair(won="contains")])
     assert ">not decided here</text>" in svg
     assert ">86 %</text>" not in svg
     assert ">60 %</text>" in svg
 
 
 def test_the_picture_has_every_figure_and_its_words(pair):
-    svg = trade.svg([trade.arm(run) for run in pair()])
-    for text in (">fedavg<", ">fedrand<", ">86 %<", ">60 %<", ">0.55<", ">0.29<"):
+    svg = trade_picture.svg([trade.arm(run) for run in pair()])
+    for text in (
+        ">fedavg<",
+        ">fedrand<",
+        ">86 %<",
+        ">60 %<",
+        ">0.55 MB<",
+        ">0.29 MB<",
+        ">loss 3.13<",
+        ">untrained<",
+        ">rows known by heart<",
+    ):
         assert text in svg
     assert "fedavg: test loss 3.131, an attacker picks the trained row of a pair: 86 % (a coin: 50 %), 0.55 MB" in svg
 
 
 def test_the_page_opens_with_it(pair):
     page = run_page.html(pair())
-    assert page.index("picks the trained row of a pair 86 times") < page.index(">Summary<")
+    assert page.index("picks the trained row of a pair 86.0 times") < page.index(">Summary<")
     assert 'aria-label="What was gained.' in page
 
 
@@ -169,10 +192,10 @@ def test_a_run_without_scores_says_so(pair):
         text = "".join(json.dumps(line | {"scores": None}) + "\n" for line in lines)
         (run.folder / "metrics.jsonl").write_text(text)
     arms = [trade.arm(folder.load(run.folder)) for run in runs]
-    assert trade.svg(arms).count(">not scored</text>") == 2
+    assert trade_picture.svg(arms).count(">not scored</text>") == 2
 
 
 def test_arms_are_capped(pair):
     arms = [trade.arm(pair()[0])] * 20
-    assert trade.svg(arms).count(">86 %</text>") == trade.MOST_ARMS
-    assert trade.svg(arms[:1]) == ""
+    assert trade_picture.svg(arms).count(">86 %</text>") == trade_picture.MOST_ARMS
+    assert trade_picture.svg(arms[:1]) == ""
