@@ -51,10 +51,11 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 
     Raises:
         ConfigError: a quantised base under an adapter that would train it, train.compile where it does not go with
-            the rest, or a device that is not there.
+            the rest, rows longer than a local base's context, or a device that is not there.
         TaskError: no base model at that path.
     """
     adapted.check(config, adapter, INFO)
+    loading.check_context(config, adapter, INFO.tiny())
     return TextGeneration(config, adapter, loading.pick_device(device))
 
 

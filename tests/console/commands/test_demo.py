@@ -25,6 +25,11 @@ from fedveil.federation import cohort
         ("task.data=/no/such", 'expected a folder or file of rows, found none at "/no/such"'),
         ("task.evaluation=/no/such", 'expected a folder or file of rows, found none at "/no/such"'),
         ("task.source-column=question", 'error: task.data: expected column "question" in'),
+        ("task.max-tokens=256", "error: task.max-tokens: expected at most 192, the context of tiny, found 256; lower"),
+        ("evaluate.metric=charm", "error: evaluate.metric: expected one of"),
+        ("run.name=first", "error: --set run.name: expected a key that the demo does not set itself; a run has"),
+        ("run.rounds=9", "error: --set run.rounds: expected a key that the demo does not set itself; give --rounds"),
+        ("method.name=fedavg", "itself; name methods with --methods"),
     ],
 )
 def test_a_bad_setting_is_refused_before_anything_is_started(setting, line, capsys, monkeypatch, tmp_path):
@@ -51,6 +56,52 @@ def test_bad_arms_are_refused_before_anything_is_started(arguments, line, capsys
     monkeypatch.setattr(demo, "LocalFederation", None)
     assert main(["demo", *arguments]) == 2
     assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["file/x", "/proc/x"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_started(out, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "LocalFederation", None)
+    (tmp_path / "file").touch()
+    assert main(["demo", "--out", str(tmp_path / out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --out: expected a folder that can be written, found {tmp_path / out}: ")
+    assert error.endswith("; name another\n")
+
+
+def test_runs_of_an_earlier_demo_are_not_replaced_without_a_word(make_run, capsys, monkeypatch, tmp_path):
+    def start(*args, **kwargs):
+        raise StateError("it would start here")
+
+    monkeypatch.setattr(demo, "LocalFederation", start)
+    make_run(method="fedavg")
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert "has runs of an earlier demo, which these replace: fedavg\n" in capsys.readouterr().out
+    assert (tmp_path / "fedavg" / "status.json").is_file()
+
+
+def test_a_run_that_failed_before_its_first_round_leaves_no_table_and_no_report(make_run, tmp_path, capsys):
+    make_run(method="fedavg", rounds=0, state="failed")
+    demo._results(terminal(), tmp_path, [demo.Arm("fedavg")], [])
+    assert capsys.readouterr().out == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["fedavg"]
+
+
+@pytest.mark.parametrize("said,traced", [({"reason": "task.data: expected rows"}, False), ({}, True)])
+def test_a_failed_run_is_explained_once(said, traced, capsys, tmp_path):
+    class Federation:
+        sites = ()
+
+        def status(self, run):
+            return said
+
+        def server_log(self, run):
+            return "Traceback (most recent call last)"
+
+    demo._explain(Federation(), 1, "fedavg", demo.Ended(False, "task.data: expected rows", 1.0), tmp_path)
+    error = capsys.readouterr().err
+    assert error.startswith("error: fedavg failed: task.data: expected rows\n")
+    assert f"Every log is in {tmp_path}/logs" in error
+    assert ("Traceback" in error) is traced
 
 
 def test_an_arm_is_a_method_and_perhaps_a_defence():
