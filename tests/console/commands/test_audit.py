@@ -9,7 +9,7 @@ import pytest
 
 from fedveil import rng, strategies, tasks
 from fedveil.attacks.findings import PICTURES, Audit
-from fedveil.attacks.samples import Source, members_of, non_members_of
+from fedveil.attacks.samples import Source, members_of, non_members_of, samples
 from fedveil.config import parse
 from fedveil.console.commands.running import audit as command
 from fedveil.console.main import main
@@ -173,6 +173,15 @@ def test_members_are_the_rows_of_the_site(run_folder):
     assert len(used) == 40
     assert not used & {row.origin for row in others}
     assert {row.origin.file for row in others} == {str(DATA / "train.jsonl")}
+
+
+def test_rows_of_all_sites_are_prepared_at_once_so_what_is_cut_is_said_once(run_folder, caplog):
+    config = parse(runs.load(run_folder).config["config"] | {"task.max-tokens": 24})
+    task = tasks.load(config, strategies.create("fedrand", config.method.fields).adapter, "cpu")
+    members, rest = samples(Source(DATA, most=20), config, task, SITES, SITES)
+    assert [len(sample.rows) for sample in (*members.values(), rest)] == [20, 20, 20]
+    assert [record.args[2] for record in caplog.records] == [60]
+    assert members["site-10"].rows == list(task.encode(task.examples(DATA, "train", Share(1, 2))))
 
 
 def test_the_report_has_a_section_of_it(run_folder, audited):
