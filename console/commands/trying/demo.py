@@ -204,6 +204,8 @@ def _measure(folder: Path, data: Path, before: list[Future[Measured]]) -> Measur
 
 
 def _results(console: Console, out: Path, arms: list[Arm], measured: list[Future[Measured]]) -> None:
+    from fedveil.cards.card import Stated
+    from fedveil.console.cards import made
     from fedveil.console.report import gained
 
     found = [runs.load(out / arm.name) for arm in arms if (out / arm.name / "status.json").is_file()]
@@ -218,6 +220,8 @@ def _results(console: Console, out: Path, arms: list[Arm], measured: list[Future
         except FedVeilError as error:  # what was trained is worth showing all the same
             console.print(f"{arm.name}: not attacked: {shown(error)}", soft_wrap=True)
     gained.compare(attacked)
+    for folder in attacked:  # the run's own card is of before its attack
+        made.write(runs.load(folder), Stated())
     gained.write(out, found)
     console.print(summary.table(found))
     for line in gained.said(found):

@@ -7,11 +7,16 @@ from concurrent.futures import Future
 import pytest
 
 from fedveil import config
+from fedveil.attacks.findings import Audit
+from fedveil.attacks.side_by_side import Attacked
+from fedveil.cards import card, words
 from fedveil.console.commands.trying import demo
 from fedveil.console.main import main
+from fedveil.console.report import gained
 from fedveil.console.terminal import terminal
 from fedveil.errors import StateError
 from fedveil.federation import cohort
+from tests.console.report.made import audited, found
 
 
 @pytest.mark.parametrize(
@@ -124,6 +129,16 @@ def test_a_run_that_cannot_be_attacked_is_shown_all_the_same(make_run, tmp_path,
     assert "fedavg: not attacked: there is no tap" in said
     assert "upload / FedAvg" in said
     assert (tmp_path / "report.html").is_file()
+
+
+def test_the_card_of_a_run_is_made_again_after_its_attack(make_run, tmp_path):
+    run = audited(make_run(method="fedrand"), found("site-1", 0.8, "above"))
+    (run / "final").mkdir()
+    done: Future = Future()
+    done.set_result(gained.Measured(None, Attacked(Audit.read(run), {})))
+    demo._results(terminal(), tmp_path, [demo.Arm("fedrand")], [done])
+    assert [attack.name for attack in card.read(run / "final").audited.attacks] == ["alignment"]
+    assert words.NOT_MEASURED not in (run / "final" / "README.md").read_text()
 
 
 def test_it_says_why_not_every_site_is_in_a_round():
