@@ -109,6 +109,20 @@ def test_evaluate_gives_the_scores_of_the_runs_own_evaluation(tmp_path, capsys):
     short = said(capsys, "evaluate", run, "--data", DATA, "--max-examples", 3, "--loss-only", "--split", "test")
     assert f"{found['loss']:.4f}" in short
     assert "bleu" not in short
+    assert f"run on {DATA}, test: 3 examples at most of " in short
+
+
+def test_evaluate_scores_all_rows_whatever_the_run_itself_scored(tmp_path, capsys):
+    run = made(tmp_path / "run", **{"method.fields": "adapter = {rank = 4}", "evaluate.max-examples": 2})
+    rows = (DATA / "test.jsonl").read_text().splitlines()[:12]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    shown = said(capsys, "evaluate", run, "--data", tmp_path / "rows.jsonl", "--loss-only")
+    assert f"run on {tmp_path}/rows.jsonl, test: 12 rows\n" in shown
+    config = parse(json.loads((run / "config.json").read_text())["config"] | {"evaluate.max-examples": 12})
+    task = tasks.load(config, strategies.create("fedrand", config.method.fields).adapter, "cpu")
+    weights = load_state(run / "final" / "server.safetensors").tensors
+    loss = task.evaluate(weights, task.examples(tmp_path / "rows.jsonl", "test"), generate=False)["loss"]
+    assert f"{loss:.4f}" in shown
 
 
 def test_a_prefix_writes_and_cannot_be_merged(tmp_path, capsys):
