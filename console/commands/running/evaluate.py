@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from fedveil.console import final_model
+from fedveil.console.runs.folder import config_of
 from fedveil.console.terminal import terminal
 from fedveil.foreign import shown
 
@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the scores."""
+    config_of(args.folder)  # before torch: no run is said at once
+    from fedveil.console import final_model
+
     most = sys.maxsize if args.max_examples is None else args.max_examples
     task, weights = final_model.of(args.folder, args.base, max_examples=most).task(args.device)
     rows = task.examples(args.data, args.split)

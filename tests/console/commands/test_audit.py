@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fedveil import rng, strategies, tasks
+from fedveil.attacks import audit as attacks
 from fedveil.attacks.findings import PICTURES, Audit
 from fedveil.attacks.samples import Source, members_of, non_members_of, samples
 from fedveil.config import parse
-from fedveil.console.commands.running import audit as command
 from fedveil.console.main import main
 from fedveil.console.report import findings
 from fedveil.console.report import run_page as report
@@ -89,7 +89,7 @@ def audited(run_folder) -> dict:
 
 def test_the_terminal_has_the_verdicts_and_the_five_strongest(make_run, monkeypatch, capsys):
     told = controlled(*(found(f"site-{i}, merged", 0.6 + i / 50, "above") for i in range(9)))
-    monkeypatch.setattr(command, "audit_run", lambda *_, **__: (Audit(told, [], ["what a control says"]), None))
+    monkeypatch.setattr(attacks, "audit_run", lambda *_, **__: (Audit(told, [], ["what a control says"]), None))
     folder = make_run()
     assert main(["audit", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -112,7 +112,7 @@ def test_the_terminal_has_the_verdicts_and_the_five_strongest(make_run, monkeypa
     ],
 )
 def test_as_a_gate_it_ends_with_a_code_of_its_own(make_run, monkeypatch, capsys, audit, limit, code, said):
-    monkeypatch.setattr(command, "audit_run", lambda *_, **__: (audit, None))
+    monkeypatch.setattr(attacks, "audit_run", lambda *_, **__: (audit, None))
     folder = make_run()
     assert main(["audit", str(folder), "--fail-above", limit]) == code
     assert said in capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_as_a_gate_it_ends_with_a_code_of_its_own(make_run, monkeypatch, capsys,
 
 def test_the_time_reaches_the_audit(make_run, monkeypatch):
     asked = []
-    monkeypatch.setattr(command, "audit_run", lambda *given: asked.append(given[-2]) or (Audit([], [], []), None))
+    monkeypatch.setattr(attacks, "audit_run", lambda *given: asked.append(given[-2]) or (Audit([], [], []), None))
     folder = make_run()
     assert main(["audit", str(folder), "--minutes", "3"]) == 0
     assert main(["audit", str(folder)]) == 0

@@ -22,7 +22,7 @@ from tests.console.report.made import audited, found
 @pytest.mark.parametrize(
     "setting,line",
     [
-        ("method.fields='rho = 1.5'", "error: rho: expected a probability from 0 to 1, found 1.5\n"),
+        ("method.fields='rho = 1.5'", "error: method.fields: rho: expected a probability from 0 to 1, found 1.5\n"),
         ("method.fields='roh = 0.5'", "error: method.fields: roh: unknown field of fedrand; expected one of"),
         ("trian.epochs=3", "error: trian: unknown key; expected a section of"),
         ("train.epoch=3", "error: train.epoch: unknown key; expected one of"),
