@@ -6,6 +6,7 @@ Nothing is prepared, no model is loaded, and of a large file no more is read tha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def of_run(task: TaskConfig, counted: list[int]) -> Iterator[Check]:
         ("task.server-data", task.server_data, "train", []),
     ):
         if folder:
-            yield guarded(name, partial(_rows, name, Path(folder), split, task, into))
+            found = guarded(name, partial(_rows, name, Path(folder), split, task, into))
+            yield replace(found, text=found.text.removeprefix("task.data: "))  # whichever key it was
 
 
 def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int]) -> Check:

@@ -12,8 +12,8 @@ from fedveil.cards.card import Attack, Card, Epsilon, Guarantee, Score, Sent, Si
 from fedveil.foreign import shown
 
 NOT_MEASURED = (
-    "Not measured: no attack had been run on this run when this card was written, so nothing is claimed of what attacks "
-    "would find. `fedveil audit RUN` attacks it, and `fedveil card make RUN` then writes the card anew."
+    "Not measured: no attack had been run on this run when this card was written, so nothing is claimed of what "
+    "attacks would find. `fedveil audit RUN` attacks it, and `fedveil card make RUN` then writes the card anew."
 )
 _MARKUP = re.compile(r"([\\`*_\[\]#|~$@])|(?<=www)(\.)|(:)(?=//)|^([-+=])|^(\d{1,9}[.)])(?=\s|$)")
 _LONGEST = 4200
