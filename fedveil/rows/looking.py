@@ -39,7 +39,7 @@ def head(file: Path, columns: tuple[str, ...]) -> Head:
 
 
 def _footer(file: Path) -> tuple[int, list[str]]:
-    import pyarrow
+    import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
