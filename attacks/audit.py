@@ -136,7 +136,8 @@ def controls_of(
     known, half = drawn[:by_heart], drawn[: min(len(drawn) // 2, source.most)]
     own, adapter = controls.settings(config), strategies.create("fedavg").adapter
     say(f"Training the overfitted control on {len(known)} members")
-    overfitted = controls.overfitted(tasks.load(own, adapter, device), known, own, Tap(scratch / "by-heart"))
+    tap = Tap(scratch / "by-heart")
+    overfitted = controls.overfitted(tasks.load(own, adapter, device), known, own, tap, say=say)
     if len(drawn) - len(half) < LEAST:
         return overfitted, None
     base = PublicBase(knowledge.task, knowledge.initial)
@@ -145,7 +146,7 @@ def controls_of(
     say(f"Teaching the control of other rows {len(half)} members, to {100 * share:.0f} % of their loss")
     gentle = controls.gently(own)
     task = tasks.load(gentle, adapter, device)
-    return overfitted, controls.taught(task, half, gentle, Tap(scratch / "other-rows"), share)
+    return overfitted, controls.taught(task, half, gentle, Tap(scratch / "other-rows"), share, say=say)
 
 
 def audit(

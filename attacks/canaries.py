@@ -40,6 +40,7 @@ from fedveil.attacks.base import Knowledge, View, misfit
 from fedveil.attacks.membership.alignment import Alignment, alignment_scores
 from fedveil.attacks.membership.scores import PublicBase, loss_of
 from fedveil.attacks.one_run import Bound
+from fedveil.attacks.samples import encoded
 from fedveil.attacks.statistics import Scores
 from fedveil.contract.budget import Budget, Neighbours
 from fedveil.contract.task import Rows, Task
@@ -121,7 +122,7 @@ def bound_of(folder: Path, site: str, view: View, knowledge: Knowledge, delta: f
     coins, task = coins_of(folder), knowledge.task
     if site not in view.sites:
         raise ConfigError(f"--canaries: expected a site of the run ({', '.join(view.sites)}), found {site}")
-    first, second = (_encoded(task, folder / SECRET, name, len(coins)) for name in (FIRST, SECOND))
+    first, second = (_rows(task, folder / SECRET, name, len(coins)) for name in (FIRST, SECOND))
     rows = [row for each in (*first, *second) for row in each]
     scores = {"loss": _falls(knowledge, rows)}
     if not misfit(Alignment(), view, knowledge):
@@ -150,7 +151,7 @@ def words(bound: Bound, site: str, claim: Budget | None) -> str:
     return f"{said}; claimed: {at_most}."
 
 
-def _encoded(task: Task, folder: Path, name: str, count: int) -> list[Rows]:
+def _rows(task: Task, folder: Path, name: str, count: int) -> list[Rows]:
     """The rows of each canary of one side."""
     files = sorted(folder.glob(f"{name}.*"))
     if len(files) != 1:
@@ -158,8 +159,7 @@ def _encoded(task: Task, folder: Path, name: str, count: int) -> list[Rows]:
     examples = task.examples(files[0], "test")
     if len(examples) != count:
         raise ConfigError(f"{files[0]}: expected {count} rows, one a coin, found {len(examples)}; another folder?")
-    rows = task.encode(list(examples))  # at once, for a task may log what it cuts
-    return [[row] for row in rows] if len(rows) == count else [task.encode([example]) for example in examples]
+    return encoded(task, list(examples))
 
 
 def _falls(knowledge: Knowledge, rows: Rows) -> Scores:

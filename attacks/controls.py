@@ -11,7 +11,8 @@ the non-members are of another one. A model of before any training does not show
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fedveil import rng, strategies
@@ -84,7 +85,13 @@ def gently(config: RunConfig) -> RunConfig:
     return parse({**config.flat(), "train.epochs": 1})
 
 
-def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int = 8) -> Control:
+def _silent(text: str) -> None:
+    """Tells nobody."""
+
+
+def overfitted(
+    task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int = 8, say: Callable[[str], None] = _silent
+) -> Control:
     """Trains FedAvg of two clients on `members`.
 
     It ends when their loss is KNOWN_BY_HEART of what it was at the start, and after `rounds` at the latest.
@@ -93,11 +100,20 @@ def overfitted(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: i
         task: loaded with `config`.
         config: as `settings` made it.
         tap: records the messages.
+        say: told after each round how far it is.
     """
-    return _trained(task, members, config, tap, rounds, KNOWN_BY_HEART)
+    return _trained(task, members, config, tap, rounds, KNOWN_BY_HEART, say)
 
 
-def taught(task: Task, rows: Rows, config: RunConfig, tap: Tap, loss_share: float, rounds: int = 16) -> Control:
+def taught(
+    task: Task,
+    rows: Rows,
+    config: RunConfig,
+    tap: Tap,
+    loss_share: float,
+    rounds: int = 16,
+    say: Callable[[str], None] = _silent,
+) -> Control:
     """Trains FedAvg of two clients on `rows`, which no attack is to be asked about.
 
     It ends when their loss is that share of what it was at the start, and after `rounds` at the latest.
@@ -107,11 +123,14 @@ def taught(task: Task, rows: Rows, config: RunConfig, tap: Tap, loss_share: floa
         config: as `gently` made it.
         tap: records the messages.
         loss_share: the share that the model under attack has left of its members' loss.
+        say: told after each round how far it is.
     """
-    return _trained(task, rows, config, tap, rounds, loss_share)
+    return _trained(task, rows, config, tap, rounds, loss_share, say)
 
 
-def _trained(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int, until: float) -> Control:
+def _trained(
+    task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int, until: float, say: Callable[[str], None]
+) -> Control:
     exchange = Exchange(strategies.create("fedavg"), "fedavg", task.spec)
     initial = task.initial(rng.initial(config.run.seed, "weights"))
     parts = {"a": members[::2], "b": members[1::2]} if len(members) > 1 else {"a": members}
@@ -127,10 +146,14 @@ def _trained(task: Task, members: Rows, config: RunConfig, tap: Tap, rounds: int
 
     state = exchange.method.init(exchange.spec, initial, rng.initial(config.run.seed, "method init"))
     federation = Federation(exchange, config, trainer_for, list(parts), state, tap=tap)
-    first, share, done = loss(), 1.0, 0
+    first, share, done, began = loss(), 1.0, 0, time.monotonic()
     while not done or (share > until and done < rounds):
         federation.round(done)
         share, done = loss() / first, done + 1
+        more = (rounds - done) * (time.monotonic() - began) / done
+        about = f"; at most {f'{more / 60:.0f} min' if more > 99 else f'{more:.0f} s'} more" if share > until else ""
+        left = f"{100 * share:.0f} % of the loss is left, {100 * until:.0f} % ends it"
+        say(f"  round {done} of at most {rounds}: {left}{about}")
     return Control(federation.deployed()["server"], done, share, task, members, View.server(tap, exchange))
 
 

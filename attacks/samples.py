@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from fedveil import strategies, tasks
 from fedveil.config import RunConfig, parse
-from fedveil.contract.task import Examples, Rows, Share, Task
+from fedveil.contract.task import Example, Examples, Rows, Share, Task
 from fedveil.errors import ConfigError
 from fedveil.rows import partition
 
@@ -75,8 +75,10 @@ def samples(
     """
     members = members_of(source, config, task, asked, took_part)
     others = source.some(non_members_of(source, config, members, len(asked)))
-    prepared = {site: _prepared(task, config, source.some(rows)) for site, rows in members.items()}
-    rest = _prepared(task, config, others)
+    sides = [*map(source.some, members.values()), others]
+    rows = iter(encoded(task, [example for side in sides for example in side]))
+    *of_members, rest = (_prepared(config, side, [next(rows) for _ in side]) for side in sides)
+    prepared = dict(zip(members, of_members, strict=True))
     count = sum(len(sample.rows) for sample in prepared.values())
     if min(count, len(rest.rows)) < LEAST:
         raise ConfigError(
@@ -130,7 +132,15 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _prepared(task: Task, config: RunConfig, examples: Examples) -> Sample:
+def encoded(task: Task, examples: Sequence[Example]) -> list[Rows]:
+    """The rows of each example; all are prepared at once, for a task may log what it cuts."""
+    rows = task.encode(examples)
+    if len(rows) != len(examples):  # a task that makes several rows of an example
+        return [task.encode([example]) for example in examples]
+    return [[row] for row in rows]
+
+
+def _prepared(config: RunConfig, examples: Examples, prepared: Sequence[Rows]) -> Sample:
     """Rows with the label of their example, "" where the data were not cut by label."""
     skewed = config.task.partition != "iid"  # else a site has no labels of its own
     name = config.task.label_column
@@ -139,7 +149,6 @@ def _prepared(task: Task, config: RunConfig, examples: Examples) -> Sample:
         labels = partition.labels(
             Dataset.from_list([{name: example.values[name]} for example in examples]), config.task
         )
-    prepared = [task.encode([example]) for example in examples]
     return Sample(
         [row for rows in prepared for row in rows],
         [label for label, rows in zip(labels, prepared, strict=True) for _ in rows],

@@ -17,9 +17,11 @@ import argparse
 import ast
 import difflib
 import importlib
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -29,6 +31,7 @@ from fedveil.errors import ConfigError, FedVeilError
 from fedveil.foreign import shown
 
 DOCUMENTATION = "https://github.com/fedveil/fedveil/tree/main/docs"
+_TOGETHER = 1.0  # seconds within which signals count as one
 # The groups, in the order of a newcomer's needs. A folder that is not named here comes last.
 _GROUPS = {
     "trying": "to try and to measure",
@@ -43,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before torch: threads that spin for each other make a busy machine many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if argv is None else argv)
+    interrupt = _Interrupt()
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job would ignore it
-        signal.signal(number, _interrupt)
+        signal.signal(number, interrupt)
     try:
         whole = parser(given[0] if given else "")
         arguments = whole.parse_args(given)
@@ -56,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {shown(' '.join(str(error).split()), 4000)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        interrupt.is_done = True
         print("interrupted: everything that was started is stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fedveil methods | head`
@@ -122,9 +127,22 @@ def _summary(file: Path) -> str:
     return first.partition(": ")[2].rstrip(".") or first
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Both signals stop what was started."""
-    raise KeyboardInterrupt
+class _Interrupt:
+    """Both signals stop what was started.
+
+    Whoever ends a process and its group sends two at once: the second would break off the stopping. One that comes
+    later does, until nothing is left to stop.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self._last = -math.inf
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.is_done and now - self._last >= _TOGETHER:
+            self._last = now
+            raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

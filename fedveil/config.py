@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, field_validator
 from fedveil.errors import ConfigError
 from fedveil.foreign import shown
 from fedveil.sections import Section as _Section
-from fedveil.sections import SinksConfig, kebab
+from fedveil.sections import SinksConfig, kebab, near
 
 
 class MethodConfig(_Section):
@@ -277,15 +277,14 @@ def parse(flat: Mapping[str, Any]) -> RunConfig:
 def _line(error: Any) -> str:
     key = shown(".".join(str(part) for part in error["loc"]), 100)
     if error["type"] == "extra_forbidden":
-        section = str(error["loc"][0])
-        model = RunConfig.model_fields.get(section)
-        known = [kebab(n) for n in model.annotation.model_fields] if model and model.annotation else []
-        where = (
-            f"expected one of {known} in [{section}]"
-            if known
-            else f"expected a section of {list(RunConfig.model_fields)}"
-        )
-        return f"{key}: unknown key; {where}"
+        section, _, name = key.partition(".")
+        known = {
+            one: [kebab(n) for n in field.annotation.model_fields] if field.annotation else []
+            for one, field in RunConfig.model_fields.items()
+        }
+        here = f"one of {known[section]} in [{section}]" if section in known else f"a section of {list(known)}"
+        meant = near(known, section, name)
+        return f"{key}: unknown key; expected {here}{f'; did you mean {meant}?' if meant else ''}"
     return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, found {shown(repr(error['input']), 200)}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -61,3 +63,16 @@ class SinksConfig(Section):
         if text and parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
             raise ValueError(f"expected https, or http on one of {', '.join(_LOOPBACK)}")
         return text
+
+
+def near(known: Mapping[str, Sequence[str]], section: str, name: str) -> str:
+    """The key of `known`, by section, that was probably meant; "" for none.
+
+    One of the section that is spelled alike or has `name` for its initials; else one of another section that is `name`.
+    """
+    if section not in known:
+        return next(iter(difflib.get_close_matches(section, known, 1)), "")
+    short = [key for key in known[section] if "".join(word[0] for word in key.split("-")) == name]
+    alike = [*short, *difflib.get_close_matches(name, known[section], 1)]
+    others = [f"{other}.{name}" for other, keys in known.items() if name in keys]
+    return next(iter([*(f"{section}.{key}" for key in alike), *others]), "")

@@ -84,6 +84,8 @@ def _adapter(cls: type[Method], given: dict[str, Any]) -> Any:
 def _parsed(cls: Any, name: str, fields: Any, *within: str) -> Any:
     try:
         return TypeAdapter(cls).validate_python(fields)
+    except ConfigError as error:  # of a method's own check
+        raise ConfigError(f"method.fields: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(map(str, (*within, *first["loc"])))

@@ -263,7 +263,7 @@ class LocalFederation:
         return Ended(completed, reason or flower_status, seconds)
 
     def _env(self) -> dict[str, str]:
-        env = {**environment(self.folder / "flower"), "HF_HUB_OFFLINE": "1"}
+        env = {**environment(self.folder / "flower"), "HF_HUB_OFFLINE": "1", process.TEMPORARY: "1" * self._temporary}
         return alone(env | dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1"), self.folder / "ports")
 
     def _key(self, name: str) -> Path:

@@ -218,15 +218,6 @@ def disk(folder: Path) -> Check:
     return Check("disk", verdict, f"{free:.1f} GB free at {there}")
 
 
-def data(folder: str, columns: tuple[str, ...]) -> Check:
-    """Rows with the columns that the task asks for; how many, and nothing of what is in them."""
-    from fedveil.rows import reading
-
-    file = reading.split_file(Path(folder), "train")
-    table = reading.read(file, columns)
-    return Check("data", "ok", f"{len(table)} rows in {file}, with {', '.join(columns)}")
-
-
 def policy(file: str) -> Check:
     """A policy that can be read and names the app."""
     from fedveil.client_app.site.node_config import Site

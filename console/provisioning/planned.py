@@ -110,6 +110,7 @@ class Planned:
         info = tasks.info(_TASK)
         method = strategies.create(config.method.name, config.method.fields)
         adapted.check(config, method.adapter, info)
+        loading.check_context(config, method.adapter, info.tiny())
         where, is_folder = loading.find(config.task.model, info.tiny())
         if not is_folder or where == "tiny":
             raise ConfigError(
@@ -162,8 +163,8 @@ class Planned:
         return changed, needed
 
 
-def lines(planned: Planned, on: Machine, rows: int) -> Iterator[str]:
-    """The plan in words, a line each."""
+def lines(planned: Planned, on: Machine, rows: int, there: int = 0) -> Iterator[str]:
+    """The plan in words, a line each, for a site of `rows` rows; 0: as many as its data has, `there`, if known."""
     plan, shape, config = planned.memory(on), base.of(planned.settings), planned.config
     parts = ", ".join(f"{name} {count:,}" for name, count in shape.parts.items())
     yield f"Plan, on paper, from config.json: {planned.settings.kind}, {shape.parameters:,} parameters ({parts})"
@@ -178,7 +179,7 @@ def lines(planned: Planned, on: Machine, rows: int) -> Iterator[str]:
         yield f"  in main memory, GB: {host}"
     if on.ranks.count > 1:
         yield f"  of rank 0, of {on.ranks.count} processes; the others have no states, and score nothing"
-    yield from _seconds(planned, on, rows)
+    yield from _seconds(planned, on, rows, there)
     yield "bytes a message of a round, down and up (exact; another method's with its default adapter):"
     if config.secure.enabled:
         yield "  in the clear; under secure.enabled an upload is of integers: fedveil explain says how many bytes"
@@ -196,12 +197,17 @@ def _sizes(by_variant: Mapping[str, int]) -> str:
     return " or ".join(f"{size:,} ({variant})" for variant, size in by_variant.items())
 
 
-def _seconds(planned: Planned, on: Machine, rows: int) -> Iterator[str]:
+def _seconds(planned: Planned, on: Machine, rows: int, there: int) -> Iterator[str]:
     config = planned.config
-    count = rows or config.task.max_examples or _ROWS
+    most = config.task.max_examples
+    count, source = rows, ""
+    if not rows and there:
+        count, source = min(there, most or there), " (those of the data; sites that share it have fewer)"
+    elif not rows:
+        count, source = most or _ROWS, "" if most else " (a guess: give --rows)"
     done = work.of(planned.settings, config, planned.adapter, count)
     total = (done.training + done.scoring) / 1e12
-    about = f"training, {done.rows:,} rows a round: {total:,.1f} TFLOP"
+    about = f"training, {done.rows:,} rows a round{source}: {total:,.1f} TFLOP"
     if not on.flops:
         yield f"{about}; seconds: give --tflops, what one GPU sustains"
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import StateError
+from fedveil.foreign import shown
 from fedveil.records import disclosure, process
 
 Row = dict[str, Any]
 _CONFIG_BYTES, _PROGRESS_BYTES = 1 << 20, 1 << 16
+_MARKS = ("status.json", "config.json")  # one of them is in every run folder
+_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,7 @@ def config_of(folder: Path) -> Row:
         StateError: there is none, or one that cannot be read.
     """
     file = folder / "config.json"
+    _require_run(folder)
     if not file.is_file():
         raise StateError(f"run folder {folder}: expected config.json of a run that began, found none; name another run")
     if (size := file.stat().st_size) > _CONFIG_BYTES:
@@ -201,11 +206,24 @@ def config_of(folder: Path) -> Row:
 
 def status_of(folder: Path) -> Row:
     """What has become of the run in `folder`, from its small files alone. Raises as `load`."""
-    if not folder.is_dir():
-        raise StateError(f"run folder {folder}: expected a folder that a run wrote, found none")
-    if not any((folder / name).is_file() for name in ("status.json", "config.json")):
-        raise StateError(f"run folder {folder}: expected status.json or config.json in it, found neither")
+    _require_run(folder)
     return _status(folder)
+
+
+def _require_run(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in _MARKS):
+        raise StateError(
+            f"run folder {folder}: expected status.json or config.json of a run in it, found {_instead(folder)}"
+        )
+
+
+def _instead(folder: Path) -> str:
+    """What there is in the place of a run, and the next step."""
+    if not folder.is_dir():
+        return "no such folder; fedveil status lists the runs below a folder"
+    files = itertools.islice((file for name in _MARKS for file in folder.glob(f"*/{name}")), _LISTED)
+    inside = ", ".join(sorted({shown(folder / file.parent.name, 200) for file in files}))
+    return f"runs below it; name one: {inside}" if inside else "neither; name another folder"
 
 
 def _attempts(rows: list[Row]) -> list[Row]:

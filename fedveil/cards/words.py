@@ -11,7 +11,10 @@ from collections.abc import Iterable, Sequence
 from fedveil.cards.card import Attack, Card, Epsilon, Guarantee, Score, Sent, SiteCost
 from fedveil.foreign import shown
 
-NOT_MEASURED = "Not measured: no attack was run on this run, so nothing is claimed of what attacks would find."
+NOT_MEASURED = (
+    "Not measured: no attack had been run on this run when this card was written, so nothing is claimed of what "
+    "attacks would find. `fedveil audit RUN` attacks it, and `fedveil card make RUN` then writes the card anew."
+)
 _MARKUP = re.compile(r"([\\`*_\[\]#|~$@])|(?<=www)(\.)|(:)(?=//)|^([-+=])|^(\d{1,9}[.)])(?=\s|$)")
 _LONGEST = 4200
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from fedveil.models.loaded_model import LoadedModel
 
 NEXT = 'give "tiny", a folder made with save_pretrained, or a hub id that this machine can reach or has cached'
 PREPROCESSOR = "preprocessor_config.json"
+_CONFIG_BYTES = 1 << 20
 
 
 def find(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
@@ -45,6 +47,27 @@ def find(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
     if not name or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
         raise TaskError(f'task.model: expected a folder with a model, found none at "{name}"; {NEXT}')
     return name, False
+
+
+def check_context(config: RunConfig, adapter: Adapter, tiny_folder: Path | None) -> None:
+    """Whether a row of task.max-tokens fits a local base, as far as its config.json says. Nothing is loaded.
+
+    Raises:
+        ConfigError: it does not.
+        TaskError: as `find`.
+    """
+    where, is_folder = find(config.task.model, tiny_folder)
+    if not is_folder or where == "tiny":
+        return
+    try:
+        with (Path(where) / "config.json").open("rb") as file:
+            content = json.loads(file.read(_CONFIG_BYTES))
+        content = content.get("text_config") or content
+        named = [content.get(key) for key in ("max_position_embeddings", "n_positions")]
+    except (OSError, ValueError, RecursionError, AttributeError):  # whoever loads it says what is wrong with it
+        return
+    if numbers := [number for number in named if type(number) is int]:
+        _fitting(max(numbers), config, adapter)
 
 
 def pick_device(device: str) -> torch.device:
@@ -217,8 +240,10 @@ def loaded(
 def _context(model: Any, config: RunConfig, adapter: Adapter) -> int | None:
     """The tokens that the model has for a row. Raises ConfigError where they are fewer than task.max-tokens."""
     context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is None:
-        return None
+    return None if context is None else _fitting(context, config, adapter)
+
+
+def _fitting(context: int, config: RunConfig, adapter: Adapter) -> int:
     left = context - adapter.positions
     if config.task.max_tokens > left:
         taken = f" less the {adapter.positions} of the {adapter.kind}" if adapter.positions else ""

@@ -24,6 +24,7 @@ from typing import Any
 from fedveil.errors import OutOfMemoryError, StateError
 
 LOCK = "lock"
+TEMPORARY = "FEDVEIL_TEMPORARY"  # in the environment of a ServerApp whose federation goes with whoever started it
 _CGROUPS = Path("/sys/fs/cgroup")
 LOWER = "give the server more memory, or lower evaluate.max-examples, or use a smaller or a quantized base"
 LOWER_AT_SITE = (
@@ -144,6 +145,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def resume_command(folder: Path) -> str:
     """What goes on with the run of a folder, as a sentence."""
+    if os.environ.get(TEMPORARY):
+        return "its federation was a temporary one: start the run anew"
     return f"resume it: fedveil submit --federation FOLDER --config {folder.absolute() / 'resume.toml'}"
 
 

@@ -107,12 +107,17 @@ def table(data: Path, split: str, task: TaskConfig) -> Table:
     Raises:
         TaskError: as `reading.table`, or an image folder without an image.
     """
-    if (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in reading.SUFFIXES):
+    if is_by_class(data, split):
         return _by_class(data / split, task)
     found = reading.table(data, split, (task.image_column, task.target_column))
     kept = getattr(found.rows.features[task.target_column], "names", None)
     names = kept or sorted({value for value in found.rows[task.target_column] if isinstance(value, str)})
     return replace(found, class_names=tuple(names))
+
+
+def is_by_class(data: Path, split: str) -> bool:
+    """Whether a split is a folder of class folders, and no file."""
+    return (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in reading.SUFFIXES)
 
 
 def _by_class(folder: Path, task: TaskConfig) -> Table:

@@ -160,13 +160,23 @@ def read(file: Path, columns: tuple[str, ...], scratch: Path | None = None) -> D
     found = _parquet(file, scratch) if file.suffix == ".parquet" else _json_lines(file, scratch)
     if found is None or not len(found):
         raise TaskError(f'task.data: expected at least one row in "{file}", found none; add rows')
+    require(columns, found.column_names, file)
+    return Dataset(found, fingerprint=secrets.token_hex(8))  # else `datasets` would hash the whole table for one
+
+
+def no_parquet(file: Path, error: Exception) -> TaskError:
+    """What to say of a file that is none, or is damaged."""
+    return TaskError(f'task.data: expected Parquet in "{file}", found {str(error).splitlines()[0]}; write it anew')
+
+
+def require(columns: tuple[str, ...], names: Sequence[str], file: Path) -> None:
+    """Raises TaskError where one of `columns` is not among the names that `file` has."""
     for column in columns:
-        if column not in found.column_names:
+        if column not in names:
             raise TaskError(
-                f'task.data: expected column "{column}" in "{file}", found {", ".join(found.column_names)}; '
+                f'task.data: expected column "{column}" in "{file}", found {", ".join(names)}; '
                 f"set task.source-column and task.target-column to columns of the file"
             )
-    return Dataset(found, fingerprint=secrets.token_hex(8))  # else `datasets` would hash the whole table for one
 
 
 def _json_lines(file: Path, scratch: Path | None) -> pyarrow.Table | None:
@@ -200,7 +210,7 @@ def _json_tables(file: Path, schema: pyarrow.Schema | None = None) -> Iterator[p
     import pyarrow
 
     with file.open("rb") as lines:
-        rows = (_object(line, number, file) for number, line in enumerate(lines, start=1) if line.strip())
+        rows = (parsed(line, number, file) for number, line in enumerate(lines, start=1) if line.strip())
         while part := list(itertools.islice(rows, _PARSED)):
             names = schema.names if schema is not None else list(dict.fromkeys(name for row in part for name in row))
             columns = [
@@ -209,17 +219,18 @@ def _json_tables(file: Path, schema: pyarrow.Schema | None = None) -> Iterator[p
             yield pyarrow.table(dict(zip(names, columns, strict=True)))
 
 
-def _object(line: bytes, number: int, file: Path) -> dict[str, Any]:
+def parsed(line: bytes, number: int, file: Path) -> dict[str, Any]:
+    """The row in a line of JSON. Raises TaskError where there is none."""
     try:
-        row = json.loads(line)
+        found = json.loads(line)
     except ValueError as error:
         raise TaskError(
             f'task.data: expected JSON in line {number} of "{file}", found {error}; correct the line'
         ) from None
-    if not isinstance(row, dict):
-        found = line.rstrip(b"\n")[:40]
-        raise TaskError(f'task.data: expected an object in line {number} of "{file}", found {found!r}; correct it')
-    return row
+    if not isinstance(found, dict):
+        text = line.rstrip(b"\n")[:40]
+        raise TaskError(f'task.data: expected an object in line {number} of "{file}", found {text!r}; correct it')
+    return found
 
 
 def _parquet(file: Path, scratch: Path | None) -> pyarrow.Table | None:
@@ -234,9 +245,7 @@ def _parquet(file: Path, scratch: Path | None) -> pyarrow.Table | None:
             parts = (pyarrow.Table.from_batches([part], schema) for part in opened.iter_batches(_AT_ONCE))
             return _kept(parts, scratch)
     except (pyarrow.ArrowException, OSError) as error:
-        raise TaskError(
-            f'task.data: expected Parquet in "{file}", found {str(error).splitlines()[0]}; write it anew'
-        ) from None
+        raise no_parquet(file, error) from None
 
 
 def _kept(tables: Iterator[pyarrow.Table], scratch: Path | None) -> pyarrow.Table | None:

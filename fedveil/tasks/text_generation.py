@@ -51,10 +51,11 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 
     Raises:
         ConfigError: a quantised base under an adapter that would train it, train.compile where it does not go with
-            the rest, or a device that is not there.
+            the rest, rows longer than a local base's context, or a device that is not there.
         TaskError: no base model at that path.
     """
     adapted.check(config, adapter, INFO)
+    loading.check_context(config, adapter, INFO.tiny())
     return TextGeneration(config, adapter, loading.pick_device(device))
 
 
@@ -203,9 +204,13 @@ class TextGeneration(causal.CausalTask):
         """The rows, of which the log says how many are too long."""
         sources, targets = int((rows.cuts > 0).sum()), int((rows.cuts > 1).sum())
         if sources:
+            now, most = self.config.task.max_tokens, self.base.context
+            todo = "raise it" if most is None else f"raise it, to at most {most}"
+            if now == most:
+                todo = f"shorten the rows: {self.config.task.model} has room for no more"
             log.warning(
                 "task.max-tokens = %d: %d of %d rows lose the end of their source, %d of these that of their target; "
-                "raise it", self.config.task.max_tokens, sources, len(rows), targets,
+                "%s", now, sources, len(rows), targets, todo,
             )  # fmt: skip
         return rows
 

@@ -61,6 +61,7 @@ Inputs = Mapping[str, Tensor]  # what the model takes of an image: (1, ...) each
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the base itself is loaded at the first need. Raises as text generation's."""
     adapted.check(config, adapter, INFO)
+    loading.check_context(config, adapter, INFO.tiny())
     return VisionLanguage(config, adapter, loading.pick_device(device))
 
 

@@ -134,13 +134,18 @@ def test_the_control_of_other_rows_ends_as_far_as_the_run_went():
 def test_a_control_ends_with_the_round_that_reached_its_share():
     """Its last upload is of that round, and what it says is the loss of the model that it gives away."""
     task, own, rows = Task(), controls.settings(parse({"run.deterministic": True})), drawn(16, 3)
+    said: list[str] = []
     with TemporaryDirectory() as folder:
-        done = controls.overfitted(task, rows, own, Tap(Path(folder)), 30)
+        done = controls.overfitted(task, rows, own, Tap(Path(folder)), 30, said.append)
         uploads = list(done.view.uploads("a"))
     scores = [Taught(task, rows).mean_loss(weights, rows) for weights in (task.initial(), done.weights)]
     assert done.loss_share == pytest.approx(scores[1] / scores[0], rel=1e-5)
     assert 0 < done.loss_share <= controls.KNOWN_BY_HEART
     assert [upload.round for upload in uploads] == list(range(done.rounds))
+    assert [line.split(" % of")[0].rpartition(":")[0] for line in said] == [
+        f"  round {i + 1} of at most 30" for i in range(done.rounds)
+    ]
+    assert [line.endswith(" more") for line in said] == [True] * (done.rounds - 1) + [False]
 
 
 def test_every_attack_names_its_controls():

@@ -12,7 +12,7 @@ from fedveil import strategies
 from fedveil.cards import card as cards
 from fedveil.config import parse
 from fedveil.contract.method import State
-from fedveil.records import audit_log
+from fedveil.records import audit_log, process
 from fedveil.server_app import app, ending
 from fedveil.server_app.record import RoundRecord, RunFolder
 
@@ -59,6 +59,19 @@ def test_its_scores_are_those_of_the_round_whose_model_was_kept(tmp_path):
     assert course.scores(rows) == {"loss": 2.0, "old": 1.0}
     course.final = {"server": {"loss": 1.9}}
     assert course.scores(rows) == {"loss": 1.9, "old": 1.0}
+
+
+def test_a_run_that_a_signal_ended_says_so_and_how_it_goes_on(tmp_path, monkeypatch):
+    with RunFolder(tmp_path / "pilot") as run:
+        run.config(CONFIG, strategies.create("fedrand"))
+        assert ending.reason(SystemExit(0), run.folder) == "interrupted: its ServerApp was told to end"
+        assert ending.reason(SystemExit(3), run.folder) == "SystemExit: 3"
+        run.checkpoint(State({}), {})
+        said = ending.reason(KeyboardInterrupt(), run.folder)
+        assert said.startswith("interrupted: its ServerApp was told to end; resume it: fedveil submit --federation")
+        monkeypatch.setenv(process.TEMPORARY, "1")
+        said = ending.reason(SystemExit(0), run.folder)
+        assert said.endswith("told to end; its federation was a temporary one: start the run anew")
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -20,21 +20,19 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from fedveil.attacks import findings
-from fedveil.attacks.audit import audit_run
-from fedveil.attacks.findings import Finding, strongest, verdict
-from fedveil.attacks.gate import FIGURES, Limit, decide
-from fedveil.attacks.samples import Source
-from fedveil.attacks.steps import Budget
 from fedveil.config import parse
 from fedveil.console.runs.folder import load
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError, StateError
 from fedveil.foreign import shown
 from fedveil.records.files import write_atomic
+
+if TYPE_CHECKING:
+    from fedveil.attacks.findings import Finding
 
 _SHOWN = 5  # findings on a terminal; the file has all
 
@@ -74,7 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end with exit code 1 where the lower bound of a figure is above X, with 3 where that cannot be told",
     )
     parser.add_argument(
-        "--figure", default="auroc", metavar="NAME", help=f"of --fail-above: {', '.join(FIGURES)} (default: auroc)"
+        "--figure",
+        default="auroc",
+        metavar="NAME",
+        help="of --fail-above: auroc, tpr-at-1, tpr-at-01, epsilon (default: auroc)",
     )
     parser.add_argument(
         "--canaries",
@@ -87,6 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Attacks the run, prints the verdicts and the strongest findings, and writes RUN/audit.json."""
+    found = load(args.folder)  # before torch: no run is said at once
+    from fedveil.attacks import findings
+    from fedveil.attacks.audit import audit_run
+    from fedveil.attacks.findings import strongest, verdict
+    from fedveil.attacks.gate import Limit, decide
+    from fedveil.attacks.samples import Source
+    from fedveil.attacks.steps import Budget
+
     console = terminal()
 
     def say(text: str) -> None:
@@ -94,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
 
     budget = Budget.of_minutes(args.minutes)
     limit = None if args.fail_above is None else Limit(args.fail_above, args.figure)
-    found = load(args.folder)
     if "config" not in found.config:
         raise StateError(f"{args.folder}: expected config.json of a run that began, found none; audit another run")
     source = Source(

@@ -8,21 +8,16 @@ final/privacy.dsse.json: of every file of final/, and of the card; sites may sig
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedveil.cards import card, words
 from fedveil.cards.card import Card, Stated
 from fedveil.console.cards import envelope, keys, statement, verified
-from fedveil.console.runs.folder import Run, load
+from fedveil.console.runs.folder import load
 from fedveil.errors import ConfigError, StateError
 from fedveil.foreign import shown
 from fedveil.records import audit_log
 from fedveil.records.files import write_atomic
-
-if TYPE_CHECKING:
-    from fedveil.cards.gathered import Recorded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,10 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from fedveil import strategies  # torch, which signing and checking do without
-    from fedveil.cards import gathered, written
-    from fedveil.config import parse
-    from fedveil.console.cards import audited
+    from fedveil.console.cards import made  # torch, which signing and checking do without
 
     run = load(args.folder)
     final = args.folder / "final"
@@ -71,23 +63,10 @@ def _make(args: argparse.Namespace) -> int:
             f"{final / statement.NAME}: expected none, for its signatures are of the card as it is, found one; remove "
             "it, and ask the signers again"
         )
-    method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
-    config = parse(run.config["config"])
-    found = gathered.card(_recorded(run), config, method, _stated(args, final), audited.of(args.folder), whole=True)
-    written.write(final, found)
+    found = made.write(run, _stated(args, final))
     print(final / card.PAGE)
     print(found.guarantee.says)
     return 0
-
-
-def _recorded(run: Run) -> Recorded:
-    from fedveil.cards.gathered import Recorded
-
-    file = run.folder / "id"
-    id_ = file.read_text(errors="replace").partition(" ")[0][:8] if file.is_file() else ""
-    return Recorded(
-        run.folder, id_, run.config, run.attempts, run.messages, run.rounds_done, run.final, len(run.resumes)
-    )
 
 
 def _stated(args: argparse.Namespace, final: Path) -> Stated:

@@ -1,18 +1,20 @@
 """`fedveil evaluate`: scores a run's model on rows of yours.
 
 The model is the server's last one, from RUN/final. Rows are read as the run reads them: the same columns, a split of a
-folder or a file. Scores are those of the run's own evaluation.
+folder or a file. Scores are those of the run's own evaluation, but of all rows: the run itself scores
+evaluate.max-examples of its test data at most.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from rich.table import Table
 
-from fedveil.console import final_model
+from fedveil.console.runs.folder import config_of
 from fedveil.console.terminal import terminal
 from fedveil.foreign import shown
 
@@ -22,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the rows: a folder or a file")
     parser.add_argument("--split", default="test", help="of the folder (default: test)")
-    parser.add_argument("--max-examples", type=int, metavar="N", help="default: as in the run")
+    parser.add_argument("--max-examples", type=int, metavar="N", help="of texts, distinct sources; default: all")
     parser.add_argument("--loss-only", action="store_true", help="write no texts: the loss, and what comes with it")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.add_argument("--base", default="", metavar="MODEL", help="the base on this machine (default: task.model)")
@@ -32,13 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the scores."""
-    changed = {} if args.max_examples is None else {"max_examples": args.max_examples}
-    task, weights = final_model.of(args.folder, args.base, **changed).task(args.device)
-    scores = task.evaluate(weights, task.examples(args.data, args.split), generate=not args.loss_only)
+    config_of(args.folder)  # before torch: no run is said at once
+    from fedveil.console import final_model
+
+    most = sys.maxsize if args.max_examples is None else args.max_examples
+    task, weights = final_model.of(args.folder, args.base, max_examples=most).task(args.device)
+    rows = task.examples(args.data, args.split)
+    scores = task.evaluate(weights, rows, generate=not args.loss_only)
     if args.json:
         print(json.dumps(scores))
         return 0
-    listed = Table("metric", title=f"{shown(args.folder.name, 80)} on {shown(args.data, 200)}, {args.split}")
+    scored = f"{len(rows):,} rows" if args.max_examples is None else f"{most:,} examples at most of {len(rows):,} rows"
+    where = f"{shown(args.data, 200)}, {shown(args.split, 80)}"
+    terminal().print(f"{shown(args.folder.name, 80)} on {where}: {scored}", soft_wrap=True)
+    listed = Table("metric")
     listed.add_column("value", justify="right")
     for name, value in scores.items():
         listed.add_row(name, f"{value:.4f}")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedveil.console import final_model
-from fedveil.contract.task import Writes
+from fedveil.console.runs.folder import config_of
 from fedveil.errors import ConfigError
 from fedveil.foreign import shown
 
@@ -33,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line for each prompt or image; with several, after what was asked."""
+    config_of(args.folder)  # before torch: no run is said at once
+    from fedveil.console import final_model
+    from fedveil.contract.task import Writes
+
     images = [(str(file), _read(file)) for file in args.image]
     changed = {} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}
     found = final_model.of(args.folder, args.base, **changed)

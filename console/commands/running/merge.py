@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedveil.adapters import written
-from fedveil.console import final_model
+from fedveil.console.runs.folder import config_of
 from fedveil.errors import ConfigError
-from fedveil.models import library
 from fedveil.records import files
 
 
@@ -26,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the folder whole, or not at all."""
+    config_of(args.folder)  # before torch: no run is said at once
+    from fedveil.adapters import written
+    from fedveil.console import final_model
+    from fedveil.models import library
+
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise ConfigError(f"OUT: expected a new or empty folder, found {args.out} with something in it; name another")
     merged = final_model.of(args.folder, args.base).merged()

@@ -9,7 +9,6 @@ import argparse
 from pathlib import Path
 
 from fedveil.console.provisioning.presence import absent
-from fedveil.console.report import run_page
 from fedveil.console.runs.folder import load
 
 
@@ -25,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the report."""
+    runs = [load(folder) for folder in args.runs]  # before torch: no run is said at once
+    from fedveil.console.report import run_page
+
     missing = absent(args.federation) if args.federation else {}
-    run_page.write(args.out, [load(folder) for folder in args.runs], missing)
+    run_page.write(args.out, runs, missing)
     print(args.out)
     return 0

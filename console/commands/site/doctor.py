@@ -3,7 +3,9 @@
 It looks at certificates, keys, clock, ports, versions, GPU, CPUs, other users, disk, data, policy, roster, the server's
 program and health, and changes nothing. Each line says what to do next. The exit code is 1 where a check fails.
 
-With `--set task.model=FOLDER` it plans a run on that base before anything is loaded: memory by part, seconds, bytes.
+With `--set task.data=FOLDER`, task.evaluation or task.server-data it looks whether the rows are there that a run would
+read. With `--set task.model=FOLDER` it plans a run on that base before anything is loaded: memory by part, seconds,
+bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="of the run config: for the data's columns; task.model=FOLDER plans a run on that base",
+        help="of the run config: task.data=FOLDER looks at the rows; task.model=FOLDER plans a run on that base",
     )
     planning = parser.add_argument_group("planning, with --set task.model=FOLDER")
     planning.add_argument(
@@ -50,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tflops", type=float, default=0, metavar="X", help="that one sustains; default: measured here"
     )
     planning.add_argument(
-        "--rows", type=int, default=0, metavar="N", help="of a site; default: task.max-examples, or 1000"
+        "--rows", type=int, default=0, metavar="N", help="of a site; default: of its data, task.max-examples, or 1000"
     )
     parser.set_defaults(run=run)
 
@@ -63,8 +65,11 @@ def run(args: argparse.Namespace) -> int:
             "--gpu-gb, --gpus, --shard-base, --tflops, --rows: expected --set task.model=FOLDER beside them, found none"
         )
     found: list[Check] = []
+    counted: list[int] = []
     if args.kit:
-        found += _site(args)
+        found += _site(args, counted)
+    if config:
+        found += _data(config, counted)
     if args.federation:
         for name in ("ca.crt", "server.pem"):
             check = partial(checks.certificate, args.federation / "server" / name)
@@ -79,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         found.append(checks.health(args.health))
     plan: list[str] = []
     if "task.model" in config:
-        found.append(checks.guarded("memory", lambda: _planned(args, config, plan)))
+        found.append(checks.guarded("memory", lambda: _planned(args, config, counted, plan)))
     for finding in found:
         print(f"{finding.verdict:<5} {finding.name:<22} {shown(finding.text)}")
     for line in plan:
@@ -87,8 +92,20 @@ def run(args: argparse.Namespace) -> int:
     return int(any(finding.verdict == "fail" for finding in found))
 
 
-def _planned(args: argparse.Namespace, flat: Mapping[str, Any], plan: list[str]) -> Check:
-    """Whether the run fits; its lines go into `plan`."""
+def _data(flat: Mapping[str, Any], counted: list[int]) -> list[Check]:
+    """Of the data that the run config names. Raises ConfigError for a key or value that a run would refuse."""
+    from fedveil.config import parse  # as in _site
+
+    task = parse(flat).task
+    if not (task.data or task.evaluation or task.server_data):
+        return []
+    from fedveil.console.provisioning import data_checks
+
+    return list(data_checks.of_run(task, counted))
+
+
+def _planned(args: argparse.Namespace, flat: Mapping[str, Any], counted: list[int], plan: list[str]) -> Check:
+    """Whether the run fits; its lines go into `plan`. `counted`: the rows of the data that was looked at."""
     from fedveil.config import parse  # as in _site
     from fedveil.console.provisioning import planned
     from fedveil.models.planning import memory
@@ -98,7 +115,7 @@ def _planned(args: argparse.Namespace, flat: Mapping[str, Any], plan: list[str])
     ranks = memory.Ranks(args.gpus, args.shard_base)
     machine = planned.machine(args.gpu_gb, ranks, args.tflops, config.train.precision == "bf16")
     found = planned.verdict(run, machine)
-    plan += planned.lines(run, machine, args.rows)
+    plan += planned.lines(run, machine, args.rows, counted[0] if counted else 0)
     return found
 
 
@@ -108,11 +125,10 @@ def _registered(folder: Path) -> Check:
     return secure_checks.registered(folder)
 
 
-def _site(args: argparse.Namespace) -> list[Check]:
+def _site(args: argparse.Namespace, counted: list[int]) -> list[Check]:
     # Not above, for pydantic: --health, which a container asks every ten seconds, does without.
-    from fedveil import tasks
     from fedveil.config import parse
-    from fedveil.console.provisioning import secure_checks, unpacked
+    from fedveil.console.provisioning import data_checks, secure_checks, unpacked
 
     kit, site = unpacked.read(args.kit), unpacked.node_config(args.kit, args.node_config)
     superlink = kit.superlink
@@ -128,7 +144,7 @@ def _site(args: argparse.Namespace) -> list[Check]:
         "cpus": host_checks.cpus,
         "other users": host_checks.other_users,
         "disk": lambda: checks.disk(state),
-        "data": lambda: checks.data(site.data, tasks.info(task.name).columns(task)),
+        "data": lambda: data_checks.of_site(site.data, task, counted),
         "policy": lambda: checks.policy(site.policy),
         "roster": lambda: secure_checks.roster(site),
         "key file": lambda: checks.key_file(site.key_file, state),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shutil
 import sys
 import time
@@ -51,6 +52,16 @@ SETTINGS: dict[str, Any] = {
     "evaluate.max-examples": 30,
     "evaluate.generate": "never",
     "run.tap": True,
+}
+# Keys that `_run_arm` sets, or that would undo what it sets, and what to do about them.
+_OWN = {
+    "method.name": "name methods with --methods",
+    "run.dir": "name a folder with --out",
+    "run.name": "a run has its method's name; name a folder with --out",
+    "run.rounds": "give --rounds",
+    "run.resume": "the demo starts its runs anew; leave it out",
+    "cohort.sites": "give --sites",
+    "cohort.min-sites": "the demo's quorum is 2; leave it out",
 }
 DEFENCES: dict[str, dict[str, Any]] = {
     "": {},
@@ -101,7 +112,9 @@ def run(args: argparse.Namespace) -> int:
     arms, settings = _arms(args.methods, args.sites), SETTINGS | overrides(None, args.set)
     if args.set:
         _check(arms, settings)
-    console, out, started = terminal(), args.out.absolute(), time.monotonic()
+    console, out, started = terminal(), _writable(args.out.absolute()), time.monotonic()
+    if old := [arm.name for arm in arms if (out / arm.name / "status.json").is_file()]:
+        console.print(f"{out} has runs of an earlier demo, which these replace: {', '.join(old)}", soft_wrap=True)
     console.print(f"Starting one SuperLink and {args.sites} SuperNodes: gRPC, TLS, node authentication")
     data = Path(settings.get("task.data", DATA))
     federation = LocalFederation([LocalSite(f"site-{i}", data) for i in range(args.sites)])
@@ -178,8 +191,10 @@ def _explain(federation: LocalFederation, run: int, method: str, ended: Ended, o
     for site in federation.sites:
         if reason := federation.last_error(site):
             print(f"{site}: {shown(reason)}", file=sys.stderr)
-    print(f"The ServerApp's last lines (every log is in {out / 'logs'}):", file=sys.stderr)
-    print("\n".join(map(shown, federation.server_log(run).splitlines())), file=sys.stderr)
+    print(f"Every log is in {out / 'logs'}", file=sys.stderr)
+    if not federation.status(run).get("reason"):  # else its own words, and Flower's trace of them adds none
+        print("The ServerApp's last lines:", file=sys.stderr)
+        print("\n".join(map(shown, federation.server_log(run).splitlines())), file=sys.stderr)
 
 
 def _measure(folder: Path, data: Path, before: list[Future[Measured]]) -> Measured:
@@ -189,9 +204,12 @@ def _measure(folder: Path, data: Path, before: list[Future[Measured]]) -> Measur
 
 
 def _results(console: Console, out: Path, arms: list[Arm], measured: list[Future[Measured]]) -> None:
+    from fedveil.cards.card import Stated
+    from fedveil.console.cards import made
     from fedveil.console.report import gained
 
     found = [runs.load(out / arm.name) for arm in arms if (out / arm.name / "status.json").is_file()]
+    found = [run for run in found if run.rounds_done]
     if not found:
         return
     attacked = {}
@@ -202,12 +220,28 @@ def _results(console: Console, out: Path, arms: list[Arm], measured: list[Future
         except FedVeilError as error:  # what was trained is worth showing all the same
             console.print(f"{arm.name}: not attacked: {shown(error)}", soft_wrap=True)
     gained.compare(attacked)
+    for folder in attacked:  # the run's own card is of before its attack
+        made.write(runs.load(folder), Stated())
     gained.write(out, found)
     console.print(summary.table(found))
     for line in gained.said(found):
         console.print(line, style="bold", soft_wrap=True)
     console.print(f"Picture: {out / gained.PICTURE}\nReport:  {out / 'report.html'}", soft_wrap=True)
     console.print(f"Summary: {out / 'summary.json'}", soft_wrap=True)
+
+
+def _writable(out: Path) -> Path:
+    """The folder, made if need be. Raises ConfigError where no runs can be written to it."""
+    found = ""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = (error.strerror or type(error).__name__).lower()
+    if found or not os.access(out, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--out: expected a folder that can be written, found {out}: {found or 'permission denied'}; name another"
+        )
+    return out
 
 
 def _forget(folder: Path) -> None:
@@ -234,11 +268,21 @@ def _arms(text: str, sites: int) -> list[Arm]:
 
 def _check(arms: list[Arm], settings: dict[str, Any]) -> None:
     """What the ServerApp would refuse, refused before anything is started."""
+    if own := [key for key in _OWN if key in settings]:
+        raise ConfigError(f"--set {own[0]}: expected a key that the demo does not set itself; {_OWN[own[0]]}")
     from fedveil import strategies, tasks  # torch, only where there is something to check
+    from fedveil.privacy.claims import checked_claim
+    from fedveil.server_app.evaluate import Choice
+    from fedveil.training import optimisers
+    from fedveil.training.per_sample import SampleLoss
 
     for arm in arms:
         parsed = config.parse(arm.settings(settings))
-        task = tasks.load(parsed, strategies.create(arm.method, parsed.method.fields).adapter)
+        method = strategies.create(arm.method, parsed.method.fields)
+        task = tasks.load(parsed, method.adapter)
+        checked_claim(method, parsed, isinstance(task, SampleLoss))
+        optimisers.check(method, parsed)
+        Choice.of(parsed, tasks.info(parsed.task.name).metrics(parsed.task))
         task.examples(Path(parsed.task.data or DATA), "train")
         task.examples(Path(parsed.task.evaluation), "test")
 

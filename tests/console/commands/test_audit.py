@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fedveil import rng, strategies, tasks
+from fedveil.attacks import audit as attacks
 from fedveil.attacks.findings import PICTURES, Audit
-from fedveil.attacks.samples import Source, members_of, non_members_of
+from fedveil.attacks.samples import Source, members_of, non_members_of, samples
 from fedveil.config import parse
-from fedveil.console.commands.running import audit as command
 from fedveil.console.main import main
 from fedveil.console.report import findings
 from fedveil.console.report import run_page as report
@@ -89,7 +89,7 @@ def audited(run_folder) -> dict:
 
 def test_the_terminal_has_the_verdicts_and_the_five_strongest(make_run, monkeypatch, capsys):
     told = controlled(*(found(f"site-{i}, merged", 0.6 + i / 50, "above") for i in range(9)))
-    monkeypatch.setattr(command, "audit_run", lambda *_, **__: (Audit(told, [], ["what a control says"]), None))
+    monkeypatch.setattr(attacks, "audit_run", lambda *_, **__: (Audit(told, [], ["what a control says"]), None))
     folder = make_run()
     assert main(["audit", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -112,7 +112,7 @@ def test_the_terminal_has_the_verdicts_and_the_five_strongest(make_run, monkeypa
     ],
 )
 def test_as_a_gate_it_ends_with_a_code_of_its_own(make_run, monkeypatch, capsys, audit, limit, code, said):
-    monkeypatch.setattr(command, "audit_run", lambda *_, **__: (audit, None))
+    monkeypatch.setattr(attacks, "audit_run", lambda *_, **__: (audit, None))
     folder = make_run()
     assert main(["audit", str(folder), "--fail-above", limit]) == code
     assert said in capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_as_a_gate_it_ends_with_a_code_of_its_own(make_run, monkeypatch, capsys,
 
 def test_the_time_reaches_the_audit(make_run, monkeypatch):
     asked = []
-    monkeypatch.setattr(command, "audit_run", lambda *given: asked.append(given[-2]) or (Audit([], [], []), None))
+    monkeypatch.setattr(attacks, "audit_run", lambda *given: asked.append(given[-2]) or (Audit([], [], []), None))
     folder = make_run()
     assert main(["audit", str(folder), "--minutes", "3"]) == 0
     assert main(["audit", str(folder)]) == 0
@@ -173,6 +173,15 @@ def test_members_are_the_rows_of_the_site(run_folder):
     assert len(used) == 40
     assert not used & {row.origin for row in others}
     assert {row.origin.file for row in others} == {str(DATA / "train.jsonl")}
+
+
+def test_rows_of_all_sites_are_prepared_at_once_so_what_is_cut_is_said_once(run_folder, caplog):
+    config = parse(runs.load(run_folder).config["config"] | {"task.max-tokens": 24})
+    task = tasks.load(config, strategies.create("fedrand", config.method.fields).adapter, "cpu")
+    members, rest = samples(Source(DATA, most=20), config, task, SITES, SITES)
+    assert [len(sample.rows) for sample in (*members.values(), rest)] == [20, 20, 20]
+    assert [record.args[2] for record in caplog.records] == [60]
+    assert members["site-10"].rows == list(task.encode(task.examples(DATA, "train", Share(1, 2))))
 
 
 def test_the_report_has_a_section_of_it(run_folder, audited):

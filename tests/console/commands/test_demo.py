@@ -7,17 +7,22 @@ from concurrent.futures import Future
 import pytest
 
 from fedveil import config
+from fedveil.attacks.findings import Audit
+from fedveil.attacks.side_by_side import Attacked
+from fedveil.cards import card, words
 from fedveil.console.commands.trying import demo
 from fedveil.console.main import main
+from fedveil.console.report import gained
 from fedveil.console.terminal import terminal
 from fedveil.errors import StateError
 from fedveil.federation import cohort
+from tests.console.report.made import audited, found
 
 
 @pytest.mark.parametrize(
     "setting,line",
     [
-        ("method.fields='rho = 1.5'", "error: rho: expected a probability from 0 to 1, found 1.5\n"),
+        ("method.fields='rho = 1.5'", "error: method.fields: rho: expected a probability from 0 to 1, found 1.5\n"),
         ("method.fields='roh = 0.5'", "error: method.fields: roh: unknown field of fedrand; expected one of"),
         ("trian.epochs=3", "error: trian: unknown key; expected a section of"),
         ("train.epoch=3", "error: train.epoch: unknown key; expected one of"),
@@ -25,6 +30,11 @@ from fedveil.federation import cohort
         ("task.data=/no/such", 'expected a folder or file of rows, found none at "/no/such"'),
         ("task.evaluation=/no/such", 'expected a folder or file of rows, found none at "/no/such"'),
         ("task.source-column=question", 'error: task.data: expected column "question" in'),
+        ("task.max-tokens=256", "error: task.max-tokens: expected at most 192, the context of tiny, found 256; lower"),
+        ("evaluate.metric=charm", "error: evaluate.metric: expected one of"),
+        ("run.name=first", "error: --set run.name: expected a key that the demo does not set itself; a run has"),
+        ("run.rounds=9", "error: --set run.rounds: expected a key that the demo does not set itself; give --rounds"),
+        ("method.name=fedavg", "itself; name methods with --methods"),
     ],
 )
 def test_a_bad_setting_is_refused_before_anything_is_started(setting, line, capsys, monkeypatch, tmp_path):
@@ -53,6 +63,52 @@ def test_bad_arms_are_refused_before_anything_is_started(arguments, line, capsys
     assert line in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("out", ["file/x", "/proc/x"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_started(out, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "LocalFederation", None)
+    (tmp_path / "file").touch()
+    assert main(["demo", "--out", str(tmp_path / out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --out: expected a folder that can be written, found {tmp_path / out}: ")
+    assert error.endswith("; name another\n")
+
+
+def test_runs_of_an_earlier_demo_are_not_replaced_without_a_word(make_run, capsys, monkeypatch, tmp_path):
+    def start(*args, **kwargs):
+        raise StateError("it would start here")
+
+    monkeypatch.setattr(demo, "LocalFederation", start)
+    make_run(method="fedavg")
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert "has runs of an earlier demo, which these replace: fedavg\n" in capsys.readouterr().out
+    assert (tmp_path / "fedavg" / "status.json").is_file()
+
+
+def test_a_run_that_failed_before_its_first_round_leaves_no_table_and_no_report(make_run, tmp_path, capsys):
+    make_run(method="fedavg", rounds=0, state="failed")
+    demo._results(terminal(), tmp_path, [demo.Arm("fedavg")], [])
+    assert capsys.readouterr().out == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["fedavg"]
+
+
+@pytest.mark.parametrize("said,traced", [({"reason": "task.data: expected rows"}, False), ({}, True)])
+def test_a_failed_run_is_explained_once(said, traced, capsys, tmp_path):
+    class Federation:
+        sites = ()
+
+        def status(self, run):
+            return said
+
+        def server_log(self, run):
+            return "Traceback (most recent call last)"
+
+    demo._explain(Federation(), 1, "fedavg", demo.Ended(False, "task.data: expected rows", 1.0), tmp_path)
+    error = capsys.readouterr().err
+    assert error.startswith("error: fedavg failed: task.data: expected rows\n")
+    assert f"Every log is in {tmp_path}/logs" in error
+    assert ("Traceback" in error) is traced
+
+
 def test_an_arm_is_a_method_and_perhaps_a_defence():
     plain, summed = demo._arms("fedrand, fedrand+secure", 3)
     assert plain.settings({}) == {"method.name": "fedrand"}
@@ -73,6 +129,16 @@ def test_a_run_that_cannot_be_attacked_is_shown_all_the_same(make_run, tmp_path,
     assert "fedavg: not attacked: there is no tap" in said
     assert "upload / FedAvg" in said
     assert (tmp_path / "report.html").is_file()
+
+
+def test_the_card_of_a_run_is_made_again_after_its_attack(make_run, tmp_path):
+    run = audited(make_run(method="fedrand"), found("site-1", 0.8, "above"))
+    (run / "final").mkdir()
+    done: Future = Future()
+    done.set_result(gained.Measured(None, Attacked(Audit.read(run), {})))
+    demo._results(terminal(), tmp_path, [demo.Arm("fedrand")], [done])
+    assert [attack.name for attack in card.read(run / "final").audited.attacks] == ["alignment"]
+    assert words.NOT_MEASURED not in (run / "final" / "README.md").read_text()
 
 
 def test_it_says_why_not_every_site_is_in_a_round():

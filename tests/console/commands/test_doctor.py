@@ -10,12 +10,15 @@ from pathlib import Path
 
 import grpc
 import pytest
+from datasets import Dataset
 
 from fedveil.console.flower.keys import new_ca, write_certificate, write_node_key, write_server, write_tls
 from fedveil.console.main import main
 from fedveil.console.provisioning import checks, host_checks
 from fedveil.guard import flower
+from fedveil.models import loading
 from fedveil.records import audit_log
+from fedveil.rows import looking
 from tests.conftest import ROOT
 from tests.console.tls import tls_server
 
@@ -202,6 +205,52 @@ def test_at_the_server_flowers_own_superlink_is_a_finding(tmp_path, monkeypatch,
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("psutil.process_iter", lambda attributes: [])
     assert "ask where the server runs" in host_checks.superlink().text
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict", "line"),
+    [
+        (["task.data=DATA"], "ok", "3 rows in DATA/train.jsonl, with mr, ref"),
+        (["task.data=DATA", "task.source-column=note"], "fail", 'expected column "note" in "DATA/train.jsonl"'),
+        (["task.data=/nope"], "fail", 'expected a folder or file of rows, found none at "/nope"'),
+        (["task.evaluation=DATA"], "fail", '  expected test.jsonl or test.parquet in "DATA", found large, train'),
+        (["task.server-data=DATA/train.jsonl"], "ok", "3 rows in DATA/train.jsonl"),
+        (["task.data=DATA/large"], "ok", "2 rows and more in DATA/large/train.jsonl"),
+        (["task.data=DATA/large", "task.target-column=late"], "fail", 'expected column "late" in'),
+        (["task.data=DATA", "task.name=clip-prompt", "task.target-column=ref"], "fail", 'expected column "image" in'),
+    ],
+)
+def test_the_data_of_a_run_is_looked_at_without_its_model(settings, verdict, line, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(looking, "_MOST_BYTES", 100)
+    monkeypatch.setattr(loading, "load_causal", None)
+    (tmp_path / "train.jsonl").write_text('{"mr": "a", "ref": "b"}\n' * 3)
+    (tmp_path / "large").mkdir()
+    rows = [{"mr": "a" * 20, "ref": "b"}] * 2 + [{"mr": "a" * 20, "late": "b"}]
+    (tmp_path / "large" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [part for text in settings for part in ("--set", text.replace("DATA", str(tmp_path)))]
+    assert main(["doctor", *options]) == int(verdict == "fail")
+    found = next(row for row in capsys.readouterr().out.splitlines() if "task." in row)
+    assert found.startswith(verdict)
+    assert line.replace("DATA", str(tmp_path)) in found
+
+
+def test_class_folders_and_parquet_are_counted_by_their_names(tmp_path, capsys):
+    for name in ("a/1.png", "b/2.png", "b/note.txt"):
+        (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / name).touch()
+    assert main(["doctor", "--set", "task.name=clip-prompt", "--set", f"task.data={tmp_path}"]) == 0
+    assert f"2 images in the folders of {tmp_path}/train" in capsys.readouterr().out
+    Dataset.from_dict({"mr": ["a", "b"], "ref": ["c", "d"]}).to_parquet(tmp_path / "rows.parquet")
+    assert main(["doctor", "--set", f"task.data={tmp_path}/rows.parquet"]) == 0
+    assert "2 rows in" in capsys.readouterr().out
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    assert main(["doctor", "--set", f"task.data={tmp_path}/rows.parquet"]) == 1
+    assert "expected Parquet in" in capsys.readouterr().out
+
+
+def test_an_unknown_key_is_refused(capsys):
+    assert main(["doctor", "--set", "train.epoch=3"]) == 2
+    assert "error: train.epoch: unknown key" in capsys.readouterr().err
 
 
 def test_a_site_from_its_kit(tmp_path, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +111,20 @@ def test_evaluate_gives_the_scores_of_the_runs_own_evaluation(tmp_path, capsys):
     short = said(capsys, "evaluate", run, "--data", DATA, "--max-examples", 3, "--loss-only", "--split", "test")
     assert f"{found['loss']:.4f}" in short
     assert "bleu" not in short
+    assert f"run on {DATA}, test: 3 examples at most of " in short
+
+
+def test_evaluate_scores_all_rows_whatever_the_run_itself_scored(tmp_path, capsys):
+    run = made(tmp_path / "run", **{"method.fields": "adapter = {rank = 4}", "evaluate.max-examples": 2})
+    rows = (DATA / "test.jsonl").read_text().splitlines()[:12]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    shown = said(capsys, "evaluate", run, "--data", tmp_path / "rows.jsonl", "--loss-only")
+    assert f"run on {tmp_path}/rows.jsonl, test: 12 rows\n" in shown
+    config = parse(json.loads((run / "config.json").read_text())["config"] | {"evaluate.max-examples": 12})
+    task = tasks.load(config, strategies.create("fedrand", config.method.fields).adapter, "cpu")
+    weights = load_state(run / "final" / "server.safetensors").tensors
+    loss = task.evaluate(weights, task.examples(tmp_path / "rows.jsonl", "test"), generate=False)["loss"]
+    assert f"{loss:.4f}" in shown
 
 
 def test_a_prefix_writes_and_cannot_be_merged(tmp_path, capsys):
@@ -163,4 +179,27 @@ def test_a_folder_that_is_no_run_or_a_hostile_one_gets_an_error_in_words(tmp_pat
         assert word in words
         assert "\x1b" not in words
     (run / "config.json").unlink()
+    assert "expected status.json or config.json of a run in it, found neither" in refused(capsys, *asked)
+    (run / "status.json").write_text("{}")
     assert "expected config.json of a run that began" in refused(capsys, *asked)
+
+
+def test_no_run_is_said_alike_by_every_command_and_before_torch_is_loaded(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "status.json").write_text("{}")
+    code = f"""
+import sys
+from fedveil.console.main import main
+for folder in {[str(tmp_path / name) for name in ("gone", "runs")]}:
+    for command, *more in (["generate"], ["evaluate", "--data", "x"], ["merge", "out"], ["report"], ["audit"]):
+        assert main([command, folder, *more]) == 2
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    begins = f"error: run folder {tmp_path}/"
+    expected = ": expected status.json or config.json of a run in it, found "
+    assert set(done.stderr.splitlines()) == {
+        f"{begins}gone{expected}no such folder; fedveil status lists the runs below a folder",
+        f"{begins}runs{expected}runs below it; name one: {tmp_path}/runs/first, {tmp_path}/runs/second",
+    }

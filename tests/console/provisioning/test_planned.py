@@ -124,6 +124,24 @@ def test_a_hostile_config_fails_in_one_line(tmp_path, capsys):
     assert "num_hidden_layers: expected a whole number from 1 to 512, found 1000000000" in capsys.readouterr().out
 
 
+def test_a_base_that_is_not_made_for_so_long_rows_fails(capsys):
+    assert doctor("task.model=tiny", "task.max-tokens=193") == 1
+    assert "task.max-tokens: expected at most 192, the context of tiny" in capsys.readouterr().out
+
+
+def test_the_rows_of_the_data_are_planned_for_where_they_are_known(tmp_path, capsys):
+    (tmp_path / "train.jsonl").write_text('{"mr": "a", "ref": "b"}\n' * 45)
+    data = f"task.data={tmp_path}"
+    assert doctor("task.model=tiny", data) == 0
+    assert "training, 45 rows a round (those of the data; sites that share it have fewer): " in capsys.readouterr().out
+    assert doctor("task.model=tiny", data, "task.max-examples=20") == 0
+    assert "training, 20 rows a round (" in capsys.readouterr().out
+    assert doctor("task.model=tiny", data, options=["--rows", "30"]) == 0
+    assert "training, 30 rows a round: " in capsys.readouterr().out
+    assert doctor("task.model=tiny") == 0
+    assert "training, 1,000 rows a round (a guess: give --rows): " in capsys.readouterr().out
+
+
 def test_options_out_of_range_and_a_doctor_without_a_base(capsys):
     assert doctor("task.model=tiny", options=["--gpus", "0"]) == 1
     assert "--gpus: expected above 0" in capsys.readouterr().out

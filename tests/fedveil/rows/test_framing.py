@@ -93,6 +93,11 @@ def test_cut_rows_are_counted_and_said(caplog):
     assert found.cuts.tolist() == [0, 1, 2]
     assert [row.cut for row in found] == [0, 1, 2]
     assert "task.max-tokens = 24: 2 of 3 rows lose the end of their source, 1 of these" in caplog.text
+    assert caplog.text.endswith("; raise it, to at most 192\n")
+    longest, _ = make(max_tokens=192)
+    with caplog.at_level(logging.WARNING, "fedveil.rows"):
+        longest.encode([Example({"mr": SOURCE * 40, "ref": "b"})])
+    assert caplog.text.endswith("; shorten the rows: tiny has room for no more\n")
     caplog.clear()
     with caplog.at_level(logging.WARNING, "fedveil.rows"):
         task.encode(rows[:1])

@@ -442,7 +442,7 @@ def test_a_base_that_is_not_there_or_not_whole_is_refused(tmp_path, llama):
 
 def test_a_sequence_longer_than_the_context_is_refused():
     with pytest.raises(ConfigError, match="task.max-tokens: expected at most 192"):
-        _ = make(task__max_tokens=193).spec
+        make(task__max_tokens=193)  # by its config.json: no model is loaded for that
     task = make(evaluate__max_new_tokens=192)
     with pytest.raises(ConfigError, match="evaluate.max-new-tokens: expected less than 192"):
         task.generate(task.initial(Stream(KEY)), ["name[X]"])

@@ -1,0 +1,48 @@
+"""What `fedveil doctor` looks at in data: rows with the columns that a run reads, and how many there are.
+
+Nothing is prepared, no model is loaded, and of a large file no more is read than `fedveil.rows.looking` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from fedveil import tasks
+from fedveil.config import TaskConfig
+from fedveil.console.provisioning.checks import Check, guarded
+from fedveil.contract.task import of_classes
+from fedveil.rows import decoding, looking, reading
+
+
+def of_site(folder: str, task: TaskConfig, counted: list[int]) -> Check:
+    """A site's training rows, whose number goes into `counted`."""
+    return _rows("data", Path(folder), "train", task, counted)
+
+
+def of_run(task: TaskConfig, counted: list[int]) -> Iterator[Check]:
+    """The data that a run config names: of sites, whose number of rows goes into `counted`, and of the server."""
+    for name, folder, split, into in (
+        ("task.data", task.data, "train", counted),
+        ("task.evaluation", task.evaluation, "test", []),
+        ("task.server-data", task.server_data, "train", []),
+    ):
+        if folder:
+            found = guarded(name, partial(_rows, name, Path(folder), split, task, into))
+            yield replace(found, text=found.text.removeprefix("task.data: "))  # whichever key it was
+
+
+def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int]) -> Check:
+    info = tasks.info(task.name)
+    columns, folder = info.columns(task), data / split
+    if info.metrics is of_classes and decoding.is_by_class(data, split):
+        count = len(decoding.table(data, split, task).rows)
+        counted += [count]
+        return Check(name, "ok", f"{count:,} images in the folders of {folder}")
+    file = reading.split_file(data, split)
+    found = looking.head(file, columns)
+    counted += [found.rows] if found.is_whole else []
+    more = "" if found.is_whole else "and more "
+    return Check(name, "ok", f"{found.rows:,} rows {more}in {file}, with {', '.join(columns)}")
