@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,6 @@ from fedveil.records import disclosure, process
 Row = dict[str, Any]
 _CONFIG_BYTES, _PROGRESS_BYTES = 1 << 20, 1 << 16
 _MARKS = ("status.json", "config.json")  # one of them is in every run folder
-_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -212,16 +210,14 @@ def status_of(folder: Path) -> Row:
 
 def _require_run(folder: Path) -> None:
     if not any((folder / name).is_file() for name in _MARKS):
-        raise StateError(
-            f"run folder {folder}: expected status.json or config.json of a run in it, found {_instead(folder)}"
-        )
+        raise StateError(f"run folder {folder}: expected status.json or config.json of a run, found {_instead(folder)}")
 
 
 def _instead(folder: Path) -> str:
     """What there is in the place of a run, and the next step."""
     if not folder.is_dir():
         return "no such folder; fedveil status lists the runs below a folder"
-    files = itertools.islice((file for name in _MARKS for file in folder.glob(f"*/{name}")), _LISTED)
+    files = itertools.islice((file for name in _MARKS for file in folder.glob(f"*/{name}")), 8)
     inside = ", ".join(sorted({shown(folder / file.parent.name, 200) for file in files}))
     return f"runs below it; name one: {inside}" if inside else "neither; name another folder"
 
@@ -301,11 +297,3 @@ def _checked(row: Row, file: Path) -> Row:
     if "round" not in row:
         raise StateError(f"{file}: expected 'round' on every line, found {sorted(row)}")
     return row
-
-
-def loss_of(attempt: Mapping[str, Any]) -> float | None:
-    """The server model's loss after an attempt, None where it was not scored."""
-    scores = attempt.get("scores") or {}
-    view: Row = scores.get("server") or next(iter(scores.values()), {})
-    loss = view.get("loss")
-    return None if loss is None else float(loss)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fedveil.console.runs import by_site, unseen
-from fedveil.console.runs.folder import Row, loss_of, new_lines, progress_of
+from fedveil.console.runs.folder import Row, new_lines, progress_of
 from fedveil.foreign import shown
 
 _NAMED = 3  # sites in a line
@@ -110,7 +110,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
             self._print(number, words)
 
     def _show(self, row: Row) -> None:
-        loss = loss_of(row)
+        loss = _loss_of(row)
         if row.get("resumed"):
             self._tell(int(row["round"]), "resumed")
             return
@@ -138,3 +138,11 @@ class RunProgress(AbstractContextManager["RunProgress"]):
     def _print(self, number: int, note: str) -> None:
         self._said = time.monotonic()
         self._console.print(f"{self._name}: round {number}/{self._rounds}  {note}", markup=False, soft_wrap=True)
+
+
+def _loss_of(attempt: Row) -> float | None:
+    """The server model's loss after an attempt, None where it was not scored."""
+    scores = attempt.get("scores") or {}
+    view: Row = scores.get("server") or next(iter(scores.values()), {})
+    loss = view.get("loss")
+    return None if loss is None else float(loss)
