@@ -179,7 +179,7 @@ def test_a_folder_that_is_no_run_or_a_hostile_one_gets_an_error_in_words(tmp_pat
         assert word in words
         assert "\x1b" not in words
     (run / "config.json").unlink()
-    assert "expected status.json or config.json of a run in it, found neither" in refused(capsys, *asked)
+    assert "expected status.json or config.json of a run, found neither" in refused(capsys, *asked)
     (run / "status.json").write_text("{}")
     assert "expected config.json of a run that began" in refused(capsys, *asked)
 
@@ -198,7 +198,7 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     begins = f"error: run folder {tmp_path}/"
-    expected = ": expected status.json or config.json of a run in it, found "
+    expected = ": expected status.json or config.json of a run, found "
     assert set(done.stderr.splitlines()) == {
         f"{begins}gone{expected}no such folder; fedveil status lists the runs below a folder",
         f"{begins}runs{expected}runs below it; name one: {tmp_path}/runs/first, {tmp_path}/runs/second",
