@@ -100,6 +100,9 @@ class Processes:
         except subprocess.TimeoutExpired:
             child.kill()
             raise LaunchError(f"{' '.join(command[:3])}: no answer within {timeout:.0f} s") from None
+        except KeyboardInterrupt:
+            child.kill()  # it has a session of its own, which no Ctrl-C reaches
+            raise
         if child.returncode:
             raise LaunchError(f"{' '.join(command[:3])} failed: {_last_lines((out + err).decode(errors='replace'), 6)}")
         return out.decode()
