@@ -247,8 +247,8 @@ def check_rows(site: Site, distinct: int, least: int) -> None:
         if limit is not None and found < limit:
             # As in check_upload, the server must not learn the number.
             raise PolicyError(
-                f"{words} at least {limit} rows, found fewer in this turn ({key} of its policy); train on more, or leave "
-                "it out"
+                f"{words} at least {limit} rows, found fewer in this turn ({key} of its policy); train on more, or "
+                "leave it out"
             )
 
 

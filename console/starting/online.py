@@ -107,8 +107,7 @@ class Watch:
             print(f"site {self.name}: {self.missing}", flush=True)
 
     def tell(self) -> None:
-        """Prints what was sent since the last call, and each turn that went wrong, with its cause; the server learns the
-        kind alone."""
+        """Prints what was sent since the last call, and what went wrong, with its cause: the server learns its kind."""
         try:
             lines, self.read = new_lines(self.audit, self.read)
         except StateError as error:  # a log that is broken is said once, and verified by another command
