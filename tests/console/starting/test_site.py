@@ -14,7 +14,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from fedveil.console.flower.keys import new_ca, write_certificate, write_server
+from fedveil.console.flower.processes import Processes
 from fedveil.console.main import main
+from fedveil.console.starting import running
 from fedveil.console.starting import site as site_start
 from fedveil.errors import ConfigError
 from tests.conftest import extract
@@ -165,6 +167,15 @@ def test_a_policy_that_does_not_parse_is_named_with_the_place(kit, capsys):
         assert f"{kit}/site-policy.toml: expected a site policy" in said
         assert reason in said
         assert "refuses every run" in said
+
+
+def test_a_site_that_runs_here_already_is_not_started_again(kit, capsys):
+    state = kit / "state"
+    with running.alone(state, "north", Processes(state)):
+        assert start(kit) == 2
+    shown = capsys.readouterr()
+    assert "site north: expected it to run once from" in shown.err
+    assert shown.out == ""  # nobody was asked
 
 
 def test_a_server_with_another_ca_or_an_expired_certificate_is_no_server_of_this_kit(kit, capsys):
