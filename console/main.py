@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FedVeilError as error:
         print(f"error: {shown(' '.join(str(error).split()), 4000)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:  # a command whose work goes on elsewhere says that in it
         interrupt.is_done = True
-        print("interrupted: everything that was started is stopped", file=sys.stderr)
+        print(f"interrupted: {str(error) or 'everything that was started is stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fedveil methods | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

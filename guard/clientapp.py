@@ -52,6 +52,7 @@ _QUESTION = "query.secure"  # Flower's type of a message about keys or shares; a
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 _BUNDLED = ("client_app", "fedveil", "server_app", "strategies")
 _PUBLIC = ("PolicyError", "WireError")
+_OWN_BOUNDS = ("PolicyError: ", "BudgetError: ")
 _REASON = 2000  # characters of a refusal
 _NAMED = 100  # records of a withheld reply that a line of the audit log names
 
@@ -118,7 +119,9 @@ class Guard:
         """Flower's push_message: of the upload if it is within bounds, else of the reason."""
         if not self._refusal and message.has_error():
             message = reply.of_error(message.error, self._task[0])
-            self._try_to_note("failed", Refused(message.error.reason), cause=self._cause.taken())
+            by_policy = str(message.error.reason).startswith(_OWN_BOUNDS)  # what only the turn itself could show
+            event = "refused" if by_policy else "failed"
+            self._try_to_note(event, Refused(message.error.reason), cause=self._cause.taken())
         elif not self._refusal:
             found: list[list[str | int]] = []
             try:

@@ -218,7 +218,8 @@ def check_upload(
     if not enough and not secure:  # there the turn itself has counted its rows (check_rows)
         # The server must not learn the number: it learns only that it is below the bound.
         raise PolicyError(
-            f"examples: this site takes part with at least {policy.min_examples}, found fewer; leave it out"
+            f"examples: this site takes part with at least {policy.min_examples} rows, found fewer (min-examples of "
+            "its policy); leave it out"
         )
 
 
@@ -240,13 +241,14 @@ def check_received(site: Site, norm: float, change: float) -> None:
 def check_rows(site: Site, distinct: int, least: int) -> None:
     """Checks what only the training shows: different rows, and rows of the smallest step. Raises PolicyError."""
     policy = of(site)
-    asked = (("examples: this site takes part with", distinct, policy.min_examples),
-             ("train.batch-size: this site takes steps of", least, policy.min_batch))  # fmt: skip
-    for words, found, limit in asked:
+    asked = (("examples: this site takes part with", distinct, policy.min_examples, "min-examples"),
+             ("train.batch-size: this site takes steps of", least, policy.min_batch, "min-batch"))  # fmt: skip
+    for words, found, limit, key in asked:
         if limit is not None and found < limit:
             # As in check_upload, the server must not learn the number.
             raise PolicyError(
-                f"{words} at least {limit} rows, found fewer in this turn; train on more, or leave it out"
+                f"{words} at least {limit} rows, found fewer in this turn ({key} of its policy); train on more, or "
+                "leave it out"
             )
 
 

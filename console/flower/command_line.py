@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,8 +47,8 @@ class Flower:
     ) -> None:
         if not (home / "config.toml").is_file():
             raise LaunchError(f"FLWR_HOME: expected config.toml in {home}, found none; name the folder that has it")
-        self._home, self._connection = home, connection
-        self._processes, self._env = processes or Processes(home), env or environment(home)
+        self._home, self._connection = home.absolute(), connection
+        self._processes, self._env = processes or Processes(home), env or environment(self._home)
 
     def nodes(self) -> dict[str, str]:
         """ "online", "offline" or "registered" by node id: Flower does not tell the names here."""
@@ -74,7 +75,7 @@ class Flower:
             file.write(toml(settings))
             file.flush()
             with copied(app) as copy:
-                return str(self._call("run", str(copy), self._connection, "-c", file.name)["run-id"])
+                return str(self._call("run", str(copy.absolute()), self._connection, "-c", file.name)["run-id"])
 
     def run_status(self, run: str) -> str:
         """Such as "running" or "finished:failed". Raises LaunchError where there is no such run."""
@@ -86,6 +87,16 @@ class Flower:
     def stop(self, run: str) -> None:
         """Stops a run."""
         self._call("stop", run, self._connection)
+
+    def by_hand(self, command: str, *arguments: str) -> str:
+        """A command of `flwr` as people type it, from any folder."""
+        named = [] if self._connection == CONNECTION else [self._connection]  # `write_connection` made it the default
+        return f"FLWR_HOME={shlex.quote(str(self._home))} {shlex.join(['flwr', command, *arguments, *named])}"
+
+    def options(self) -> str:
+        """The options of `fedveil watch` that ask the same server."""
+        named = [] if self._connection == CONNECTION else ["--connection", self._connection]
+        return shlex.join(["--flower-home", str(self._home), *named])
 
     def log(self, run: str) -> str:
         """What the run's ServerApp has printed."""
@@ -103,7 +114,8 @@ class Flower:
 
     def _flwr(self, *arguments: str) -> str:
         try:
-            return self._processes.call("flwr", ["flwr", *arguments], self._env)
+            # In its own folder: where ./CONNECTION has a pyproject.toml, Flower takes the name for that app's path.
+            return self._processes.call("flwr", ["flwr", *arguments], self._env, cwd=self._home)
         except LaunchError as error:
             raise self._failure(arguments[0], str(error)) from None
 

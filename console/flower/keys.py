@@ -76,17 +76,30 @@ def require_node_key(file: Path) -> None:
     data = file.read_bytes()
     try:
         key = serialization.load_ssh_private_key(data, None)
-        kind = "" if isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name == "secp384r1" else "another kind"
+        kind = "" if _is_p384(key) else "another kind"
     except TypeError:
         kind = "one with a passphrase"
     except (ValueError, UnsupportedAlgorithm):
         kind = next((words for mark, words in _OTHER_FORMS.items() if mark in data), "something else")
+        kind = kind if kind == "something else" or _is_node_key(data) else "another kind"
     if kind:
         mend = f"ssh-keygen -p -N '' -f {file} brings it there" if kind in _OTHER_FORMS.values() else "choose another"
         raise ConfigError(
             f"{file}: expected a P-384 key in OpenSSH's format without a passphrase, found {kind}; {mend}, and fedveil "
             "site init makes a new one"
         )
+
+
+def _is_node_key(data: bytes) -> bool:
+    """Whether it is a key of the right kind, in one of the other forms."""
+    try:
+        return _is_p384(serialization.load_pem_private_key(data, None))
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        return False
+
+
+def _is_p384(key: object) -> bool:
+    return isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name == "secp384r1"
 
 
 def public_text(key: ec.EllipticCurvePublicKey) -> str:

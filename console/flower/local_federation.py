@@ -239,7 +239,7 @@ class LocalFederation:
 
     def _register(self, name: str) -> str:
         command = ["flwr", "supernode", "register", f"{self._key(name)}.pub", CONNECTION, "--name", name]
-        self.processes.start(f"register-{name}", command, self._env())
+        self.processes.start(f"register-{name}", command, self._env(), cwd=self.folder / "flower")
         return name
 
     def _registered(self, name: str) -> bool:

@@ -36,11 +36,12 @@ class Processes:
 
     Attributes:
         logs: the folder with one log file a process.
+        token: what the mark begins with.
     """
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
-        self._token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._seen: set[int] = set()
         _adopt_orphans()
@@ -66,7 +67,7 @@ class Processes:
 
     def marked(self, name: str, env: Mapping[str, str]) -> dict[str, str]:
         """`env` for a process that shall be stopped with `name`, whoever starts it."""
-        return {**env, MARK: f"{self._token}:{name}"}
+        return {**env, MARK: f"{self.token}:{name}"}
 
     def pid(self, name: str) -> int:
         """The number of the process `name`."""
@@ -100,6 +101,9 @@ class Processes:
         except subprocess.TimeoutExpired:
             child.kill()
             raise LaunchError(f"{' '.join(command[:3])}: no answer within {timeout:.0f} s") from None
+        except KeyboardInterrupt:
+            child.kill()  # it has a session of its own, which no Ctrl-C reaches
+            raise
         if child.returncode:
             raise LaunchError(f"{' '.join(command[:3])} failed: {_last_lines((out + err).decode(errors='replace'), 6)}")
         return out.decode()
@@ -138,7 +142,7 @@ class Processes:
 
     def _marked(self, name: str | None = None) -> list[psutil.Process]:
         own = {child.pid for key, child in self._children.items() if name in (None, key)}
-        mark = f"{self._token}:{name or ''}"
+        mark = f"{self.token}:{name or ''}"
         found: dict[int, psutil.Process] = {}
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
@@ -167,6 +171,16 @@ class Processes:
                 if ours and process.pid not in own and process.status() == psutil.STATUS_ZOMBIE:
                     left += os.waitpid(process.pid, os.WNOHANG)[0] == 0
         return left
+
+
+def carrying(token: str) -> list[psutil.Process]:
+    """What an earlier `Processes` with this token started and did not stop; nothing for ""."""
+    found = []
+    for process in psutil.process_iter() if token else ():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(MARK, "").startswith(f"{token}:") and _runs(process):
+                found.append(process)
+    return found
 
 
 def _runs(process: psutil.Process) -> bool:

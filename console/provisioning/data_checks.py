@@ -5,21 +5,40 @@ Nothing is prepared, no model is loaded, and of a large file no more is read tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from fedveil import tasks
+from fedveil.client_app.site.node_config import Site
+from fedveil.client_app.site.policy import of_site as of_policy
 from fedveil.config import TaskConfig
 from fedveil.console.provisioning.checks import Check, guarded
 from fedveil.contract.task import of_classes
+from fedveil.errors import PolicyError
 from fedveil.rows import decoding, looking, reading
 
 
 def of_site(folder: str, task: TaskConfig, counted: list[int]) -> Check:
     """A site's training rows, whose number goes into `counted`."""
     return _rows("data", Path(folder), "train", task, counted)
+
+
+def enough(check: Check, policy: str, counted: Sequence[int]) -> Check:
+    """`check` of a site's data, held against what the policy file says: with fewer rows the site refuses each turn."""
+    least = None
+    with suppress(PolicyError):  # the policy's own check says it
+        least = of_policy(Site(policy=policy)).min_examples
+    if check.verdict != "ok" or least is None or not counted or counted[0] >= least:
+        return check
+    return replace(
+        check,
+        verdict="fail",
+        text=f"{check.text}: fewer than the {least:,} of min-examples in {policy}, so that every turn is refused; add "
+        "rows, or lower min-examples",
+    )
 
 
 def of_run(task: TaskConfig, counted: list[int]) -> Iterator[Check]:

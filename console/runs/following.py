@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ class Followed:
         places: where its folder may be: the first that is this run's is taken, once it is there.
         flower: whom to ask what became of it; None = its folder alone says so.
         folder: the one that was found.
+        below: folders of runs, in which one with this number is looked for too.
     """
 
     console: Console
@@ -44,22 +46,38 @@ class Followed:
     places: Sequence[Path]
     flower: Flower | None
     folder: Path | None = None
+    below: Sequence[Path] = ()
     _progress: RunProgress | None = None
+    _said: str = ""
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def to_its_end(self, timeout: float) -> int:
         """Prints until the run has ended; the exit code says how, as `until_ended`. `timeout`: seconds; 0 = none."""
-        with self._stack:
-            code, word = until_ended(self._read, self._ask, timeout, self._log)
+        try:
+            with self._stack:
+                code, word = until_ended(self._read, self._ask, timeout, self._log)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the run goes on; {self.by_hand()}") from None
+        except LaunchError as error:
+            raise LaunchError(f"{error}; the run may go on; {self.by_hand()}") from None
         print(word)
         for line in closing(self.folder) if self.folder else self._told():
             print(line)
         return code
 
+    def by_hand(self) -> str:
+        """How to follow the run from now on, and how to stop it. No answer of Flower is needed for that."""
+        what, number = str(self.folder.absolute()) if self.folder else self.number, self._number() or "NUMBER"
+        options = f" {self.flower.options()}" if self.flower is not None else ""
+        stop = f"FLWR_HOME=PILOT/server/flower flwr stop {number}"  # PILOT: what fedveil provision made
+        if self.flower is not None:
+            stop = self.flower.by_hand("stop", number)
+        return f"follow it with: fedveil watch {shlex.quote(what)}{options}; stop it with: {stop}"
+
     def _read(self) -> dict[str, Any]:
         """Its status.json; {} until it has one, and where the run folder is another machine's."""
         if self.folder is None:
-            self.folder = next((place for place in self.places if self._is_ours(place)), None)
+            self.folder = next((place for place in [*self.places, *self._below()] if self._is_ours(place)), None)
             if self.folder is None:
                 return {}
             status = status_of(self.folder)
@@ -71,6 +89,10 @@ class Followed:
             self._progress.tick(status)
         return status
 
+    def _below(self) -> Iterator[Path]:
+        for folder in self.below if self.number else ():
+            yield from (file.parent for file in folder.glob("*/flower-run"))
+
     def _is_ours(self, place: Path) -> bool:
         if not any((place / name).is_file() for name in ("status.json", "config.json")):
             return False
@@ -78,11 +100,16 @@ class Followed:
         return not self.number or (file.is_file() and file.read_text().strip() == self.number)
 
     def _ask(self) -> str:
-        if self.flower is None:
-            return ""
+        number = self._number()
+        said = self.flower.run_status(number) if self.flower is not None and number else ""
+        if said != self._said and self.folder is None:  # else its folder says more
+            self.console.print(f"run {number}: {shown(said, 40)}", soft_wrap=True)
+        self._said = said
+        return said
+
+    def _number(self) -> str:
         file = None if self.folder is None else self.folder / "flower-run"
-        number = file.read_text().strip() if file is not None and file.is_file() else self.number
-        return self.flower.run_status(number) if number else ""
+        return shown(file.read_text().strip(), 40) if file is not None and file.is_file() else self.number
 
     def _log(self) -> str:
         """What the run's ServerApp has printed, "" where that cannot be had."""

@@ -120,6 +120,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         else:
             accepted = f"{len(row['accepted'])} of {len(row['cohort'])} sites"
             accepted += "" if row.get("weights") else ", too few"
+            accepted = accepted if row["cohort"] else "too few sites online"
             failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
             masked = f"; {unseen.note(row['unseen'])}" if row.get("unseen") else ""
             note += by_site.note(row.get("reports") or {})

@@ -107,7 +107,7 @@ class Watch:
             print(f"site {self.name}: {self.missing}", flush=True)
 
     def tell(self) -> None:
-        """Prints each turn that went wrong since the last call, with its cause; the server learns the kind alone."""
+        """Prints what was sent since the last call, and what went wrong, with its cause: the server learns its kind."""
         try:
             lines, self.read = new_lines(self.audit, self.read)
         except StateError as error:  # a log that is broken is said once, and verified by another command
@@ -117,6 +117,8 @@ class Watch:
         for line in lines:
             if line.get("event") in _TROUBLE:
                 print(f"site {self.name}: {trouble(line)}", flush=True)
+            elif line.get("event") == "sent":
+                print(f"site {self.name}: {_sent(line)}", flush=True)
 
     def why(self, code: int) -> str:
         """Why the SuperNode has ended with this exit code."""
@@ -138,7 +140,14 @@ class Watch:
 
 def trouble(line: dict[str, Any]) -> str:
     """A line of a site's audit log about a turn that went wrong, for people."""
-    about = f"round {line['round'] + 1} of " if isinstance(line.get("round"), int) else ""
-    run = shown(line.get("run", "a run"), 80)
     cause = f": {shown(line['cause'], 1000)}" if line.get("cause") else f": {shown(line.get('reason', ''), 1000)}"
-    return f"{about}{run} {_TROUBLE[str(line['event'])]}{cause}"
+    return f"{_turn(line)} {_TROUBLE[str(line['event'])]}{cause}"
+
+
+def _sent(line: dict[str, Any]) -> str:
+    return f"{_turn(line)}: sent {shown(line.get('up_bytes', '?'), 20)} bytes"
+
+
+def _turn(line: dict[str, Any]) -> str:
+    about = f"round {line['round'] + 1} of " if isinstance(line.get("round"), int) else ""
+    return f"{about}{shown(line.get('run', 'a run'), 80)}"

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedveil import places
 from fedveil.client_app.site import policy as policies
 from fedveil.client_app.site.node_config import Site, parse_site
 from fedveil.client_app.site.secure import read_key
@@ -23,7 +22,7 @@ from fedveil.console.flower.programs import supernode
 from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare
 from fedveil.console.provisioning import checks, slurm, unpacked
 from fedveil.console.runs import sealing
-from fedveil.console.starting import online
+from fedveil.console.starting import online, running
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.foreign import shown
 from fedveil.guard import pace
@@ -132,6 +131,15 @@ def _require_files(start: Start, given: Mapping[str, Any], kit: Path | None, wir
         raise ConfigError(
             f"{_option('data', given, kit)}: expected a folder of rows, or a file, found none at {node.data}; {hint}"
         )
+    if node.data and Path(node.data).is_dir() and not _has_files(Path(node.data)):
+        raise ConfigError(
+            f"{_option('data', given, kit)}: expected rows, found the folder {node.data} without a file; put "
+            "train.jsonl there, and fedveil doctor says whether it can be read"
+        )
+
+
+def _has_files(folder: Path) -> bool:
+    return any(path.is_symlink() or not path.is_dir() for path in folder.rglob("*"))
 
 
 def _option(name: str, given: Mapping[str, Any], kit: Path | None) -> str:
@@ -190,7 +198,7 @@ def _unknown_key(error: BaseException | None) -> str:
 def prepared(start: Start) -> tuple[Path, dict[str, str]]:
     """Makes the site's folders and programs: the file of its node config, and what its processes find around them."""
     name, state = start.node.site, start.node.state_dir
-    places.private_folder(state).chmod(0o700)  # also one that was there before
+    running.state_folder(state)
     config = state / f"{name}.toml"
     config.write_text(toml(start.node.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     (state / "logs").mkdir(mode=0o700, exist_ok=True)
@@ -203,10 +211,17 @@ def run(start: Start) -> int:
     name, state = start.node.site, start.node.state_dir
     sealing.require(state, Seal.of(start.node.key_file))
     require_usable(start)
-    watched = online.Watch.of(Processes(state / "logs"), name, state, start.superlink, start.ca)
-    watched.look()
+    processes = Processes(state / "logs")
+    with running.alone(state, name, processes):
+        watched = online.Watch.of(processes, name, state, start.superlink, start.ca)
+        watched.look()
+        return _started(start, watched)
+
+
+def _started(start: Start, watched: online.Watch) -> int:
+    name, state, processes = start.node.site, start.node.state_dir, watched.processes
     config, env = prepared(start)
-    processes, log = watched.processes, watched.processes.log(name)
+    log = processes.log(name)
     (port,), secret = free_ports(1), write_secret(state / f"{name}.superexec")
     command = supernode(start.superlink, start.ca, start.key, port, config, secret)
     try:

@@ -259,7 +259,7 @@ def test_an_upload_beyond_the_bounds_is_withheld(tmp_path, monkeypatch, fab, lor
     data = upload(lora_spec, lora_weights)
     for policy, reason in (
         (f"max-bytes-a-round = {999 + len(data)}", f"found {1000 + len(data)}"),
-        ("min-examples = 4", "at least 4, found fewer"),
+        ("min-examples = 4", "at least 4 rows, found fewer (min-examples of its policy)"),
     ):
         site = Site(tmp_path, monkeypatch, fab, policy)
         site.install()

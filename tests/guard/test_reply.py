@@ -117,6 +117,17 @@ def test_the_reason_of_an_error_is_short_and_printable(site):
     assert audit_log.read(site.log)[-1]["event"] == "failed"
 
 
+@pytest.mark.parametrize(
+    "reason,event",
+    [("PolicyError: examples: too few", "refused"), ("BudgetError: spent", "refused"), ("PolicyErrors", "failed"),
+     ("WireError: no", "failed"), ("KeyError at the site", "failed")],
+)  # fmt: skip
+def test_a_turn_that_met_the_sites_own_bounds_is_a_refusal(site, reason, event):
+    site.runtime.push_message(None, Message(Error(2, reason), reply_to=site.message), None)
+    assert audit_log.read(site.log)[-1]["event"] == event
+    assert site.sent[-1].error.reason == reason
+
+
 def test_why_a_turn_failed_stays_at_the_site(site):
     """In its audit log, once, as text; the reply has what the ClientApp said to the server, and no more."""
     cause.note(KeyError("the column 'diagnosis'\x1b[2J of row 4711" + "x" * 2000))

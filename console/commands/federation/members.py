@@ -23,6 +23,7 @@ from fedveil.console.provisioning import enrol, kit
 from fedveil.console.provisioning.federation import Members, roster_file
 from fedveil.errors import ConfigError
 from fedveil.federation.secure.membership import Roster, roster_digest
+from fedveil.foreign import shown
 from fedveil.records.files import write_atomic
 
 _SOON = timedelta(days=30)
@@ -133,8 +134,10 @@ def _register(args: argparse.Namespace) -> int:
     members.require_new_signing(site, asked.signing)
     if args.fingerprint not in ("-", asked.fingerprint):
         raise ConfigError(
-            f"--fingerprint: expected {asked.fingerprint}, which is in the request, found {args.fingerprint}; "
-            "ask the site"
+            # Not the request's own: it would be copied from here, and nobody asked over the telephone.
+            f"--fingerprint: expected that of the keys in {args.request}, found {shown(args.fingerprint, 100)}, which "
+            "is another; have the site read out what its fedveil site init printed, and do not register this request "
+            "where it still differs"
         )
     node = ""
     if (flower := _flower(args)) is not None:

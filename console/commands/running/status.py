@@ -36,10 +36,11 @@ def run(args: argparse.Namespace) -> int:
     """0; 1 where a run failed, went silent or cannot be read, or a registered site is not online."""
     own = args.federation / "runs" if args.federation else Path("runs")
     lines, well = runs(args.folder or (own if own.is_dir() else Path("runs")))
+    print("\n".join(lines), flush=True)  # before Flower is asked, which may fail
     if args.federation:
-        more, all_online = _sites(args.federation)
-        lines, well = lines + more, well and all_online
-    print("\n".join(lines))
+        lines, all_online = _sites(args.federation)
+        print("\n".join(lines))
+        well &= all_online
     return int(not well)
 
 

@@ -45,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
     if parsed.sinks.names and not args.extras_at_server:
         _require_sinks(parsed)
     flower = Flower(args.federation.absolute() / "server" / "flower")
-    number = flower.submit(args.app, settings)
+    try:
+        number = flower.submit(args.app, settings)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"the run may have been submitted; see it with: {flower.by_hand('ls')}") from None
     print(f"run {number}: submitted", flush=True)
     folder = Path(config.dir).expanduser() / (config.name or f"run-{number}")
     # fedveil server start runs apps in the federation's folder, a container in / as this command's.

@@ -56,4 +56,5 @@ def run(args: argparse.Namespace) -> int:
     found = next((place for place in places if place.is_dir()), folder)
     if not number:
         status_of(found)  # of a run, or an error that names it
-    return Followed(terminal(), number, [] if number else [found], flower).to_its_end(args.timeout)
+    below = [Path("runs"), *([args.federation / "runs"] if args.federation else [])]
+    return Followed(terminal(), number, [] if number else [found], flower, below=below).to_its_end(args.timeout)

@@ -144,7 +144,7 @@ def _site(args: argparse.Namespace, counted: list[int]) -> list[Check]:
         "cpus": host_checks.cpus,
         "other users": host_checks.other_users,
         "disk": lambda: checks.disk(state),
-        "data": lambda: data_checks.of_site(site.data, task, counted),
+        "data": lambda: data_checks.enough(data_checks.of_site(site.data, task, counted), site.policy, counted),
         "policy": lambda: checks.policy(site.policy),
         "roster": lambda: secure_checks.roster(site),
         "key file": lambda: checks.key_file(site.key_file, state),

@@ -77,7 +77,7 @@ def test_an_upload_is_made_from_as_many_rows_as_the_policy_asks(text, config, re
     if not refused:
         assert upload(data, tmp_path, text, **config)
         return
-    with pytest.raises(PolicyError, match=f"{refused}: this site takes .* at least .* found fewer"):
+    with pytest.raises(PolicyError, match=f"{refused}: this site takes .* at least .* found fewer .* of its policy"):
         upload(data, tmp_path, text, **config)
     assert not list(PrivateStore.of(tmp_path, "r", "s").folder.glob("turn-*"))
 

@@ -280,4 +280,9 @@ def test_a_site_from_its_kit(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert 'expected column "nothing"' in shown
     assert "line 1: expected a whole line with its own hash" in shown
+    for text, words in (("min-examples = 3", ""), ("min-examples = 4", "fewer than the 4 of min-examples"), ("x", "")):
+        (kit / "site-policy.toml").write_text(text)
+        assert main(["doctor", "--kit", str(kit)]) == 1
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line[6:28].strip() == "data")
+        assert (line.startswith("fail"), words in line, "3 rows in" in line) == (bool(words), True, True)
     assert main(["doctor", "--kit", str(ROOT)]) == 2

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fedveil.console.flower.command_line import Flower, Unreachable
@@ -11,6 +13,8 @@ from tests.conftest import extract
 def test_registering_with_a_server_that_is_not_there_says_how_to_start_it(tmp_path, capsys, monkeypatch):
     """Flower's own answer, for a port at which nothing listens."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "fedveil").mkdir()  # as beside a clone: Flower would take our connection's name for this app's path
+    (tmp_path / "fedveil" / "pyproject.toml").touch()
     text = 'name = "pilot"\nserver = ["localhost"]\nsites = ["north"]\ncontrol-port = {}\n'
     (tmp_path / "federation.toml").write_text(text.format(free_ports(1)[0]))
     assert main(["provision", "federation.toml"]) == 0
@@ -23,5 +27,9 @@ def test_registering_with_a_server_that_is_not_there_says_how_to_start_it(tmp_pa
     assert "fedveil server start pilot" in said
     assert "--offline" in said
     with pytest.raises(Unreachable, match="tunnel"):
-        Flower(tmp_path / "pilot" / "server" / "flower").nodes()
+        Flower(Path("pilot/server/flower")).nodes()
+    assert main(["status", "--federation", "pilot"]) == 2
+    shown = capsys.readouterr()
+    assert "no run under" in shown.out  # the runs, though nobody answers for the sites
+    assert "control port" in shown.err
     assert main([*register, "--offline"]) == 0

@@ -247,7 +247,10 @@ def test_a_request_proves_its_key_its_site_and_its_federation(federation, capsys
         with pytest.raises(ConfigError, match=reason):
             enrol.check(file, "pilot", ca)
     assert register(federation, kit, "SHA256:somebody-else") == 2
-    assert "--fingerprint: expected SHA256:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--fingerprint: expected that of the keys in" in said
+    assert "found SHA256:somebody-else" in said
+    assert said.count("SHA256:") == 1  # not the request's own, to be copied from here
     assert Members(federation).sites["north"]["state"] == "invited"
 
 
@@ -449,7 +452,7 @@ def test_a_bare_hosts_kit_names_places_in_itself_and_doctor_is_right_there(feder
     kit, _ = enrolled(federation, capsys)
     assert not re.search(r'"/', (kit / "node-config.toml").read_text() + (kit / "site.toml").read_text())
     (kit / "data").mkdir()
-    (kit / "data" / "train.jsonl").write_text(json.dumps({"mr": "name[a]", "ref": "text"}) + "\n")
+    (kit / "data" / "train.jsonl").write_text((json.dumps({"mr": "name[a]", "ref": "text"}) + "\n") * 100)
     main(["doctor", "--kit", str(kit)])
     found = {line[6:28].strip(): line for line in capsys.readouterr().out.splitlines()}
     for name in ("key", "signing key", "data", "key file", "audit log", "roster"):

@@ -93,3 +93,14 @@ def test_status_has_it_too(make_run, tmp_path, monkeypatch):
     assert "running" in (line := status.runs(tmp_path, now=1e12)[0][0]) or "silent" in line
     line = status.runs(tmp_path, now=run.stat().st_mtime + 5)[0][0]
     assert "2 of 4 have answered, waiting for south, west (41 s of 600)" in line
+
+
+def test_an_attempt_without_a_site_counts_none(make_run, monkeypatch):
+    run = make_run(state="running")
+    row = {"round": 0, "accepted": [], "cohort": [], "failed": {}, "seconds": 300.0, "upload_bytes": 0}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    out = io.StringIO()
+    with RunProgress(Console(file=out, width=200), run, "run", 5) as bar:
+        bar.tick({"state": "running"})
+    assert "too few sites online" in out.getvalue()
+    assert "0 of 0" not in out.getvalue()

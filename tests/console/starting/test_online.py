@@ -108,12 +108,13 @@ def test_what_is_missing_is_said_once_and_looked_for_until_the_site_is_online(tm
 
 
 def test_a_turn_that_went_wrong_is_on_the_screen_with_its_cause_and_once(tmp_path, capsys):
-    """As text, and of this start alone; what was sent is no trouble."""
+    """As text, and of this start alone; and that something was sent, or the screen is silent while all goes well."""
     file: Path = tmp_path / audit_log.NAME
     about = {"run": "pilot-0a1b2c3d", "round": 1}
     audit_log.append(file, "failed", {**about, "reason": "earlier"})
     watched = Watch.of(Processes(tmp_path), "north", tmp_path, "h:1", tmp_path / "ca.crt")
-    audit_log.append(file, "sent", about)
+    audit_log.append(file, "admitted", about)
+    audit_log.append(file, "sent", about | {"up_bytes": 1496})
     audit_log.append(
         file, "failed", {**about, "reason": "KeyError at the site", "cause": "KeyError: no column \x1b[2J"}
     )
@@ -121,6 +122,7 @@ def test_a_turn_that_went_wrong_is_on_the_screen_with_its_cause_and_once(tmp_pat
     watched.tell()
     watched.tell()
     assert capsys.readouterr().out.splitlines() == [
+        "site north: round 2 of pilot-0a1b2c3d: sent 1496 bytes",
         "site north: round 2 of pilot-0a1b2c3d failed: KeyError: no column \\x1b[2J",
         "site north: a run was refused: PolicyError: no",
     ]

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from fedveil.console.flower.keys import new_ca, write_certificate, write_server
+from fedveil.console.flower.processes import Processes
 from fedveil.console.main import main
+from fedveil.console.starting import running
 from fedveil.console.starting import site as site_start
 from fedveil.errors import ConfigError
 from tests.conftest import extract
@@ -92,6 +94,9 @@ def test_a_kit_without_keys_or_rows_says_what_is_missing(kit, capsys):
     (kit / "data").rename(kit / "rows")
     assert start(kit) == 2
     assert "put the rows there, or name another folder with --data" in capsys.readouterr().err
+    (kit / "data" / "train").mkdir(parents=True)
+    assert start(kit) == 2
+    assert f"data: expected rows, found the folder {kit}/data without a file" in capsys.readouterr().err
     assert not (kit / "state").exists()
 
 
@@ -121,12 +126,14 @@ def test_a_kit_that_was_changed_is_refused_by_key(kit, capsys, line, reason):
 
 
 def key_of(kind: str) -> bytes:
-    key = ec.generate_private_key(ec.SECP256R1() if kind == "another kind" else ec.SECP384R1())
+    key = ec.generate_private_key(ec.SECP256R1() if "another kind" in kind else ec.SECP384R1())
+    if "RSA" in kind:
+        key = rsa.generate_private_key(65537, 2048)
     forms = {
         "a SEC1 one": serialization.PrivateFormat.TraditionalOpenSSL,
         "a PKCS#8 one": serialization.PrivateFormat.PKCS8,
     }
-    form = forms.get(kind, serialization.PrivateFormat.OpenSSH)
+    form = forms.get("a PKCS#8 one" if "in PKCS#8" in kind else kind, serialization.PrivateFormat.OpenSSH)
     lock = serialization.BestAvailableEncryption(b"x") if "passphrase" in kind else serialization.NoEncryption()
     return b"hello" if kind == "something else" else key.private_bytes(serialization.Encoding.PEM, form, lock)
 
@@ -137,6 +144,8 @@ def key_of(kind: str) -> bytes:
         ("a SEC1 one", "ssh-keygen -p -N '' -f"),
         ("a PKCS#8 one", "ssh-keygen -p -N '' -f"),
         ("another kind", "choose another"),
+        ("another kind, in PKCS#8", "choose another"),
+        ("another kind, in PKCS#8 and RSA", "choose another"),
         ("something else", "choose another"),
     ],
 )
@@ -144,7 +153,7 @@ def test_a_key_that_flower_does_not_take_is_named_by_its_form(kit, capsys, kind,
     (kit / "keys" / "node.key").write_bytes(key_of(kind))
     assert start(kit) == 2
     said = capsys.readouterr().err
-    assert f"found {kind}" in said
+    assert f"found {kind.partition(', in PKCS#8')[0]}" in said
     assert mend in said
     assert not (kit / "state").exists()
 
@@ -158,6 +167,15 @@ def test_a_policy_that_does_not_parse_is_named_with_the_place(kit, capsys):
         assert f"{kit}/site-policy.toml: expected a site policy" in said
         assert reason in said
         assert "refuses every run" in said
+
+
+def test_a_site_that_runs_here_already_is_not_started_again(kit, capsys):
+    state = kit / "state"
+    with running.alone(state, "north", Processes(state)):
+        assert start(kit) == 2
+    shown = capsys.readouterr()
+    assert "site north: expected it to run once from" in shown.err
+    assert shown.out == ""  # nobody was asked
 
 
 def test_a_server_with_another_ca_or_an_expired_certificate_is_no_server_of_this_kit(kit, capsys):
@@ -211,5 +229,6 @@ def test_a_state_folder_that_cannot_be_is_named(kit, capsys, monkeypatch, where)
     assert start(kit, "--state-dir", where) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
+    assert "--state-dir: expected a folder that this user can make and write to" in error
     assert where.removesuffix("/below") in error
     assert ((kit / "a-file").stat().st_mode & 0o777, (kit / "a-file").read_text()) == (0o644, "mine")

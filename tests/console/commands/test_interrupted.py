@@ -1,0 +1,81 @@
+"""Ctrl-C of `fedveil submit` and `fedveil watch`: the run goes on, and what is said is how to follow and to stop it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fedveil.console.flower.command_line import Flower, write_connection
+from fedveil.console.flower.processes import LaunchError
+from fedveil.console.main import main
+
+
+@pytest.fixture
+def pilot(tmp_path, monkeypatch):
+    """A federation's folder with a space in its path, and a run 77 that Flower knows; stands beside it."""
+    home = tmp_path / "a pilot" / "server" / "flower"
+    home.mkdir(parents=True)
+    write_connection(home, "127.0.0.1:9", tmp_path / "ca.crt")
+    monkeypatch.setattr(Flower, "submit", lambda self, app, settings: "77")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "a pilot"
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("command", [["submit"], ["watch", "77"]])
+def test_the_run_goes_on_and_the_commands_are_said(pilot, monkeypatch, capsys, command):
+    monkeypatch.setattr(Flower, "run_status", interrupted)
+    assert main([*command, "--federation", "a pilot"]) == 130
+    home = f"'{pilot}/server/flower'"
+    assert capsys.readouterr().err == (
+        f"interrupted: the run goes on; follow it with: fedveil watch 77 --flower-home {home}; "
+        f"stop it with: FLWR_HOME={home} flwr stop 77\n"
+    )
+
+
+def test_a_flower_that_fails_ends_the_following_alone(pilot, monkeypatch, capsys):
+    def fails(*_):
+        raise LaunchError("flwr ls failed")
+
+    monkeypatch.setattr(Flower, "run_status", fails)
+    assert main(["submit", "--federation", "a pilot"]) == 2
+    assert "error: flwr ls failed; the run may go on; follow it with: fedveil watch 77 " in capsys.readouterr().err
+
+
+def test_an_interrupted_submission_says_where_to_look(pilot, monkeypatch, capsys):
+    monkeypatch.setattr(Flower, "submit", interrupted)
+    assert main(["submit", "--federation", "a pilot"]) == 130
+    said = capsys.readouterr().err
+    assert "the run may have been submitted" in said
+    assert f"FLWR_HOME='{pilot}/server/flower' flwr ls\n" in said
+
+
+def test_a_folder_alone_names_the_run_by_its_number(pilot, monkeypatch, capsys):
+    made = pilot / "runs" / "first"
+    made.mkdir(parents=True)
+    (made / "flower-run").write_text("77")
+    (made / "status.json").write_text(json.dumps({"state": "running", "round": 0, "rounds": 1}))
+    monkeypatch.setattr("fedveil.console.runs.following.RunProgress.tick", interrupted)
+    assert main(["watch", str(made)]) == 130
+    said = capsys.readouterr().err
+    assert f"fedveil watch '{made}'; stop it with: FLWR_HOME=PILOT/server/flower flwr stop 77\n" in said
+
+
+def test_a_number_finds_the_runs_folder_in_the_federation(pilot, monkeypatch, capsys):
+    """Into a file, where no bar shows that the run is alive."""
+    made = pilot / "runs" / "first"
+
+    def pending(self, run):
+        made.mkdir(parents=True)
+        (made / "flower-run").write_text("77")
+        (made / "status.json").write_text(json.dumps({"state": "completed", "round": 0, "rounds": 1}))
+        return "pending"
+
+    monkeypatch.setattr(Flower, "run_status", pending)
+    assert main(["watch", "77", "--federation", "a pilot"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["run 77: pending", f"its folder is {made}"]

@@ -1,0 +1,78 @@
+"""A site runs once from a folder: a second start, and what a killed one has left, are named before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from fedveil.console.flower.processes import Processes, carrying
+from fedveil.console.starting import running
+from fedveil.errors import ConfigError
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from fedveil.console.flower.processes import Processes
+from fedveil.console.starting import running
+state = Path(sys.argv[1])
+processes = Processes(state)
+with running.alone(state, "north", processes):
+    processes.start("north", [sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
+    print(processes.pid("north"), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def first(tmp_path):
+    """A start of site north in another process, and the number of what it started."""
+    state = tmp_path / "state"
+    state.mkdir()
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(state)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        yield state, holder, child
+        holder.kill()
+        with suppress(psutil.Error):
+            psutil.Process(child).kill()
+
+
+def test_a_second_start_and_the_orphans_of_a_killed_one_are_named(first):
+    state, holder, child = first
+    with (
+        pytest.raises(ConfigError, match=rf"running already: fedveil site start is process {holder.pid}; .*kill "),
+        running.alone(state, "north", Processes(state)),
+    ):
+        pass
+    with running.alone(state, "south", Processes(state)):  # a state folder may be of several sites
+        pass
+    holder.kill()
+    holder.wait()
+    for _ in range(2):
+        with (
+            pytest.raises(ConfigError, match=rf"found processes {child}, .*end them first: kill {child}$"),
+            running.alone(state, "north", Processes(state)),
+        ):
+            pass
+    os.kill(child, 15)
+    deadline = time.monotonic() + 20
+    while carrying(json.loads((state / "north.running").read_text())["token"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    processes = Processes(state)
+    with running.alone(state, "north", processes):
+        assert json.loads((state / "north.running").read_text()) == {"pid": os.getpid(), "token": processes.token}
+
+
+@pytest.mark.parametrize("text", ["", "{half", "[1]", '{"pid": 1, "token": ""}'])
+def test_what_the_file_says_is_not_trusted(tmp_path, text):
+    (tmp_path / "north.running").write_text(text)
+    with running.alone(tmp_path, "north", Processes(tmp_path)):
+        pass
