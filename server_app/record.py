@@ -68,8 +68,8 @@ class RoundRecord:
     Attributes:
         failed: reason by site, for every site of the cohort whose upload is not in the sums.
         upload_bytes, download_bytes: of whole messages. Refused uploads count, for they were sent.
-        unlisted: bytes up and down by site that disclosure.jsonl does not list: refused uploads, and keys and shares of
-            secure aggregation.
+        unlisted: by site bytes up and down, and messages up and down, that disclosure.jsonl does not list: refused
+            uploads, and keys and shares of secure aggregation. Older versions wrote the bytes alone.
         reports: what each accepted site reported, with its num_examples.
         cut: the examples that count, for a site which claimed more than cohort.max-share allows.
         left_out: accepted sites whose uploads the rule did not choose (aggregate.rule = "multi-krum").

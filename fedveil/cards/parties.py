@@ -30,7 +30,7 @@ def of(
             saw=[
                 "Its own rows, and what the server sent it.",
                 *(words for words in learns if "client learns" in words),
-                *_told("down", messages),
+                *_told("down", messages, attempts),
             ],
             trusted=["To train on its own rows as the run asks, and to report truthfully: one can poison the model."],
         ),
@@ -56,7 +56,7 @@ def _server_saw(
             "The sum of each round's uploads, and of no single site its values, number of examples, losses or norm.",
             "Of the sum over sites, in the place of a single one's:",
         ]
-    said += [*learns, *_told("up", messages)]
+    said += [*learns, *_told("up", messages, attempts)]
     if names := disclosed.reported(attempts):
         said.append(f"Beside the tensors every accepted upload told: {_listed(names)}.")
     if config.run.tap:
@@ -64,14 +64,18 @@ def _server_saw(
     return said
 
 
-def _told(direction: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+def _told(direction: str, messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> list[str]:
     """How much went that way, and which words went with it."""
-    found = [kind for kind in disclosed.kinds(messages) if kind.direction == direction]
-    if not found:
+    all_sites = disclosed.traffic(messages, attempts).values()
+    if direction == "up":
+        way, count, size = "from sites to the server", sum(s.up for s in all_sites), sum(s.up_bytes for s in all_sites)
+        each = "repeated and refused ones, and the keys and shares of secure aggregation, counted"
+    else:
+        way, count, size = "from the server to sites", sum(s.down for s in all_sites), sum(s.down_bytes for s in all_sites)
+        each = "repeated ones, and the questions of secure aggregation, counted"
+    if not size:
         return []
-    count, size = sum(kind.messages for kind in found), sum(kind.total_bytes for kind in found)
-    way = "from sites to the server" if direction == "up" else "from the server to sites"
-    said = [f"{count} messages {way}, {size} bytes, refused and repeated ones counted."]
+    said = [f"{count} messages {way}, {size} bytes; {each}."]
     words = disclosed.scalars(messages)[direction]
     return [*said, *([f"They also carried: {_listed(words)}."] if words else [])]
 

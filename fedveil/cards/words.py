@@ -8,10 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from fedveil.cards.card import Attack, Card, Epsilon, Guarantee, Score, Sent, SiteCost
+from fedveil.cards.card import Attack, Card, Epsilon, Guarantee, Score, Sent, SiteCost, Traffic
 from fedveil.foreign import shown
 
 NOT_MEASURED = "Not measured: no attack was run on this run, so nothing is claimed of what attacks would find."
+BY_SITE = (
+    "All messages by site: these, refused uploads, and the keys and shares of secure aggregation. A site's own log may "
+    "have more: an answer that came too late, or that the server needed no more, and those of an attempt that the "
+    "server did not live to record."
+)
 _MARKUP = re.compile(r"([\\`*_\[\]#|~$@])|(?<=www)(\.)|(:)(?=//)|^([-+=])|^(\d{1,9}[.)])(?=\s|$)")
 _LONGEST = 4200
 
@@ -35,7 +40,7 @@ def page(card: Card) -> str:
         "## Who saw what, and was trusted with what",
         *_parties(card),
         "## What was sent",
-        *_sent(card.sent),
+        *_sent(card.sent, card.traffic),
         "## What attacks found",
         *_attacks(card),
         "## What is not protected",
@@ -103,8 +108,8 @@ def _parties(card: Card) -> list[str]:
     return said
 
 
-def _sent(sent: Sequence[Sent]) -> list[str]:
-    if not sent:
+def _sent(sent: Sequence[Sent], traffic: Sequence[Traffic]) -> list[str]:
+    if not sent and not traffic:
         return ["No message was exchanged."]
     head = ["direction", "variant", "tensors", "messages by site", "bytes", "of these, tensors"]
     rows = [
@@ -115,7 +120,9 @@ def _sent(sent: Sequence[Sent]) -> list[str]:
         ]
         for kind in sent
     ]  # fmt: skip
-    return [table(head, rows), "Every field with its codec, shape and bytes stands in `privacy.json`, under `sent`."]
+    said = [table(head, rows), "Every field with its codec, shape and bytes stands in `privacy.json`, under `sent`."]
+    of_sites = [[s.site, s.up, s.up_bytes, s.down, s.down_bytes] for s in traffic]
+    return [*said, BY_SITE, table(["site", "messages up", "bytes up", "messages down", "bytes down"], of_sites)]
 
 
 def _attacks(card: Card) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +53,45 @@ def kinds(messages: Sequence[Mapping[str, Any]]) -> list[Kind]:
         kind.total_bytes += message["bytes"]
         kind.payload_bytes += message["payload_bytes"]
     return sorted(found.values(), key=lambda kind: (kind.direction != "up", kind.variant))
+
+
+@dataclass
+class Traffic:
+    """One site's messages, whatever was in them: number and bytes each way."""
+
+    up: int = 0
+    up_bytes: int = 0
+    down: int = 0
+    down_bytes: int = 0
+
+
+def traffic(messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> dict[str, Traffic]:
+    """All messages by site, with those that `unlisted` has. Arguments as of `kinds` and `reported`."""
+    found: defaultdict[str, Traffic] = defaultdict(Traffic)
+    for message in messages:
+        of = found[str(message["site"])]
+        if message["direction"] == "up":
+            of.up, of.up_bytes = of.up + 1, of.up_bytes + message["bytes"]
+        else:
+            of.down, of.down_bytes = of.down + 1, of.down_bytes + message["bytes"]
+    for site, more in unlisted(attempts).items():
+        of = found[site]
+        of.up, of.up_bytes = of.up + more.up, of.up_bytes + more.up_bytes
+        of.down, of.down_bytes = of.down + more.down, of.down_bytes + more.down_bytes
+    return dict(found)
+
+
+def unlisted(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Traffic]:
+    """By site what stands in no line of the ledger: refused uploads, keys and shares. Earlier
+    records have no number of messages there.
+    """
+    found: defaultdict[str, Traffic] = defaultdict(Traffic)
+    for attempt in attempts:
+        for site, (up_bytes, down_bytes, *number) in (attempt.get("unlisted") or {}).items():
+            of, (up, down) = found[str(site)], number or (0, 0)
+            of.up, of.up_bytes = of.up + int(up), of.up_bytes + int(up_bytes)
+            of.down, of.down_bytes = of.down + int(down), of.down_bytes + int(down_bytes)
+    return dict(found)
 
 
 def scalars(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
