@@ -18,11 +18,13 @@ def of(
     messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]], config: RunConfig, method: str
 ) -> list[Party]:
     """The parties of a run. Fields and bytes of the messages stand beside them on the card."""
-    learns = [text(sentence.replace("`", "")) for sentence in disclosed.words_of(method)]
+    words = disclosed.words_of(method)
+    words = disclosed.in_sum(words, disclosed.THE_SUM) if config.secure.enabled else words
+    learns = [text(sentence.replace("`", "")) for sentence in words]
     return [
         Party(
             who="the server, and who reads its run folder",
-            saw=_server_saw(messages, attempts, config, [words for words in learns if "server learns" in words]),
+            saw=_server_saw(messages, attempts, config, [words for words in learns if "client learns" not in words]),
             trusted=_server_trusted(attempts, config),
         ),
         Party(
@@ -51,11 +53,6 @@ def _server_saw(
     messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]], config: RunConfig, learns: list[str]
 ) -> list[str]:
     said = ["Every round's model, and which site took part when."]
-    if config.secure.enabled:
-        said += [
-            "The sum of each round's uploads, and of no single site its values, number of examples, losses or norm.",
-            "Of the sum over sites, in the place of a single one's:",
-        ]
     said += [*learns, *_told("up", messages, attempts)]
     if names := disclosed.reported(attempts):
         said.append(f"Beside the tensors every accepted upload told: {_listed(names)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import places
+
+_OF_SERVER = "The server learns: "
+THE_SUM = "the sum over the sites of each round, and of no single site its values, number of examples, losses or norm."
 
 
 @dataclass
@@ -122,4 +126,13 @@ def words_of(method: str) -> list[str]:
                     sentences.append(line)
                 else:
                     sentences[-1] += " " + line.strip()
-    return sentences
+    return [part for sentence in sentences for part in re.split(f" (?={_OF_SERVER})", sentence)]
+
+
+def in_sum(sentences: Sequence[str], server: str) -> list[str]:
+    """The sentences of `words_of` for a run with secure aggregation: `server` in the place of what a server learns
+    otherwise, which follows as such.
+    """
+    of_server = [sentence for sentence in sentences if sentence.startswith(_OF_SERVER)]
+    clear = [f"Without secure aggregation it would be: {said.removeprefix(_OF_SERVER)}" for said in of_server]
+    return [*(sentence for sentence in sentences if sentence not in of_server), _OF_SERVER + server, *clear]

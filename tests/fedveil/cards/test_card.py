@@ -167,7 +167,9 @@ def test_a_secure_run_says_what_nobody_saw_and_what_it_holds_against(tmp_path):
         row |= {"reports": {}, "unseen": {"sites": 3, "holders": 3, "threshold": 3, "deaf": {}}}
     found = card(tmp_path, attempts=told, **{"secure.enabled": True})
     server = found.parties[0]
-    assert any("of no single site its values" in line for line in server.saw)
+    (learned,) = [line for line in server.saw if line.startswith("The server learns: ")]
+    assert "of no single site its values" in learned
+    assert "and n_k" in next(line for line in server.saw if line.startswith("Without secure aggregation it would be: "))
     assert any(line.startswith("Holds against an honest but curious server") for line in server.trusted)
     assert not any("Single uploads" in line for line in found.not_protected)
     assert any("Single uploads" in line for line in card(tmp_path).not_protected)
