@@ -79,7 +79,8 @@ def await_quorum(
     """Waits until a round can succeed: no site shall train for one that cannot.
 
     Sites that refused the last attempt, as their policy or their ledger has it, will refuse the next one too: they are
-    not waited for. One that was silent may be dead: it counts once it was gone and is back, or Flower would have noticed.
+    not waited for. One that was silent may be dead: it counts once it was gone and is back, or Flower would have
+    noticed.
 
     Args:
         quorum: of the round.

@@ -21,8 +21,8 @@ _OLD = 30.0  # seconds after which an answer of another state is waited for like
 
 @dataclass(frozen=True)
 class Answer(Generic[T]):
-    """What is known. `value`: None until something is; `why`: the error that came instead; `is_new`: of this state; `at`:
-    when it was looked into, in seconds since 1970.
+    """What is known. `value`: None until something is; `why`: the error that came instead; `is_new`: of this state;
+    `at`: when it was looked into, in seconds since 1970.
     """
 
     value: T | None = None
@@ -52,9 +52,7 @@ class Later:
         self._patience, self._asked = patience, OrderedDict[Hashable, _Asked]()
         self._lock, self._alone = threading.Lock(), threading.Lock()
 
-    def ask(
-        self, key: Hashable, stamp: Hashable, find: Callable[[], T], patience: float | None = None
-    ) -> Answer[T]:
+    def ask(self, key: Hashable, stamp: Hashable, find: Callable[[], T], patience: float | None = None) -> Answer[T]:
         """The answer to `key` as of `stamp`; meanwhile what was known before, so that no page waits long.
 
         A page that somebody watches gets what was found a moment ago at once, and is made anew. One that nobody has

@@ -174,8 +174,8 @@ class ServerViews:
         said = f"Flower does not answer: {online.why}" if online.why else ""
         if not said and not online.is_new:
             said = "Flower is being asked." if online.value is None else f"{online.since}; Flower is being asked."
-        asked = online.value is not None
-        return {"asked": asked, "name": members.federation.name, "rows": rows, "said": said, "online": count, "of": len(rows)}
+        name, asked = members.federation.name, online.value is not None
+        return {"asked": asked, "name": name, "rows": rows, "said": said, "online": count, "of": len(rows)}
 
     def _sites(self) -> View:
         places = list(bounded.runs(self.runs).values())[:_SUMMED]

@@ -85,7 +85,7 @@ class SiteViews:
             "sites": ", ".join(sites), "folder": str(self.state_dir),
             "verdict": verdict(self.later, self._log) if stamp else None,
             "left": [], "refusals": [], "facts": {}, "known": found is not None,
-            "old": f"{left.since}; what the log has had since is being read." if left and found and not left.is_new else "",
+            "old": f"{left.since}; the lines since are being read." if left and found and not left.is_new else "",
             "why": (left.why or "The log is being read.") if left and found is None else "",
             "ledgers": ledgers, "unbounded": [name for name, *_, left_ in ledgers if left_ == _UNBOUNDED],
             "workers": [_row(worker) for worker in doing], "workers_why": why,

@@ -141,7 +141,8 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         if row["round"] < 0:
             note = f"before any round: {note}"
         else:
-            accepted = f"{len(row['accepted'])} of {len(row['cohort'])} sites" if row["cohort"] else "no site asked to train"
+            cohort = row["cohort"]
+            accepted = f"{len(row['accepted'])} of {len(cohort)} sites" if cohort else "no site asked to train"
             accepted += "" if row.get("weights") else ", too few"
             failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
             masked = f"; {unseen.note(row['unseen'])}" if row.get("unseen") else ""

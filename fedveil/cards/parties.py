@@ -63,12 +63,12 @@ def _server_saw(
 
 def _told(direction: str, messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> list[str]:
     """How much went that way, and which words went with it."""
-    all_sites = disclosed.traffic(messages, attempts).values()
+    sites = disclosed.traffic(messages, attempts).values()
     if direction == "up":
-        way, count, size = "from sites to the server", sum(s.up for s in all_sites), sum(s.up_bytes for s in all_sites)
+        way, count, size = "from sites to the server", sum(s.up for s in sites), sum(s.up_bytes for s in sites)
         each = "repeated and refused ones, and the keys and shares of secure aggregation, counted"
     else:
-        way, count, size = "from the server to sites", sum(s.down for s in all_sites), sum(s.down_bytes for s in all_sites)
+        way, count, size = "from the server to sites", sum(s.down for s in sites), sum(s.down_bytes for s in sites)
         each = "repeated ones, and the questions of secure aggregation, counted"
     if not size:
         return []

@@ -5,9 +5,11 @@
 
 | phase | meaning |
 |---|---|
-| "waiting" | no message of the attempt has left: sites are waited for, or asked for keys. With `until` too few take part: `there` of them do, and until then the run waits for more. Not for those in `refused` |
+| "waiting" | no message of the attempt has left: sites are waited for, or asked for keys |
 | "round" | messages have left; with nobody in `waiting` the server adds up and scores |
 | "done" | the attempt stands in metrics.jsonl |
+
+While too few sites take part, `there` of them do, and until `until` the run waits for more, but not for `refused`:
 
     {..., "phase": "waiting", "until": 1795383397.1, "there": 2, "refused": {"west": "its policy"}}
 

@@ -130,8 +130,8 @@ def test_a_whole_card_has_mu(tmp_path):
 def test_parties_and_messages_are_those_of_the_record(tmp_path):
     found = card(tmp_path, **{"run.tap": True})
     server, site, other, holder = found.parties
-    told = "2 messages from sites to the server, 200 bytes; repeated and refused ones, and the keys and shares of secure "
-    assert told + "aggregation, counted." in server.saw
+    told = "2 messages from sites to the server, 200 bytes; repeated and refused ones, and the keys and shares of "
+    assert told + "secure aggregation, counted." in server.saw
     assert any("one trained factor of each client" in line for line in server.saw)
     assert any("num_examples, steps" in line for line in server.saw)
     assert any("They also carried: next." in line for line in server.saw)
