@@ -214,7 +214,7 @@ class Attempt:
         return {"num_examples": upload.num_examples, **upload.report}
 
     def _refused(self, data: Buffer, sent: int, ctx: RoundContext, reason: str) -> None:
-        self.record.unlisted[ctx.client] = [sent, 0]
+        self.record.unlisted[ctx.client] = [sent, 0, 1, 0]
         self._failed(ctx, f"refused: {reason}", up_bytes=sent)
         self._tapped(data, ctx, "up", accepted=False)
         log(WARNING, "round %s: %s: %s", ctx.round + 1, ctx.client, self.record.failed[ctx.client])

@@ -45,6 +45,7 @@ class Questions:
         order: what a site is asked beside a question.
         round: and `address`: what the messages belong to.
         up, down: bytes of them so far, by site.
+        asked, answered: number of them so far, by site.
     """
 
     grid: Grid
@@ -55,6 +56,8 @@ class Questions:
     config: ConfigRecord
     up: Counter[str] = field(default_factory=Counter)
     down: Counter[str] = field(default_factory=Counter)
+    asked: Counter[str] = field(default_factory=Counter)
+    answered: Counter[str] = field(default_factory=Counter)
 
     def ask(
         self, asked: Mapping[str, Statement], take: Callable[[str, bytes], None], enough: Callable[[], bool] = bool
@@ -79,17 +82,19 @@ class Questions:
         return failed | {site: f"no answer within {SECONDS:g} s" for site in waiting.values() if not enough()}
 
     def count(self, record: RoundRecord) -> None:
-        """Adds their bytes to an attempt's; call it once they are all asked."""
+        """Adds them to an attempt's messages; call it once they are all asked."""
         record.upload_bytes += self.up.total()
         record.download_bytes += self.down.total()
         for site in self.up | self.down:
-            up, down = record.unlisted.get(site, (0, 0))
-            record.unlisted[site] = [up + self.up[site], down + self.down[site]]
+            own = self.up[site], self.down[site], self.answered[site], self.asked[site]
+            before = record.unlisted.get(site, (0, 0, 0, 0))
+            record.unlisted[site] = [a + b for a, b in zip(before, own, strict=True)]
 
     def _message(self, site: str, statement: Statement, shared: Shared) -> Message:
         """Addressed to all sites of the attempt, so that equal statements are sent once."""
         data = statements.packed(statement.to_bytes(), self.round, "down", self.address.of_broadcast)
         self.down[site] += len(data)
+        self.asked[site] += 1
         order = self.order(RoundContext(self.round, site, False, b"", address=replace(self.address, site=site)))
         content = RecordDict({"fedveil": shared.record([data]), "order": order, "config": self.config})
         return Message(content, self.nodes[site], _QUESTION, ttl=2 * SECONDS, group_id=str(self.round))
@@ -109,5 +114,6 @@ class Questions:
         if reply.has_error():
             raise WireError(f"{reply.error.reason} (code {reply.error.code})")
         self.up[site] += sent_bytes(reply)
+        self.answered[site] += 1
         data = bytes(intake.message_bytes(reply, MOST_BYTES, None))
         return statements.unpacked(data, self.round, "up", replace(self.address, site=site), MOST_BYTES)

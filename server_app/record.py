@@ -68,8 +68,8 @@ class RoundRecord:
     Attributes:
         failed: reason by site, for every site of the cohort whose upload is not in the sums.
         upload_bytes, download_bytes: of whole messages. Refused uploads count, for they were sent.
-        unlisted: bytes up and down by site that disclosure.jsonl does not list: refused uploads, and keys and shares of
-            secure aggregation.
+        unlisted: by site bytes up and down, and messages up and down, that disclosure.jsonl does not list: refused
+            uploads, and keys and shares of secure aggregation. Older versions wrote the bytes alone.
         reports: what each accepted site reported, with its num_examples.
         cut: the examples that count, for a site which claimed more than cohort.max-share allows.
         left_out: accepted sites whose uploads the rule did not choose (aggregate.rule = "multi-krum").
@@ -112,7 +112,7 @@ class RunFolder:
 
     def __init__(self, folder: Path, resume: bool = False) -> None:
         self.folder, self.last_round = folder, -1
-        self.outlets, self._underway = Outlets({}), Underway(folder)
+        self.outlets, self.underway = Outlets({}), Underway(folder)
         if not resume:
             _require_new(folder)
         elif not (folder / "id").exists():
@@ -155,8 +155,8 @@ class RunFolder:
 
     def config(self, config: RunConfig, method: Method) -> None:
         """Writes what is about to run, and in which environment. A resumed run keeps what it wrote at its start."""
-        self._underway.deadline_seconds = config.cohort.deadline_seconds
-        self._underway.quorum = max(config.cohort.min_sites, config.secure.enabled * config.secure.min_sites)
+        self.underway.deadline_seconds = config.cohort.deadline_seconds
+        self.underway.quorum = max(config.cohort.min_sites, config.secure.enabled * config.secure.min_sites)
         if self.resumed:
             return
         content = {
@@ -174,7 +174,7 @@ class RunFolder:
         """Writes the run's state: "running", "completed" or "failed", which ends the sinks; `about` adds keys."""
         self.last_round = round_
         if state == "running":
-            self._underway.waits(round_)
+            self.underway.waits(round_)
         else:
             self.outlets.close(state)
         ended = {"sinks": sinks} if (sinks := self.outlets.ended()) else {}
@@ -192,7 +192,7 @@ class RunFolder:
     def round(self, record: RoundRecord) -> None:
         """Appends one finished attempt at a round."""
         self._row(dataclasses.asdict(record))
-        self._underway.done()
+        self.underway.done()
 
     def scores(self, round_: int, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Appends scores from before round 0, as round -1."""
@@ -212,9 +212,9 @@ class RunFolder:
         where = {"round": record.round, "attempt": record.attempt, "site": site}
         self._disclosures.append(where, direction, disclosed)
         if direction == "down":
-            self._underway.asked(record.round, record.attempt, record.cohort, site, disclosed["bytes"])
+            self.underway.asked(record.round, record.attempt, record.cohort, site, disclosed["bytes"])
         else:
-            self._underway.accepted(site, disclosed["bytes"])
+            self.underway.accepted(site, disclosed["bytes"])
 
     def flower_run(self, run_id: int) -> None:
         """Writes Flower's number of the run, for `fedveil watch`."""
@@ -223,7 +223,7 @@ class RunFolder:
     def audit(self, event: str, about: Mapping[str, Any]) -> str:
         """Appends one line to the server's audit log. Returns the log's anchor after it."""
         if event == "failed":
-            self._underway.failed(about["site"], about["reason"], about.get("up_bytes", 0))
+            self.underway.failed(about["site"], about["reason"], about.get("up_bytes", 0))
         run = {"run": f"{self.folder.name}-{self.id}"}
         return str(audit_log.append(self.folder.parent / audit_log.NAME, event, run | dict(about)))
 
@@ -271,7 +271,7 @@ class RunFolder:
         """A line of metrics.jsonl, and its figures for the sinks."""
         self._append("metrics.jsonl", row)
         if self.outlets:
-            self.outlets.put(told(row, self._underway.sizes))
+            self.outlets.put(told(row, self.underway.sizes))
 
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
         files.append_line(self.folder / name, content)

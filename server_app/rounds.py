@@ -6,7 +6,6 @@ cohort. The state changes whole or not at all, and every change is followed by a
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -41,11 +40,7 @@ from fedveil.server_app.settings import RunSettings
 from fedveil.server_app.unseen import Unseen, UnseenAttempt
 from fedveil.wire import parked
 
-_POLL_SECONDS = 0.25
 _BACK_OFF_SECONDS = 2.0
-_REFUSES = re.compile("(PolicyError|BudgetError): ")
-_SILENT = re.compile("no (reply|answer) within ")
-_GONE_SECONDS = 62.0  # for a minute after its last sign of life Flower has a SuperNode as connected
 
 
 class Rounds:
@@ -154,7 +149,7 @@ class Rounds:
         for number in range(cohort.repeats + 1):
             if number:
                 time.sleep(min(_BACK_OFF_SECONDS * 2 ** (number - 1), cohort.wait_seconds))
-            self._await_quorum(grid, round_, before)
+            sites.await_quorum(grid, round_, self.quorum, cohort, before, self.folder)
             started = time.monotonic()
             attempt, messages, contexts = self.begin(grid, round_, number, deadline, config)
             pending = dict(zip(grid.push_messages(messages), contexts, strict=True))
@@ -165,37 +160,8 @@ class Rounds:
         raise QuorumError(
             f"round {round_ + 1}: expected at least {self.quorum} accepted uploads, found "
             f"{len(before.accepted) if before else 0} in the last of {cohort.repeats + 1} attempts "
-            f"({before.reasons if before else 'none'}); see the sites' logs or lower cohort.min-sites"
+            f"({before.reasons if before else 'none'}); {sites.remedy(sites.refusing(before))}"
         )
-
-    def _await_quorum(self, grid: Grid, round_: int, before: RoundRecord | None) -> None:
-        """Waits until a round can succeed: no site shall train for one that cannot.
-
-        Sites that refused the last attempt, as their policy or their ledger has it, will refuse the next one too. One
-        that was silent may be dead: it counts once it was gone and is back, or Flower would have noticed.
-
-        Raises:
-            QuorumError: it could not within cohort.wait-seconds.
-        """
-        cohort, end = self.settings.cohort, time.monotonic() + self.settings.cohort.wait_seconds
-        refusing = {} if before is None else {s: why for s, why in before.failed.items() if _REFUSES.match(why)}
-        silent = set() if before is None else {site for site, why in before.failed.items() if _SILENT.match(why)}
-        noticed = min(end, time.monotonic() + _GONE_SECONDS)
-        while True:
-            there, now = sites.connected(grid), time.monotonic()
-            silent = silent & set(there) if now <= noticed else set()
-            drawn = cohorts.size(cohort.fraction, len(there))
-            willing = min(drawn, len([site for site in there if site not in refusing and site not in silent]))
-            if willing >= self.quorum:
-                return
-            if now > end:
-                why = f"in the last attempt: {before.reasons}" if before else f"{drawn} of them would be drawn"
-                raise QuorumError(
-                    f"round {round_ + 1}: expected at least {self.quorum} sites that take part within "
-                    f"{cohort.wait_seconds:g} s, found {willing} (connected: {', '.join(there) or 'none'}; {why}); "
-                    "start the missing sites, see the sites' logs, or lower cohort.min-sites"
-                )
-            time.sleep(_POLL_SECONDS)
 
     def begin(
         self, grid: Grid, round_: int, number: int, deadline: float, config: ConfigRecord

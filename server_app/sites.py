@@ -1,19 +1,30 @@
-"""The connected sites: Flower's nodes by their registered names."""
+"""The connected sites: Flower's nodes by their registered names, and the wait until there are enough of them."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from flwr.common.constant import HEARTBEAT_INTERVAL_INF
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
+from fedveil.config import CohortConfig
 from fedveil.errors import ConfigError, QuorumError
+from fedveil.federation import cohort as cohorts
+
+if TYPE_CHECKING:
+    from fedveil.server_app.record import RoundRecord, RunFolder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _POLL_SECONDS = 0.25
+_SILENT = re.compile("no (reply|answer) within ")
+_POLICY = "its policy"
+_REFUSES = {"PolicyError: ": _POLICY, "BudgetError: ": "its ledger"}
+_NAMED = 5  # sites in an error
+_GONE_SECONDS = 62.0  # for a minute after its last sign of life Flower has a SuperNode as connected
 
 
 def connected(grid: Grid) -> dict[str, int]:
@@ -60,3 +71,62 @@ def wait_for(
             )
         time.sleep(_POLL_SECONDS)
     return sites
+
+
+def await_quorum(
+    grid: Grid, round_: int, quorum: int, cohort: CohortConfig, before: RoundRecord | None, folder: RunFolder | None
+) -> None:
+    """Waits until a round can succeed: no site shall train for one that cannot.
+
+    Sites that refused the last attempt, as their policy or their ledger has it, will refuse the next one too: they are
+    not waited for. One that was silent may be dead: it counts once it was gone and is back, or Flower would have
+    noticed.
+
+    Args:
+        quorum: of the round.
+        before: the attempt before this one.
+        folder: where the wait is told.
+
+    Raises:
+        QuorumError: it could not within cohort.wait-seconds.
+    """
+    began = time.monotonic()
+    end, refused = began + cohort.wait_seconds, refusing(before)
+    silent = {site for site, why in before.failed.items() if _SILENT.match(why)} if before else set[str]()
+    noticed = min(end, began + _GONE_SECONDS)
+    told = -1
+    while True:
+        there, now = connected(grid), time.monotonic()
+        silent = silent & set(there) if now <= noticed else set()
+        drawn = cohorts.size(cohort.fraction, len(there))
+        willing = min(drawn, len([site for site in there if site not in refused and site not in silent]))
+        if willing >= quorum:
+            return
+        if now > end:
+            why = f"in the last attempt: {before.reasons}" if before else f"{drawn} of them would be drawn"
+            raise QuorumError(
+                f"round {round_ + 1}: expected at least {quorum} sites that take part within "
+                f"{cohort.wait_seconds:g} s, found {willing} (connected: {', '.join(there) or 'none'}; {why}); "
+                f"{remedy(refused)}"
+            )
+        if folder and willing != told:
+            folder.underway.awaits(willing, end - now, refused)
+            told = willing
+        time.sleep(_POLL_SECONDS)
+
+
+def refusing(attempt: RoundRecord | None) -> dict[str, str]:
+    """Of each site that refused an attempt by itself what did so: "its policy", "its ledger"."""
+    failed = attempt.failed if attempt else {}
+    found = ((site, by) for site, why in failed.items() for start, by in _REFUSES.items() if why.startswith(start))
+    return dict(found)
+
+
+def remedy(refused: Mapping[str, str]) -> str:
+    """The next step where sites are missing; `refused`: as `refusing` gives them."""
+    if not refused:
+        return "start the missing sites, see the sites' logs, or lower cohort.min-sites"
+    named = [f"{site}, refused by {by}" for site, by in refused.items()]
+    named[_NAMED:] = [f"and {len(named) - _NAMED} more"] * (len(named) > _NAMED)
+    step = "mend it and submit again, or resume; " * (_POLICY in refused.values())
+    return f"out of this run: {'; '.join(named)}; {step}see the sites' logs, or lower cohort.min-sites"

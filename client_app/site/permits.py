@@ -29,7 +29,7 @@ from fedveil.config import RunConfig, parse_toml
 from fedveil.errors import PolicyError
 
 Value = bool | int | float | str
-_FIELDS = "method.fields"
+_FIELDS, _RESUME = "method.fields", "run.resume"
 _LONGEST_TEXT = 1000  # that a pattern is tried on
 _SHOWN = 80
 
@@ -93,9 +93,13 @@ def check(permits: Mapping[str, Permit], named: Collection[str], config: RunConf
 
 
 def needed(config: RunConfig) -> str:
-    """The table that admits this run and no other, as TOML."""
+    """The table that admits this run and no other, as TOML, and its resume from the run folder's resume.toml.
+
+    To admit `run.resume` gives a server nothing: sites do not act on it, so one that lies resumes with false as well.
+    """
     defaults = RunConfig().flat()
     found = {k: v for k, v in _asked(config).items() if not (k in defaults and _same(v, defaults[k]))}
+    found[_RESUME] = [False, True]
     return "\n".join(["[permits]", *(f"{_toml(key)} = {_toml(value)}" for key, value in found.items())])
 
 

@@ -58,7 +58,9 @@ def verdict(later: Later, file: Path) -> Verdict:
     if found.value is None:
         return Verdict(found.why or "is being checked", "alert" if found.why else "wait")
     if not found.is_new and found.value.kind == "good":
-        return Verdict(f"{found.value.words} Lines that came since are being checked.", "wait", found.value.anchor)
+        return Verdict(
+            f"{found.since}: {found.value.words} Lines that came since are being checked.", "wait", found.value.anchor
+        )
     return found.value
 
 

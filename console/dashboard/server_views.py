@@ -39,6 +39,7 @@ from fedveil.foreign import shown
 
 LINKS = (("", "Runs"), ("sites", "Sites"), ("logs", "Audit logs"))
 _ASK_FLOWER = 30.0  # seconds; a question costs a CPU-second
+_ANSWER_FLOWER = 10.0  # seconds that a page waits for the answer
 _MOST_KEPT = 64  # runs in memory
 _SUMMED = 50  # runs that the page of sites counts
 _CURVES = 12
@@ -147,29 +148,34 @@ class ServerViews:
 
     def _online(self, folder: Path) -> Answer[dict[str, str]]:
         about = int(time.time() / _ASK_FLOWER)
-        return self.later.ask(("nodes", folder), about, lambda: Flower(folder.absolute() / "server" / "flower").nodes())
+        ask = lambda: Flower(folder.absolute() / "server" / "flower").nodes()  # noqa: E731
+        return self.later.ask(("nodes", folder), about, ask, _ANSWER_FLOWER)
 
     def _members(self, folder: Path) -> dict[str, Any]:
         try:
             return self._of_members(folder)
         except (FedVeilError, OSError, KeyError, TypeError, AttributeError) as error:
             said = f"Its registry cannot be read: {shown(error if isinstance(error, FedVeilError) else repr(error))}"
-            return {"name": folder.name, "rows": [], "said": said, "online": 0, "of": 0}
+            return {"asked": False, "name": folder.name, "rows": [], "said": said, "online": 0, "of": 0}
 
     def _of_members(self, folder: Path) -> dict[str, Any]:
         members, online = Members(folder), self._online(folder)
         rows, count = [], 0
         for site, entry in sorted(members.sites.items()):
             why = why_absent(entry, online.value or {})
-            unknown = online.value is None and entry["state"] == "registered"
+            # An answer from before says nothing of a site that came since: no advice is made of it.
+            is_old = online.value is None or (why and not online.is_new)
+            unknown = bool(is_old) and entry["state"] == "registered"
             is_online = not why and not unknown
             count += is_online
             shown_state: object = state("online") if is_online else state("not known" if unknown else "not online")
             until = str(entry.get("until", ""))[:10]
             rows.append([site, shown_state, entry["state"], until or None, "" if unknown else why])
         said = f"Flower does not answer: {online.why}" if online.why else ""
-        said = "Flower is being asked." if online.value is None and not said else said
-        return {"name": members.federation.name, "rows": rows, "said": said, "online": count, "of": len(rows)}
+        if not said and not online.is_new:
+            said = "Flower is being asked." if online.value is None else f"{online.since}; Flower is being asked."
+        name, asked = members.federation.name, online.value is not None
+        return {"asked": asked, "name": name, "rows": rows, "said": said, "online": count, "of": len(rows)}
 
     def _sites(self) -> View:
         places = list(bounded.runs(self.runs).values())[:_SUMMED]
@@ -227,7 +233,7 @@ class ServerViews:
         found = self.later.ask(("privacy", place.key), bounded.stamp_of(place), lambda: privacy.statements(run))
         if found.value is None:
             return [found.why or "Is being worked out."]
-        return [*found.value, *([] if found.is_new else ["The rounds since are being worked out."])]
+        return [*found.value, *([] if found.is_new else [f"{found.since}; the rounds since are being worked out."])]
 
     def _logs(self) -> View:
         files = self._log_files()

@@ -85,6 +85,7 @@ class SiteViews:
             "sites": ", ".join(sites), "folder": str(self.state_dir),
             "verdict": verdict(self.later, self._log) if stamp else None,
             "left": [], "refusals": [], "facts": {}, "known": found is not None,
+            "old": f"{left.since}; the lines since are being read." if left and found and not left.is_new else "",
             "why": (left.why or "The log is being read.") if left and found is None else "",
             "ledgers": ledgers, "unbounded": [name for name, *_, left_ in ledgers if left_ == _UNBOUNDED],
             "workers": [_row(worker) for worker in doing], "workers_why": why,
@@ -118,7 +119,8 @@ class SiteViews:
         )
         if asked.value is None:
             return [name, None, None, asked.why or "is being worked out", "", ""]
-        return [name, self._data(name), *_of(asked.value)]
+        rows, spent, *more = _of(asked.value)
+        return [name, self._data(name), rows, spent if asked.is_new else f"{spent} ({asked.since})", *more]
 
     def _data(self, name: str) -> str | None:
         """The site's data as its settings have it now; a ledger holds keyed digests of rows alone."""

@@ -53,7 +53,7 @@ def of(run: Run) -> list[SiteRecord]:
             report = attempt.get("reports", {}).get(name, {})
             _report(found[name], report)
             found[name].held_out = scored(int(attempt["round"]), report) or found[name].held_out
-        for name, (up, down) in (attempt.get("unlisted") or {}).items():
+        for name, (up, down, *_) in (attempt.get("unlisted") or {}).items():
             found[name].up += int(up)
             found[name].down += int(down)
         for name, reason in attempt.get("failed", {}).items():

@@ -33,12 +33,7 @@ SYMBOLS = (
 def learned(run: Run) -> list[str]:
     """What each side came to know by the method, in sentences; of a secure run what the server got in its place."""
     words = [sentence.replace("`", "") for sentence in words_of(run.method)]
-    if not run.unseen:
-        return words
-    of_server = [words_ for words_ in words if words_.startswith("The server learns: ")]
-    rest = [words_ for words_ in words if words_ not in of_server]
-    clear = [f"Without secure aggregation it would be: {w.removeprefix('The server learns: ')}" for w in of_server]
-    return [*rest, f"The server learns: the sum over the sites of each round. {NOT_SEEN}", *clear]
+    return disclosed.in_sum(words, f"the sum over the sites of each round. {NOT_SEEN}") if run.unseen else words
 
 
 def kinds(run: Run) -> list[Kind]:

@@ -7,14 +7,15 @@ changes, elsewhere a line a minute. Whatever stands in that file, a wrong one sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from fedveil.console.runs import by_site, unseen
 from fedveil.console.runs.folder import Row, new_lines, progress_of
@@ -35,7 +36,7 @@ def underway(folder: Path, now: float | None = None) -> str:
         since, deadline = float(said["since"]), float(said["deadline_seconds"])
         phase, waiting = said["phase"], [shown(site, 80) for site in list(said["waiting"])[:_NAMED]]
         if phase == "waiting":
-            return "waiting for sites"
+            return _awaited(said, time.time() if now is None else now)
         if phase != "round" or not asked:
             return ""
         seconds = f"{max(0.0, (time.time() if now is None else now) - since):.0f}"
@@ -47,6 +48,29 @@ def underway(folder: Path, now: float | None = None) -> str:
         )
     except (ValueError, KeyError, TypeError, OverflowError):  # none yet, or another's
         return ""
+
+
+def _awaited(said: Row, now: float) -> str:
+    """What a round waits for before anybody is asked. Raises as `underway` catches."""
+    if "until" not in said:
+        return "waiting for sites"
+    left = max(0.0, float(said["until"]) - now)
+    words = f"waiting for sites: {int(said['there'])} of {int(said['quorum'])} take part ({left:.0f} s left)"
+    refused = {shown(site, 80): shown(by, 80) for site, by in list(dict(said["refused"]).items())[:_NAMED]}
+    if not refused:
+        return words
+    more = f" and {len(said['refused']) - _NAMED} more" if len(said["refused"]) > _NAMED else ""
+    step = "mend it and submit again, or resume" if "its policy" in refused.values() else "see its log"
+    named = "; ".join(f"{site}, refused by {by}" for site, by in refused.items())
+    return f"{words}; not waited for: {named}{more}; {step}"
+
+
+class _Bar(Progress):
+    """The note stands below the bar, where it wraps: beside it a terminal of 80 columns has no room for a cause."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from (Text(task.fields["note"]) for task in self.tasks)
 
 
 class RunProgress(AbstractContextManager["RunProgress"]):
@@ -62,13 +86,12 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         self._steps, self._note, self._told_of = steps, "starting", set[str]()
         self._said = time.monotonic()  # when something was last printed
         self._read = 0  # bytes
-        self._bar = Progress(
+        self._bar = _Bar(
             TextColumn("{task.description:<14}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("rounds"),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
             console=console,
             disable=not console.is_terminal,
         )
@@ -118,7 +141,8 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         if row["round"] < 0:
             note = f"before any round: {note}"
         else:
-            accepted = f"{len(row['accepted'])} of {len(row['cohort'])} sites"
+            cohort = row["cohort"]
+            accepted = f"{len(row['accepted'])} of {len(cohort)} sites" if cohort else "no site asked to train"
             accepted += "" if row.get("weights") else ", too few"
             accepted = accepted if row["cohort"] else "too few sites online"
             failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())

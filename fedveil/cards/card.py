@@ -88,7 +88,7 @@ class RunFacts(_Part):
 
 
 class Sent(_Part):
-    """All messages of one kind.
+    """All messages of one kind that the ledger lists by field.
 
     Attributes:
         sites: number of messages by site.
@@ -102,6 +102,16 @@ class Sent(_Part):
     bytes: Count
     payload: Count
     fields: list[tuple[Short, Short, list[Count], Count]]
+
+
+class Traffic(_Part):
+    """All messages of one site that the server's record has, keys and shares of secure aggregation too."""
+
+    site: Short
+    up: Count
+    up_bytes: Count
+    down: Count
+    down_bytes: Count
 
 
 class Party(_Part):
@@ -243,6 +253,7 @@ class Card(_Part):
     stated: Stated
     parties: list[Party]
     sent: list[Sent]
+    traffic: list[Traffic] = []
     guarantee: Guarantee
     audited: Audited
     not_protected: list[Text]

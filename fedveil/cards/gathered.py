@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fedveil.cards import digests, guarantees, parties
-from fedveil.cards.card import Anchors, Audited, Card, Digests, RunFacts, Sent, Stated, short, text
+from fedveil.cards.card import Anchors, Audited, Card, Digests, RunFacts, Sent, Stated, Traffic, short, text
 from fedveil.config import RunConfig
 from fedveil.contract.method import Method
 from fedveil.errors import StateError
 from fedveil.records import audit_log, disclosed
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Recorded:
     """What a run folder says of its run.
 
@@ -46,7 +46,8 @@ class Recorded:
     @property
     def sites(self) -> list[str]:
         """Every site that was asked to take part, or for its keys."""
-        asked = {site for attempt in self.attempts for key in ("cohort", "failed") for site in attempt.get(key, [])}
+        keys = ("cohort", "failed", "unlisted")
+        asked = {site for attempt in self.attempts for key in keys for site in attempt.get(key) or []}
         return sorted(asked | {str(message["site"]) for message in self.messages})
 
 
@@ -68,6 +69,10 @@ def card(
         stated=stated,
         parties=parties.of(run.messages, run.attempts, config, str(run.about["method"]["name"])),
         sent=_sent(run.messages),
+        traffic=[
+            Traffic(site=short(site), **dataclasses.asdict(of))
+            for site, of in sorted(disclosed.traffic(run.messages, run.attempts).items())
+        ],
         guarantee=guarantees.of(method, config, run.attempts, run.sites, whole),
         audited=audited,
         not_protected=guarantees.not_protected(method, config),

@@ -18,11 +18,13 @@ def of(
     messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]], config: RunConfig, method: str
 ) -> list[Party]:
     """The parties of a run. Fields and bytes of the messages stand beside them on the card."""
-    learns = [text(sentence.replace("`", "")) for sentence in disclosed.words_of(method)]
+    words = disclosed.words_of(method)
+    words = disclosed.in_sum(words, disclosed.THE_SUM) if config.secure.enabled else words
+    learns = [text(sentence.replace("`", "")) for sentence in words]
     return [
         Party(
             who="the server, and who reads its run folder",
-            saw=_server_saw(messages, attempts, config, [words for words in learns if "server learns" in words]),
+            saw=_server_saw(messages, attempts, config, [words for words in learns if "client learns" not in words]),
             trusted=_server_trusted(attempts, config),
         ),
         Party(
@@ -30,7 +32,7 @@ def of(
             saw=[
                 "Its own rows, and what the server sent it.",
                 *(words for words in learns if "client learns" in words),
-                *_told("down", messages),
+                *_told("down", messages, attempts),
             ],
             trusted=["To train on its own rows as the run asks, and to report truthfully: one can poison the model."],
         ),
@@ -51,12 +53,7 @@ def _server_saw(
     messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]], config: RunConfig, learns: list[str]
 ) -> list[str]:
     said = ["Every round's model, and which site took part when."]
-    if config.secure.enabled:
-        said += [
-            "The sum of each round's uploads, and of no single site its values, number of examples, losses or norm.",
-            "Of the sum over sites, in the place of a single one's:",
-        ]
-    said += [*learns, *_told("up", messages)]
+    said += [*learns, *_told("up", messages, attempts)]
     if names := disclosed.reported(attempts):
         said.append(f"Beside the tensors every accepted upload told: {_listed(names)}.")
     if config.run.tap:
@@ -64,14 +61,18 @@ def _server_saw(
     return said
 
 
-def _told(direction: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+def _told(direction: str, messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> list[str]:
     """How much went that way, and which words went with it."""
-    found = [kind for kind in disclosed.kinds(messages) if kind.direction == direction]
-    if not found:
+    sites = disclosed.traffic(messages, attempts).values()
+    if direction == "up":
+        way, count, size = "from sites to the server", sum(s.up for s in sites), sum(s.up_bytes for s in sites)
+        each = "repeated and refused ones, and the keys and shares of secure aggregation, counted"
+    else:
+        way, count, size = "from the server to sites", sum(s.down for s in sites), sum(s.down_bytes for s in sites)
+        each = "repeated ones, and the questions of secure aggregation, counted"
+    if not size:
         return []
-    count, size = sum(kind.messages for kind in found), sum(kind.total_bytes for kind in found)
-    way = "from sites to the server" if direction == "up" else "from the server to sites"
-    said = [f"{count} messages {way}, {size} bytes, refused and repeated ones counted."]
+    said = [f"{count} messages {way}, {size} bytes; {each}."]
     words = disclosed.scalars(messages)[direction]
     return [*said, *([f"They also carried: {_listed(words)}."] if words else [])]
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from fedveil.cards.card import Attack, Card, Epsilon, Guarantee, Score, Sent, SiteCost
+from fedveil.cards.card import Attack, Card, Epsilon, Guarantee, Score, Sent, SiteCost, Traffic
 from fedveil.foreign import shown
 
 NOT_MEASURED = (
     "Not measured: no attack had been run on this run when this card was written, so nothing is claimed of what "
     "attacks would find. `fedveil audit RUN` attacks it, and `fedveil card make RUN` then writes the card anew."
+)
+BY_SITE = (
+    "All messages by site: these, refused uploads, and the keys and shares of secure aggregation. A site's own log may "
+    "have more: an answer that came too late, or that the server needed no more, and those of an attempt that the "
+    "server did not live to record."
 )
 _MARKUP = re.compile(r"([\\`*_\[\]#|~$@])|(?<=www)(\.)|(:)(?=//)|^([-+=])|^(\d{1,9}[.)])(?=\s|$)")
 _LONGEST = 4200
@@ -38,7 +43,7 @@ def page(card: Card) -> str:
         "## Who saw what, and was trusted with what",
         *_parties(card),
         "## What was sent",
-        *_sent(card.sent),
+        *_sent(card.sent, card.traffic),
         "## What attacks found",
         *_attacks(card),
         "## What is not protected",
@@ -106,8 +111,8 @@ def _parties(card: Card) -> list[str]:
     return said
 
 
-def _sent(sent: Sequence[Sent]) -> list[str]:
-    if not sent:
+def _sent(sent: Sequence[Sent], traffic: Sequence[Traffic]) -> list[str]:
+    if not sent and not traffic:
         return ["No message was exchanged."]
     head = ["direction", "variant", "tensors", "messages by site", "bytes", "of these, tensors"]
     rows = [
@@ -118,7 +123,9 @@ def _sent(sent: Sequence[Sent]) -> list[str]:
         ]
         for kind in sent
     ]  # fmt: skip
-    return [table(head, rows), "Every field with its codec, shape and bytes stands in `privacy.json`, under `sent`."]
+    said = [table(head, rows), "Every field with its codec, shape and bytes stands in `privacy.json`, under `sent`."]
+    of_sites = [[s.site, s.up, s.up_bytes, s.down, s.down_bytes] for s in traffic]
+    return [*said, BY_SITE, table(["site", "messages up", "bytes up", "messages down", "bytes down"], of_sites)]
 
 
 def _attacks(card: Card) -> list[str]:

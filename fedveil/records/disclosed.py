@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedveil import places
+
+_OF_SERVER = "The server learns: "
+THE_SUM = "the sum over the sites of each round, and of no single site its values, number of examples, losses or norm."
 
 
 @dataclass
@@ -55,6 +59,45 @@ def kinds(messages: Sequence[Mapping[str, Any]]) -> list[Kind]:
     return sorted(found.values(), key=lambda kind: (kind.direction != "up", kind.variant))
 
 
+@dataclass
+class Traffic:
+    """One site's messages, whatever was in them: number and bytes each way."""
+
+    up: int = 0
+    up_bytes: int = 0
+    down: int = 0
+    down_bytes: int = 0
+
+
+def traffic(messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> dict[str, Traffic]:
+    """All messages by site, with those that `unlisted` has. Arguments as of `kinds` and `reported`."""
+    found: defaultdict[str, Traffic] = defaultdict(Traffic)
+    for message in messages:
+        of = found[str(message["site"])]
+        if message["direction"] == "up":
+            of.up, of.up_bytes = of.up + 1, of.up_bytes + message["bytes"]
+        else:
+            of.down, of.down_bytes = of.down + 1, of.down_bytes + message["bytes"]
+    for site, more in unlisted(attempts).items():
+        of = found[site]
+        of.up, of.up_bytes = of.up + more.up, of.up_bytes + more.up_bytes
+        of.down, of.down_bytes = of.down + more.down, of.down_bytes + more.down_bytes
+    return dict(found)
+
+
+def unlisted(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Traffic]:
+    """By site what stands in no line of the ledger: refused uploads, keys and shares. Earlier
+    records have no number of messages there.
+    """
+    found: defaultdict[str, Traffic] = defaultdict(Traffic)
+    for attempt in attempts:
+        for site, (up_bytes, down_bytes, *number) in (attempt.get("unlisted") or {}).items():
+            of, (up, down) = found[str(site)], number or (0, 0)
+            of.up, of.up_bytes = of.up + int(up), of.up_bytes + int(up_bytes)
+            of.down, of.down_bytes = of.down + int(down), of.down_bytes + int(down_bytes)
+    return dict(found)
+
+
 def scalars(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Names of the values that messages carried beside their tensors, by direction."""
     found: dict[str, set[str]] = {"up": set(), "down": set()}
@@ -83,4 +126,13 @@ def words_of(method: str) -> list[str]:
                     sentences.append(line)
                 else:
                     sentences[-1] += " " + line.strip()
-    return sentences
+    return [part for sentence in sentences for part in re.split(f" (?={_OF_SERVER})", sentence)]
+
+
+def in_sum(sentences: Sequence[str], server: str) -> list[str]:
+    """The sentences of `words_of` for a run with secure aggregation: `server` in the place of what a server learns
+    otherwise, which follows as such.
+    """
+    of_server = [sentence for sentence in sentences if sentence.startswith(_OF_SERVER)]
+    clear = [f"Without secure aggregation it would be: {said.removeprefix(_OF_SERVER)}" for said in of_server]
+    return [*(sentence for sentence in sentences if sentence not in of_server), _OF_SERVER + server, *clear]

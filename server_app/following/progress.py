@@ -5,9 +5,13 @@
 
 | phase | meaning |
 |---|---|
-| "waiting" | no message of the round has left: sites are waited for, or asked for keys |
+| "waiting" | no message of the attempt has left: sites are waited for, or asked for keys |
 | "round" | messages have left; with nobody in `waiting` the server adds up and scores |
 | "done" | the attempt stands in metrics.jsonl |
+
+While too few sites take part, `there` of them do, and until `until` the run waits for more, but not for `refused`:
+
+    {..., "phase": "waiting", "until": 1795383397.1, "there": 2, "refused": {"west": "its policy"}}
 
 `round` and `attempt` count from 0; `since` is the time of the last message down, in seconds since 1970. The file is
 small: it names at most `NAMED` sites that are waited for, and as many reasons. Flower has one reply a message, so how
@@ -48,6 +52,7 @@ class Underway:
         self._accepted = 0
         self._failed: dict[str, str] = {}
         self._sizes: dict[str, dict[str, int]] = {}
+        self._awaited: dict[str, Any] = {}
 
     @property
     def sizes(self) -> Sizes:
@@ -57,6 +62,13 @@ class Underway:
     def waits(self, round_: int) -> None:
         """A round begins; nobody was asked yet."""
         self._begin((round_, 0), [])
+        self._phase = "waiting"
+        self._write()
+
+    def awaits(self, there: int, seconds: float, refused: Mapping[str, str]) -> None:
+        """Too few sites take part: `there`. More are waited for, so long, and not for the sites that refused."""
+        named = dict(islice(refused.items(), NAMED))
+        self._awaited = {"until": round(time.time() + seconds, 3), "there": there, "refused": named}
         self._phase = "waiting"
         self._write()
 
@@ -90,6 +102,7 @@ class Underway:
     def _begin(self, at: tuple[int, int], cohort: list[str]) -> None:
         self._at, self._since = at, time.time()
         self._waiting, self._accepted, self._failed, self._sizes = dict.fromkeys(cohort, True), 0, {}, {}
+        self._awaited = {}
 
     def _add(self, site: str, name: str, size: int) -> None:
         of = self._sizes.setdefault(site, {"upload_bytes": 0, "download_bytes": 0})
@@ -103,6 +116,7 @@ class Underway:
             "asked": len(self._waiting) + self._accepted + len(self._failed), "accepted": self._accepted,
             "failed": len(self._failed), "waiting": list(islice(self._waiting, NAMED)),
             "reasons": dict(islice(self._failed.items(), NAMED)),
+            **(self._awaited if self._phase == "waiting" else {}),
         }  # fmt: skip
 
     def _write(self) -> None:

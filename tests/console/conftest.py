@@ -115,7 +115,7 @@ def _nothing_accepted(round_: int, sites: tuple[str, ...], down: int) -> dict[st
         "failed": dict(zip(sites, reasons, strict=False)),
         "upload_bytes": REFUSED_BYTES,
         "download_bytes": down,
-        "unlisted": {sites[0]: [REFUSED_BYTES, 0]},
+        "unlisted": {sites[0]: [REFUSED_BYTES, 0, 1, 0]},
         "reports": {},
         "seconds": 900.0,
         "weights": "",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedveil.cards import card
 from fedveil.client_app.site import permits
 from fedveil.config import parse
 from fedveil.console.flower.local_federation import LocalFederation, LocalSite
@@ -15,6 +16,7 @@ from fedveil.console.runs.spent import spent
 from fedveil.console.runs.unseen import of_site
 from fedveil.federation.secure import keys
 from fedveil.federation.secure.membership import Roster, roster_digest
+from fedveil.records import audit_log
 from fedveil.records.state import digest
 from fedveil.wire import header
 from fedveil.wire.tap import Tap
@@ -87,7 +89,10 @@ def test_the_sum_is_what_one_process_finds_and_every_site_knows_whom_it_holds_ag
     tap = Tap(tmp_path / "fedrand" / "tap")
     ups = [header.of_slices([tap.read(seen)]) for seen in tap.messages() if seen.direction == "up"]
     assert [[field[0] for field in up["fields"]] for up in ups] == [["attached", "sum"]] * 6
+    told = {site.site: (site.up, site.up_bytes) for site in card.read(tmp_path / "fedrand" / "final").traffic}
     for name in NAMES:
+        sent = [line for line in lines(named.state(name) / audit_log.NAME) if line["event"] == "sent"]
+        assert told[name] == (len(sent), sum(line["up_bytes"] for line in sent))  # keys and shares among them
         (run,) = [run for run in kept(named.state(name)) if run.run.startswith("fedrand-")]
         said = of_site(named.state(name), run, str(named.policy))
         assert "Holds against a server that deviates and up to 1 site with it." in said

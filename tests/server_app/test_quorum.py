@@ -8,9 +8,12 @@ import pytest
 from flwr.proto.node_pb2 import NodeInfo
 
 from fedveil.client_app.app import app
+from fedveil.console.runs.progress import underway
 from fedveil.errors import QuorumError
 from fedveil.records.state import digest
-from fedveil.server_app import rounds
+from fedveil.server_app import rounds, sites
+from fedveil.server_app.following import progress
+from fedveil.server_app.record import RunFolder
 from fedveil.strategies.fedavg import FedAvg
 from tests.server_app.grid import LocalGrid, use_toy_task
 from tests.server_app.test_strategy import RUN_CONFIG, initial, strategy
@@ -74,6 +77,24 @@ def test_sites_that_refuse_are_named_and_the_others_train_once(grid, task, tmp_p
     assert len(grid.pushed) == 3
 
 
+def test_the_wait_and_the_error_name_who_refused_and_the_next_step(grid, task, tmp_path, monkeypatch):
+    (tmp_path / "no.toml").write_text(NO)
+    grid.node_config = {"south": {"policy": str(tmp_path / "no.toml")}}
+    said, real = [], progress.Underway.awaits
+
+    def awaits(self, *about):
+        real(self, *about)
+        said.append(underway(tmp_path / "run"))
+
+    monkeypatch.setattr(progress.Underway, "awaits", awaits)
+    ours = strategy(FedAvg(), folder=RunFolder(tmp_path / "run"), cohort={"min_sites": 3, "repeats": 2})
+    with pytest.raises(QuorumError, match="out of this run: south, refused by its policy; mend it and submit again"):
+        ours.start(grid, initial(task), num_rounds=1)
+    (words,) = said  # told once, not at every look
+    assert words.startswith("waiting for sites: 2 of ")
+    assert words.endswith(" s left); not waited for: south, refused by its policy; mend it and submit again, or resume")
+
+
 def test_a_round_that_draws_too_few_is_not_begun(grid, task):
     ours = strategy(FedAvg(), cohort={"fraction": 0.3})
     with pytest.raises(QuorumError, match="expected at least 2 sites .* found 1 .*; 1 of them would be drawn"):
@@ -116,7 +137,7 @@ def test_a_site_that_died_in_its_turn_is_waited_for_until_it_is_back(grid, task)
 
 
 def test_a_site_that_is_silent_and_stays_is_asked_again_once_flower_would_have_noticed(grid, task, monkeypatch):
-    monkeypatch.setattr(rounds, "_GONE_SECONDS", 1.0)
+    monkeypatch.setattr(sites, "_GONE_SECONDS", 1.0)
     monkeypatch.setattr(rounds, "_BACK_OFF_SECONDS", 0.0)
     began, lost = time.monotonic(), []
     grid.tamper = {"south": lambda message, reply: lost.append(time.monotonic())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fedveil.federation.secure import site as site_half
 from fedveil.federation.secure.membership import Member, Roster
 from fedveil.federation.secure.statements import Opened, question_of
 from fedveil.federation.summed.ring import Ring
+from fedveil.records import disclosed
 from fedveil.records.state import digest
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.settings import RunSettings
@@ -152,13 +154,22 @@ def test_every_byte_of_an_attempt_is_a_site_s(kind, runs, tmp_path):
     if kind == "refused":
         bad = lambda message, reply: changed(reply) if asks("train", [1])(message) else reply  # noqa: E731
     folder = RunFolder(tmp_path / "run")
-    _, history = runs.run(ON, runs.grid(ON, tamper={"b": bad}), folder, fraction=0.8)
+    grid = runs.grid(ON, tamper={"b": bad})
+    _, history = runs.run(ON, grid, folder, fraction=0.8)
     run = load(tmp_path / "run")
     assert history[0].unlisted.keys() == set(SITES)
     sites = by_site.of(run)
     assert run.upload_bytes == sum(record.upload_bytes for record in history) == sum(site.up for site in sites)
     assert run.download_bytes == sum(record.download_bytes for record in history) == sum(site.down for site in sites)
-    assert 0 < run.unlisted("up") == sum(up for record in history for up, _ in record.unlisted.values())
+    found = disclosed.traffic(run.messages, run.attempts)
+    assert {site.name: (site.up, site.down) for site in sites} == {
+        name: (of.up_bytes, of.down_bytes) for name, of in found.items()
+    }
+    counted = Counter(message.content.config_records["order"]["site"] for message in grid.pushed)
+    assert {name: of.down for name, of in found.items()} == counted
+    if not kind:  # else the answer of `b` is none
+        assert {name: of.up for name, of in found.items()} == counted
+    assert 0 < run.unlisted("up") == sum(up for record in history for up, *_ in record.unlisted.values())
 
 
 def changed(reply: Message) -> Message:
@@ -174,7 +185,7 @@ def test_bytes_of_keys_count_where_no_cohort_came_of_them(runs, tmp_path):
         runs.run(ON, runs.grid(ON, tamper=refuse), folder, repeats=0)
     (line,) = load(tmp_path / "run").attempts
     assert line["cohort"] == []
-    assert 0 < line["upload_bytes"] == sum(up for up, _ in line["unlisted"].values())
+    assert 0 < line["upload_bytes"] == sum(up for up, *_ in line["unlisted"].values())
 
 
 def Error_(message: Message) -> Message:  # noqa: N802

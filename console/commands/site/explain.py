@@ -20,7 +20,6 @@ from fedveil.client_app.site.node_config import Site
 from fedveil.config import RunConfig, parse
 from fedveil.console.flower.bundle import built
 from fedveil.console.run_config import overrides
-from fedveil.console.runs.disclosure import words_of
 from fedveil.console.runs.masked import Masked
 from fedveil.contract import held_out
 from fedveil.contract.budget import stated
@@ -33,6 +32,7 @@ from fedveil.guard import signature
 from fedveil.privacy.claims import claim_of
 from fedveil.privacy.in_sum import InSum
 from fedveil.privacy.promised import epsilon
+from fedveil.records import disclosed
 from fedveil.training import optimisers
 
 
@@ -115,8 +115,8 @@ def explained(
         if not math.isinf(found):
             alone = stated(claim.against_all(found), claim.budget.delta, claim.budget.neighbours)
             lines.append(f"Against the server and all other sites together, rows so charged have about {alone}.")
-    of_sums = ["In this run, of the sum over sites in the place of a single one's:"] if masked else []
-    return [*lines, "", *of_sums, *words_of(exchange.name)]
+    words = disclosed.words_of(exchange.name)
+    return [*lines, "", *(disclosed.in_sum(words, disclosed.THE_SUM) if masked else words)]
 
 
 def _in_the_clear(exchange: Exchange) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from fedveil import places
+from fedveil.client_app.site import permits
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.policy import check
 from fedveil.config import parse
@@ -68,9 +71,11 @@ def test_what_explain_prints_admits_that_run_and_no_other(tmp_path, capsys):
         if "evaluate.held-out" in other:  # max-scores decides it, in the turn, which goes on without scores
             judge(tmp_path, policy, other)
             continue
+        if "run.resume" in other:
+            continue  # a test of its own
         with pytest.raises(PolicyError, match="this site permits"):
             judge(tmp_path, policy, other)
-    assert printed(capsys, {}) == "[permits]\n"
+    assert printed(capsys, {}) == '[permits]\n"run.resume" = [false, true]\n'
 
 
 @pytest.mark.parametrize(
@@ -119,3 +124,21 @@ def test_values_lists_ranges_and_patterns(permit, key, inside, outside, tmp_path
 def test_a_table_that_is_not_understood_closes_the_site(text, tmp_path):
     with pytest.raises(PolicyError, match="expected a readable policy file"):
         judge(tmp_path, f"[permits]\n{text}", {})
+
+
+def test_what_admits_a_run_admits_its_resume_and_no_other_run(tmp_path):
+    asked = {"run.name": "pilot", "train.batch-size": 8}
+    policy = permits.needed(parse(asked))
+    for flat in (asked, asked | {"run.resume": True}):
+        judge(tmp_path, policy, flat)
+    for change in ({"run.name": "another"}, {"train.batch-size": 16}, {"run.rounds": 9}):
+        with pytest.raises(PolicyError, match=f"{next(iter(change))}: this site permits"):
+            judge(tmp_path, policy, asked | {"run.resume": True} | change)
+
+
+def test_no_code_at_a_site_acts_on_run_resume():
+    """Why a policy may permit it: a server gains nothing by either value."""
+    for folder in ("client_app", "guard"):
+        for file in places.folder(folder).rglob("*.py"):
+            if file.name != "permits.py":
+                assert not re.search(r"\brun\.resume\b", file.read_text()), file

@@ -15,6 +15,7 @@ from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.privacy import accounting
 from fedveil.privacy.promised import epsilon
+from fedveil.records.disclosed import THE_SUM, in_sum, words_of
 from fedveil.wire.envelope import describe
 from tests.conftest import ToyTrainer
 
@@ -96,6 +97,20 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(l
     alone = accounting.epsilon({("summed", 0, 0, once / 2): 1}, 1e-5, Neighbours.REPLACE_ONE)
     assert f"together, rows so charged have about epsilon {alone:.4g}" in said
     assert "Its noise is in the sum" not in "\n".join(explain.explained(exchange, parse({}), 1e-5))
+
+
+def test_under_secure_aggregation_the_server_learns_a_sum_and_no_site_s_own_values(capsys):
+    """As the lines above it have it: "not sent: its number of examples"."""
+    for method in ("fedrand", "dp_fpl"):
+        words = words_of(method)
+        assert sum(line.startswith("The server learns: ") for line in words) == 1
+        assert not any(line.startswith("The server learns: e") for line in in_sum(words, THE_SUM))
+    assert main(["explain", "--set", "method.name=fedrand", "--set", "secure.enabled=true"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("not sent: its number of examples" in line for line in lines)
+    (server,) = [line for line in lines if line.startswith("The server learns: ")]
+    assert server.removeprefix("The server learns: ") == THE_SUM
+    assert "and n_k" in next(line for line in lines if line.startswith("Without secure aggregation it would be: one "))
 
 
 def test_scores_of_held_out_rows_are_named_before_anyone_takes_part(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -76,7 +77,27 @@ def test_where_flower_does_not_answer_that_is_said_and_nobody_is_called_offline(
     text = client.get(f"{client.base}/").text
     assert "Flower does not answer: flwr supernode failed: &lt;script&gt;alert(1)&lt;/script&gt;\\x1b" in text
     assert rows(text)["south"].split()[:2] == ["not", "known"]
-    assert "0 of 3 sites are online." in text
+    assert "Which of 3 sites are online is not known." in text
+    assert " of 3 sites are online." not in text.replace("Which of 3", "")
+
+
+def test_a_page_that_nobody_watched_gives_no_advice_from_an_old_answer(pilot, runs, flower):
+    """A site that came since stands in none."""
+    client, now = opened(runs, pilot), [1_800_000_000.0]
+    flower.setattr(server_views.time, "time", lambda: now[0])
+    flower.setattr(server_views, "_ASK_FLOWER", 30.0)
+    flower.setattr(Flower, "says", {})
+    assert "fedveil members sync" in rows(client.get(f"{client.base}/").text)["north"]
+    now[0] += 1200
+    flower.setattr(Flower, "says", {"11": "online"})
+    assert rows(client.get(f"{client.base}/").text)["north"].split()[:2] == ["online", "registered"]
+    now[0] += 1200
+    flower.setattr(Flower, "nodes", lambda self: time.sleep(1) or {"22": "online"})
+    flower.setattr(server_views, "_ANSWER_FLOWER", 0.05)
+    text = client.get(f"{client.base}/").text
+    assert re.search(r"As of \d\d:\d\d:\d\d UTC; Flower is being asked\.", text)
+    assert rows(text)["south"].split()[:2] == ["not", "known"]
+    assert "members sync" not in text
 
 
 def test_a_registry_that_broke_is_named_and_takes_nothing_else_away(pilot, runs, flower):

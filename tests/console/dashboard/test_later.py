@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from fedveil.console.dashboard import later as module
 from fedveil.console.dashboard.later import Answer, Later
 from fedveil.errors import StateError
 
@@ -40,6 +41,20 @@ def test_a_slow_answer_is_waited_for_no_longer_than_patience_and_then_the_one_be
     go.set()
     until(later, 2)
     assert later.ask("a", 2, slow).is_new
+
+
+def test_what_nobody_watched_for_a_while_is_waited_for_and_else_says_from_when_it_is(monkeypatch):
+    later, now, go = Later(patience=20.0), [1000.0], threading.Event()
+    monkeypatch.setattr(module.time, "time", lambda: now[0])
+    assert later.ask("a", 1, lambda: "then") == Answer("then", "", True)
+    now[0] += 1200
+    assert later.ask("a", 2, lambda: "now") == Answer("now", "", True)
+    now[0] += 1200
+    found = later.ask("a", 3, lambda: str(go.wait(20)), patience=0.05)
+    assert (found, found.since) == (Answer("now", "", False), "As of 00:36:40 UTC")
+    go.set()
+    now[0] += 100
+    assert later.ask("a", 4, lambda: "later") == Answer("later", "", True)  # not what was asked of the state before
 
 
 def test_an_error_is_an_answer_and_is_text():

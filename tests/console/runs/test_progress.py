@@ -34,6 +34,34 @@ def test_who_has_answered_and_who_is_waited_for(tmp_path):
     assert said(tmp_path, now=900.0) == "2 of 4 have answered, waiting for south, west (0 s of 600)"
 
 
+WAIT = {"phase": "waiting", "until": 1300.0, "there": 2, "quorum": 3, "refused": {}}
+
+
+def test_a_wait_has_its_seconds_and_names_who_refused(tmp_path):
+    assert said(tmp_path, **WAIT) == "waiting for sites: 2 of 3 take part (259 s left)"
+    assert said(tmp_path, **WAIT | {"refused": {"west": "its policy"}}) == (
+        "waiting for sites: 2 of 3 take part (259 s left); not waited for: west, refused by its policy; mend it and "
+        "submit again, or resume"
+    )
+    found = said(tmp_path, **WAIT | {"refused": dict.fromkeys("abcde", "its ledger")})
+    assert found.endswith("c, refused by its ledger and 2 more; see its log")
+    for wrong in ({"refused": 3}, {"refused": [1]}, {"until": "x"}, {"there": None}):
+        assert said(tmp_path, **WAIT | wrong) == ""
+
+
+def test_eighty_columns_have_the_whole_cause_of_a_round_without_a_sum(make_run):
+    run, out = make_run(state="running"), io.StringIO()
+    why = "NO SUM, thrown away: expected at least 3 uploads, found 2, and this is the end of the cause"
+    row = {"round": 0, "cohort": [], "accepted": [], "failed": {"west": why}, "seconds": 1.0, "upload_bytes": 1}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    console = Console(file=out, force_terminal=True, width=80, highlight=False)
+    with RunProgress(console, run, "run", 5) as bar:
+        bar.tick({"state": "running", "round": 0})
+    text = " ".join(out.getvalue().split())
+    assert why in text
+    assert "no site asked to train, too few" in text
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "3", "{}", json.dumps(ROUND | {"since": "x"}), json.dumps(ROUND | {"waiting": 3}),

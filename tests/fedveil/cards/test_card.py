@@ -130,7 +130,8 @@ def test_a_whole_card_has_mu(tmp_path):
 def test_parties_and_messages_are_those_of_the_record(tmp_path):
     found = card(tmp_path, **{"run.tap": True})
     server, site, other, holder = found.parties
-    assert "2 messages from sites to the server, 200 bytes, refused and repeated ones counted." in server.saw
+    told = "2 messages from sites to the server, 200 bytes; repeated and refused ones, and the keys and shares of "
+    assert told + "secure aggregation, counted." in server.saw
     assert any("one trained factor of each client" in line for line in server.saw)
     assert any("num_examples, steps" in line for line in server.saw)
     assert any("They also carried: next." in line for line in server.saw)
@@ -144,13 +145,31 @@ def test_parties_and_messages_are_those_of_the_record(tmp_path):
     assert len(down.fields) == 2
 
 
+def test_keys_shares_and_refused_uploads_count_with_their_site_also_one_in_no_cohort(tmp_path):
+    told = attempts()
+    told[0]["unlisted"] = {"north": [1000, 20, 3, 4], "west": [496, 5, 1, 1]}
+    told[1]["unlisted"] = {"north": [7, 0, 1, 0], "east": [9, 0]}
+    found = card(tmp_path, attempts=told)
+    assert [site.model_dump() for site in found.traffic] == [
+        {"site": "east", "up": 0, "up_bytes": 9, "down": 0, "down_bytes": 0},
+        {"site": "north", "up": 1 + 4, "up_bytes": 100 + 1007, "down": 1 + 4, "down_bytes": 300 + 20},
+        {"site": "south", "up": 1, "up_bytes": 100, "down": 1, "down_bytes": 300},
+        {"site": "west", "up": 1, "up_bytes": 496, "down": 1, "down_bytes": 5},
+    ]
+    assert any(line.startswith("7 messages from sites to the server, 1712 bytes;") for line in found.parties[0].saw)
+    assert "| north | 5 | 1107 | 5 | 320 |" in words.page(found)
+    assert cards.parse(found.to_bytes(), "card") == found
+
+
 def test_a_secure_run_says_what_nobody_saw_and_what_it_holds_against(tmp_path):
     told = attempts(("a", "b", "c"))
     for row in told:
         row |= {"reports": {}, "unseen": {"sites": 3, "holders": 3, "threshold": 3, "deaf": {}}}
     found = card(tmp_path, attempts=told, **{"secure.enabled": True})
     server = found.parties[0]
-    assert any("of no single site its values" in line for line in server.saw)
+    (learned,) = [line for line in server.saw if line.startswith("The server learns: ")]
+    assert "of no single site its values" in learned
+    assert "and n_k" in next(line for line in server.saw if line.startswith("Without secure aggregation it would be: "))
     assert any(line.startswith("Holds against an honest but curious server") for line in server.trusted)
     assert not any("Single uploads" in line for line in found.not_protected)
     assert any("Single uploads" in line for line in card(tmp_path).not_protected)
