@@ -144,7 +144,6 @@ class RunProgress(AbstractContextManager["RunProgress"]):
             cohort = row["cohort"]
             accepted = f"{len(row['accepted'])} of {len(cohort)} sites" if cohort else "no site asked to train"
             accepted += "" if row.get("weights") else ", too few"
-            accepted = accepted if row["cohort"] else "too few sites online"
             failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
             masked = f"; {unseen.note(row['unseen'])}" if row.get("unseen") else ""
             note += by_site.note(row.get("reports") or {})

@@ -71,7 +71,7 @@ def test_a_bad_field_fails_the_run_in_one_line_before_any_site_is_asked(federati
     ended = federation.wait(federation.run(ROOT, overrides), timeout=100)
     assert not ended.completed
     status = json.loads((tmp_path / "bad" / "status.json").read_text())
-    assert status["reason"] == "rho: expected a probability from 0 to 1, found 1.5"
+    assert status["reason"] == "method.fields: rho: expected a probability from 0 to 1, found 1.5"
     assert not (tmp_path / "bad" / "disclosure.jsonl").exists()
 
 

@@ -161,7 +161,7 @@ def test_the_end_says_rounds_scores_model_and_the_next_command(flower, make_run,
     assert main(["submit", "--federation", "pilot", "--set", f"run.dir={tmp_path}", "--set", "run.name=first"]) == 0
     *_, state, rounds, model, after = capsys.readouterr().out.splitlines()
     assert (state, model) == ("completed", f"model: {made}/final")
-    assert rounds == "rounds: 3 of 5; last scores: bleu 21.2500, cider 0.8750, loss 3.1312"
+    assert rounds == "rounds: 3 of 3; last scores: bleu 21.2500, cider 0.8750, loss 3.1312"
     assert after == f"next: fedveil report {made}"
 
 

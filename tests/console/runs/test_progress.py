@@ -130,5 +130,5 @@ def test_an_attempt_without_a_site_counts_none(make_run, monkeypatch):
     out = io.StringIO()
     with RunProgress(Console(file=out, width=200), run, "run", 5) as bar:
         bar.tick({"state": "running"})
-    assert "too few sites online" in out.getvalue()
+    assert "no site asked to train, too few" in out.getvalue()
     assert "0 of 0" not in out.getvalue()
