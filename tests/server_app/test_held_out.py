@@ -35,12 +35,11 @@ class Scoring(ToyTrainer):
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     task = use_toy_task(monkeypatch)
-    few = {"south"}  # by its share, the third of the names
+    counts = {"south": 100, "east": 250}  # so that east and north never hold out equally many
     real = type(task).examples
 
     def examples(data, split, share=None):
-        count = 100 if sorted(SITES)[share.index] in few else 400
-        return Example.of([{"mr": "a", "ref": "b"}] * count)
+        return Example.of([{"mr": "a", "ref": "b"}] * counts.get(sorted(SITES)[share.index], 400))
 
     monkeypatch.setattr(task, "examples", examples)
     monkeypatch.setattr(task, "trainer", lambda rows, rng, watch=None, round_=0: Scoring(task.spec, len(rows)))
