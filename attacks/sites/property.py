@@ -36,6 +36,7 @@ import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -82,10 +83,10 @@ def leanings(view: View, knowledge: Knowledge, having: Rows, lacking: Rows) -> l
     return found
 
 
-def _direction(task: object, turn: Turn, having: Rows, lacking: Rows) -> dict[str, Tensor]:
+def _direction(task: Any, turn: Turn, having: Rows, lacking: Rows) -> dict[str, Tensor]:
     """Eq. 1, over the tensors that were sent."""
     total: dict[str, Tensor] = {}
-    task.put(turn.start)  # type: ignore[attr-defined]
+    task.put(turn.start)
     for sign, rows in ((1.0, having), (-1.0, lacking)):
         for row in rows:
             gradient = {n: g.double() for n, g in row_gradient(task, row).items() if n in turn.moved}

@@ -9,8 +9,11 @@ from typing import Any
 from fedveil.benchmarks.common import resampling, verdicts
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.common.verdicts import Said
-from fedveil.contract.budget import Neighbours, Spent
+from fedveil.config import RunConfig
+from fedveil.contract.budget import Neighbours, Plan, Spent
 from fedveil.privacy import accounting
+from fedveil.privacy.dp_sgd import DpSgd
+from fedveil.training import per_sample
 
 CLEAR, SITE, SUM, ONLY = "no noise", "at the site", "in the sum", "noise only"
 
@@ -69,6 +72,14 @@ def keys(count: int, where: str) -> dict[str, Any]:
         return {}
     secure = {"enabled": True, "noise": "sum", "min-sites": count, "colluding": count - honest(count, where)}
     return {f"secure.{key}": value for key, value in secure.items()}
+
+
+def epsilon_of(dp: DpSgd, config: RunConfig, rows: int) -> float:
+    """Of a row of a site with so many rows, if the site is in every round."""
+    train, budget = config.train, dp.budget
+    steps = per_sample.steps(rows, train.batch_size, train.epochs, train.max_steps)
+    plan = Plan(config.run.rounds, steps, train.batch_size, rows, budget.neighbours)
+    return accounting.epsilon(dp.privacy_spent(plan), budget.delta, budget.neighbours)
 
 
 def costs(charges: Callable[[float], Spent], epsilon: float, delta: float, neighbours: Neighbours) -> dict[str, float]:

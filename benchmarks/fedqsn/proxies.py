@@ -31,7 +31,7 @@ from typing_extensions import override
 from fedveil import rng, strategies
 from fedveil.adapters.all_weights import AllWeights
 from fedveil.attacks.hidden_model.proxy import Proxy
-from fedveil.benchmarks.common import resampling, seeds, texts
+from fedveil.benchmarks.common import noise_tables, resampling, seeds, texts
 from fedveil.benchmarks.common.federations import federation, task_of
 from fedveil.benchmarks.common.forwarding import Dark
 from fedveil.benchmarks.common.resampling import Figure
@@ -40,18 +40,15 @@ from fedveil.benchmarks.fedqsn.cut import Cut, configured, cut
 from fedveil.benchmarks.fedqsn.cut import needs as needs
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.config import DpConfig, RunConfig, parse
-from fedveil.contract.budget import Plan
 from fedveil.contract.method import RoundContext, ServerTrained
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Example, Rows
 from fedveil.contract.trainer import Frozen, Penalty, Trained, Trainer, turns
 from fedveil.federation.exchange import Exchange
-from fedveil.privacy import accounting
 from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
 from fedveil.privacy.wrapped import WrappedTrainer
 from fedveil.server_app.distillation import Distillation
 from fedveil.tasks.text_generation import TextGeneration
-from fedveil.training import per_sample
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
@@ -217,7 +214,8 @@ def _method(
     }  # fmt: skip
     if dp and dp.noise:
         title = f"epsilon at delta {dp.delta:g} ({dp.neighbours}), were its noise not seeded"
-        rows[f"{label} global"]["figures"][title] = resampling.fixed(_epsilon(dp, config, clients))
+        fewest = min(map(len, clients.values()))  # its rows are drawn most often
+        rows[f"{label} global"]["figures"][title] = resampling.fixed(noise_tables.epsilon_of(dp, config, fewest))
     if settings.get("similarity"):
         last = [at.received for at in watched.values()]
         rows[f"{label} similarity"] = {"figures": similarity.figures(task, method, last, server, base)}
@@ -234,14 +232,6 @@ def _scored(label: str, best: Best, model: TextGeneration, found: Cut) -> dict[s
         title: _gap(figures["global"], figures[kind]) for kind, title in (("proxy", "gap"), ("tuned", "tuned gap"))
     }
     return {f"{label} {kind}": {"figures": each} for kind, each in (figures | apart).items()}
-
-
-def _epsilon(dp: DpSgd, config: RunConfig, clients: Mapping[str, Rows]) -> float:
-    """Of a row of the client with the fewest rows, whose rows are drawn most often, if it is in every round."""
-    fewest, train, budget = min(map(len, clients.values())), config.train, dp.budget
-    steps = per_sample.steps(fewest, train.batch_size, train.epochs, train.max_steps)
-    plan = Plan(config.run.rounds, steps, train.batch_size, fewest, budget.neighbours)
-    return accounting.epsilon(dp.privacy_spent(plan), budget.delta, budget.neighbours)
 
 
 def _gap(mine: Mapping[str, Figure], other: Mapping[str, Figure]) -> dict[str, Figure]:

@@ -33,19 +33,16 @@ from fedveil.attacks.membership.row_gradients import Shared
 from fedveil.attacks.sites import property as inference
 from fedveil.attacks.statistics import auroc
 from fedveil.attacks.unseen import SumView
-from fedveil.benchmarks.common import data, resampling, seeds
+from fedveil.benchmarks.common import data, noise_tables, resampling, seeds
 from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.federations import federation, task_of
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.config import RunConfig, parse
-from fedveil.contract.budget import Plan
 from fedveil.contract.task import Example, Examples, Rows
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
-from fedveil.privacy import accounting
 from fedveil.privacy.dp_sgd import DpSgd
 from fedveil.tasks.text_generation import TextGeneration
-from fedveil.training import per_sample
 from fedveil.wire.tap import Tap
 
 
@@ -163,7 +160,7 @@ def _measured(
     for name, weights in (("loss", knowledge.server or {}), ("loss of round 0", initial)):
         metrics[name] = task.evaluate(weights, [*cut.having, *cut.lacking], generate=False)["loss"]
     if dp := DpSgd.of(config.dp):
-        metrics["epsilon"] = _epsilon(dp, config, settings["rows_a_site"])
+        metrics["epsilon"] = noise_tables.epsilon_of(dp, config, settings["rows_a_site"])
     return metrics
 
 
@@ -186,11 +183,3 @@ def _members(view: View, knowledge: Knowledge, rows: Mapping[str, Rows], known: 
                 ]
                 areas.append(auroc(*scores))
     return statistics.fmean(areas)
-
-
-def _epsilon(dp: DpSgd, config: RunConfig, rows: int) -> float:
-    """Of a row of a site that is in every round."""
-    train, budget = config.train, dp.budget
-    steps = per_sample.steps(rows, train.batch_size, train.epochs, train.max_steps)
-    plan = Plan(config.run.rounds, steps, train.batch_size, rows, budget.neighbours)
-    return accounting.epsilon(dp.privacy_spent(plan), budget.delta, budget.neighbours)

@@ -19,6 +19,8 @@ from fedveil import places
 from fedveil.console.flower.processes import Processes, carrying
 from fedveil.errors import ConfigError
 
+_MOST_BYTES = 4096
+
 
 def state_folder(state: Path) -> None:
     """Makes the state folder, which only this user can read then. Raises ConfigError."""
@@ -40,7 +42,8 @@ def alone(state: Path, name: str, processes: Processes) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid = _noted(file.name).get("pid", "?")
+            pid = _noted(file.name).get("pid")
+            pid = pid if type(pid) is int else "?"  # somebody will type what is said here
             raise ConfigError(
                 f"site {name}: expected it to run once from {state}, found it running already: fedveil site start is "
                 f"process {pid}; nothing was started. End that one first (kill {pid}), or leave it"
@@ -59,8 +62,9 @@ def alone(state: Path, name: str, processes: Processes) -> Iterator[None]:
 
 def _noted(file: str) -> dict[str, object]:
     try:
-        found = json.loads(Path(file).read_bytes())
-    except (OSError, ValueError):
+        with Path(file).open("rb") as noted:
+            found = json.loads(noted.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

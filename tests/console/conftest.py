@@ -1,6 +1,7 @@
 """A run folder as server_app/record.py writes it, with sizes that no formula would hit by chance."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,15 @@ def _report(loss: float) -> dict[str, float]:
         "steps": 66,
         "train_seconds": 3.5,
     }
+
+
+@pytest.fixture
+def signal_handlers():
+    """Those of the test run, put back after a test that calls a command."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

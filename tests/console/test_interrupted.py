@@ -11,13 +11,7 @@ import pytest
 from fedveil.console import main
 from fedveil.console.commands.trying import methods
 
-
-@pytest.fixture(autouse=True)
-def handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("signal_handlers")
 
 
 def test_signals_that_come_together_are_one(monkeypatch, capsys):

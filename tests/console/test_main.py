@@ -1,6 +1,5 @@
 import argparse
 import dataclasses
-import signal
 import subprocess
 import sys
 import tomllib
@@ -12,13 +11,7 @@ from fedveil.console import main
 from fedveil.console.commands.trying import methods
 from tests.conftest import ROOT
 
-
-@pytest.fixture(autouse=True)
-def _keep_signal_handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("signal_handlers")
 
 
 def test_an_error_is_one_line_and_exit_code_2(capsys):

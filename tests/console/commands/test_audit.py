@@ -9,6 +9,7 @@ import pytest
 
 from fedveil import rng, strategies, tasks
 from fedveil.attacks import audit as attacks
+from fedveil.attacks import gate
 from fedveil.attacks.findings import PICTURES, Audit
 from fedveil.attacks.samples import Source, members_of, non_members_of, samples
 from fedveil.config import parse
@@ -300,3 +301,10 @@ def test_a_closed_form_that_fails_is_no_safety(tmp_path):
     notes, _ = pictures_of(tmp_path, "rate = 0.5")
     assert "0 of 2 recovered" in notes[0]
     assert "NOT shown to be safe" in notes[1]
+
+
+def test_the_help_names_every_figure_of_a_gate(capsys):
+    """As text, since gates need torch."""
+    with pytest.raises(SystemExit):
+        main(["audit", "--help"])
+    assert ", ".join(gate.FIGURES) in " ".join(capsys.readouterr().out.split())

@@ -71,8 +71,15 @@ def test_a_second_start_and_the_orphans_of_a_killed_one_are_named(first):
         assert json.loads((state / "north.running").read_text()) == {"pid": os.getpid(), "token": processes.token}
 
 
-@pytest.mark.parametrize("text", ["", "{half", "[1]", '{"pid": 1, "token": ""}'])
+@pytest.mark.parametrize("text", ["", "{half", "[1]", "[" * 4000, '{"pid": 1, "token": ""}'])
 def test_what_the_file_says_is_not_trusted(tmp_path, text):
     (tmp_path / "north.running").write_text(text)
     with running.alone(tmp_path, "north", Processes(tmp_path)):
-        pass
+        assert json.loads((tmp_path / "north.running").read_text())["pid"] == os.getpid()
+
+
+def test_what_a_permitted_program_wrote_there_is_no_command_to_type(tmp_path):
+    with running.alone(tmp_path, "north", Processes(tmp_path)):
+        (tmp_path / "north.running").write_text('{"pid": "1; rm -r ~", "token": ""}')
+        with pytest.raises(ConfigError, match=r"\(kill \?\)"), running.alone(tmp_path, "north", Processes(tmp_path)):
+            pass
