@@ -109,7 +109,11 @@ class Followed:
 
     def _number(self) -> str:
         file = None if self.folder is None else self.folder / "flower-run"
-        return shown(file.read_text().strip(), 40) if file is not None and file.is_file() else self.number
+        if file is None or not file.is_file():
+            return self.number
+        with file.open("rb") as noted:
+            found = noted.read(40).strip()
+        return found.decode() if found.isdigit() else ""  # it goes into a command that somebody types
 
     def _log(self) -> str:
         """What the run's ServerApp has printed, "" where that cannot be had."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from rich.console import Console
 
 from fedveil.console.flower.command_line import Flower, write_connection
 from fedveil.console.flower.processes import LaunchError
 from fedveil.console.main import main
+from fedveil.console.runs.following import Followed
 
 
 @pytest.fixture
@@ -79,3 +81,13 @@ def test_a_number_finds_the_runs_folder_in_the_federation(pilot, monkeypatch, ca
     assert main(["watch", "77", "--federation", "a pilot"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["run 77: pending", f"its folder is {made}"]
+
+
+def test_what_a_run_folder_says_is_no_command_to_type(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for text, number in (("77\n", "77"), ("77; rm -r ~", "NUMBER"), ("", "NUMBER"), ("9" * 999, "9" * 40)):
+        (run / "flower-run").write_text(text)
+        followed = Followed(Console(), "", [run], None)
+        followed.folder = run
+        assert followed.by_hand().endswith(f"flwr stop {number}")
