@@ -42,6 +42,7 @@ class Options:
             (`fedveil.console.flower.simulation.LocalSimulation`).
         say: gets progress, one line at a time.
         pieces: the file of a preset that runs in pieces; None = all at once.
+        minutes: after these no further piece is begun; None = all of them.
     """
 
     quick: bool = False
@@ -51,6 +52,7 @@ class Options:
     simulation: Any = None
     say: Callable[[str], None] = lambda text: None
     pieces: Path | None = None
+    minutes: float | None = None
 
 
 @dataclass
@@ -90,8 +92,14 @@ def runner(preset: Mapping[str, Any]) -> ModuleType:
 
 
 def run_preset(name: str, options: Options) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The result of one preset, and the files beside it, by suffix. Raises ConfigError for an unknown preset."""
+    """The result of one preset, and the files beside it, by suffix.
+
+    Raises:
+        ConfigError: an unknown preset, or minutes for one that cannot end before it is whole.
+    """
     preset = read(name, options.quick)
+    if options.minutes is not None and not getattr(runner(preset), "IN_PIECES", False):
+        raise ConfigError(f"--minutes: expected a preset whose table can be of fewer rows, found {name}; leave it out")
     began = time.monotonic()
     outcome: Outcome = runner(preset).run(preset["settings"], options)
     result = {

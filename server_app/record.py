@@ -3,7 +3,8 @@
 config.json               run config, method with its fields, versions; of the start, whatever a resume changes
 resume.toml               the same run config with run.resume = true, for `fedveil submit --config`
 resumes.jsonl             one line a resume: what changed, from where it went on, what had become of the one before
-status.json               state, round, reason, sinks that were ended, and memory of the process; replaced whole
+status.json               state, round, reason, when it ended, sinks that were ended, and memory of the process;
+                          replaced whole
 progress.json             the round under way (server_app/following/progress.py); replaced whole
 lock                      held as long as the ServerApp lives (fedveil/records/process.py)
 ../audit-log.jsonl        hash-chained log of all runs beside this one: every message, its site and the decision
@@ -177,7 +178,9 @@ class RunFolder:
             self.underway.waits(round_)
         else:
             self.outlets.close(state)
-        ended = {"sinks": sinks} if (sinks := self.outlets.ended()) else {}
+        ended: dict[str, Any] = {"sinks": sinks} if (sinks := self.outlets.ended()) else {}
+        if state != "running":
+            ended["ended"] = _now()
         about = {"state": state, "round": round_, "rounds": rounds, "reason": reason, **about, **ended}
         self._write_json("status.json", about | {"process": process.noted()})
 

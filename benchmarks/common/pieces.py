@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,15 @@ def row(pieces: Path | None, name: str, measure: Callable[[], dict[str, Any]]) -
     return made
 
 
-def rows(pieces: Path | None, measures: Mapping[str, Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of those names, in order, as `row` has each; without those that another process is at when this ends."""
-    made: dict[str, dict[str, Any]] = {}
+def rows(
+    pieces: Path | None, measures: Mapping[str, Callable[[], dict[str, Any]]], minutes: float | None = None
+) -> list[dict[str, Any]]:
+    """The rows of those names, in order, as `row` has each; without those that another process is at when this ends,
+    and without those that had not begun after so many minutes."""
+    began, made = time.monotonic(), dict[str, dict[str, Any]]()
     for name, measure in measures.items():
+        if minutes is not None and time.monotonic() - began >= 60 * minutes:
+            break
         with alone(pieces, _place(name)) as mine:
             if mine:
                 made[name] = row(pieces, name, measure)

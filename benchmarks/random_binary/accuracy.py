@@ -18,8 +18,9 @@
 Intervals are of 95 %: of accuracy over test pictures and seeds (see `resampling`), of all else over seeds.
 
 It runs in pieces, one for a base, a method and a seed (federated.py): what the file of pieces has is not run again, and
-several processes can work on one file. All methods of a seed come before the next seed. A table of fewer seeds than
-asked for says so; methods are compared on the seeds that both have.
+several processes can work on one file. A base comes after the other, and all methods of a seed before the next seed. A
+table of fewer trainings than asked for, because no further one was begun after `--minutes`, says so; methods are
+compared on the seeds that both have.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from fedveil.benchmarks.random_binary import federated, figures
 from fedveil.benchmarks.random_binary.vit import from_scratch
 from fedveil.benchmarks.run import Options, Outcome, interval
 
+IN_PIECES = True  # so that --minutes may be asked for
 _TEST = 6  # the name of the draws
 _OF_A_ROW = ("data", "classes", "clients", "epochs", "exchanges", "test_rows", "fields", "model", "config")
 Piece = Mapping[str, Any]
@@ -65,17 +67,15 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         measures: dict[str, Callable[[], dict[str, Any]]] = {
             _name(settings, *which): partial(measure, *which) for which in asked
         }
-        found = pieces.rows(options.pieces, measures)
+        found = pieces.rows(options.pieces, measures, options.minutes)
     return outcome(found, settings, len(asked))
 
 
 def _asked(settings: Settings, options: Options) -> Iterator[tuple[str, str, int]]:
-    """Base, method and seed, seed by seed."""
-    seeds = {base: options.seeds or of["seeds"] for base, of in settings["bases"].items()}
-    for seed in range(max(seeds.values())):
-        for base, of in settings["bases"].items():
-            if seed < seeds[base]:
-                yield from ((base, method, seed) for method in of["methods"])
+    """Base, method and seed."""
+    for base, of in settings["bases"].items():
+        for seed in range(options.seeds or of["seeds"]):
+            yield from ((base, method, seed) for method in of["methods"])
 
 
 def _name(settings: Settings, base: str, method: str, seed: int) -> str:

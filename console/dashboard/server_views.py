@@ -128,9 +128,11 @@ class ServerViews:
             rows.append([
                 link(self.base, ("runs", place.key), place.key), _protected(run), state(word),
                 f"{run.rounds_done} of {plain(run.status.get('rounds', '?'))}", run.final.get("loss"), len(run.sites),
-                run.upload_bytes, when(run.config.get("started", "")), shown(run.status.get("reason") or "", 300),
+                run.upload_bytes, when(run.config.get("started", "")), when(run.status.get("ended", "")),
+                shown(run.status.get("reason") or "", 300),
             ])  # fmt: skip
-        head = ["run", "method", "state", "rounds", "test loss", "sites", "bytes up", "started (UTC)", "why"]
+        times = ["started (UTC)", "ended (UTC)"]
+        head = ["run", "method", "state", "rounds", "test loss", "sites", "bytes up", *times, "why"]
         about = {
             "head": head, "rows": rows, "broken": broken, "folder": str(self.runs),
             "is_full": len(places) >= bounded.MOST_RUNS,

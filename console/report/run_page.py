@@ -70,9 +70,10 @@ def body(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> Html:
 def _lead(runs: Sequence[Run]) -> str:
     config: Row = next((run.config["config"] for run in runs if run.config.get("config")), {})
     started = next((run.config["started"] for run in runs if run.config.get("started")), "")
+    ended = max((str(run.status.get("ended", "")) for run in runs), default="")
     count = max((len(run.sites) for run in runs), default=0)
     task = f"{config.get('task.name', 'unknown task')}, model {config.get('task.model', '?')}"
-    return f"{_PURPOSE} {task}; {count} sites; started {started or 'at an unknown time'}."
+    return f"{_PURPOSE} {task}; {count} sites; started {started or 'at an unknown time'}{ended and f', ended {ended}'}."
 
 
 def _gained(runs: Sequence[Run]) -> Html:

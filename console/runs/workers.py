@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +23,7 @@ _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
 _TAIL_BYTES = 1 << 16
 _MOST_LINES = 8
+_STEPS_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,19 @@ def steps(state_dirs: Iterable[Path]) -> str:
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more"]
     return "\n".join(lines)
+
+
+def steps_by_and_by(state_dirs: Sequence[Path]) -> Callable[[], str]:
+    """`steps`, asked every other second however often it is called."""
+    said, asked = "", -_STEPS_SECONDS
+
+    def steps_said() -> str:
+        nonlocal said, asked
+        if time.monotonic() - asked >= _STEPS_SECONDS:
+            said, asked = steps(state_dirs), time.monotonic()
+        return said
+
+    return steps_said
 
 
 def last_failures(state_dir: Path) -> list[str]:

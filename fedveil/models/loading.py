@@ -50,7 +50,9 @@ def find(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
 
 
 def check_context(config: RunConfig, adapter: Adapter, tiny_folder: Path | None) -> None:
-    """Whether a row of task.max-tokens fits a local base, as far as its config.json says. Nothing is loaded.
+    """Whether a row of task.max-tokens, and a text to be written, fit a local base, as far as its config.json says.
+
+    Nothing is loaded.
 
     Raises:
         ConfigError: it does not.
@@ -250,6 +252,12 @@ def _fitting(context: int, config: RunConfig, adapter: Adapter) -> int:
         raise ConfigError(
             f"task.max-tokens: expected at most {left}, the context of {config.task.model}{taken}, found "
             f"{config.task.max_tokens}; lower it{' or take a smaller adapter' if taken else ''}"
+        )
+    asked = config.evaluate
+    if config.task.evaluation and asked.generate != "never" and asked.max_new_tokens >= left:
+        raise ConfigError(
+            f"evaluate.max-new-tokens: expected less than {left}, the context of {config.task.model}, found "
+            f'{asked.max_new_tokens}; lower it, or set evaluate.generate = "never"'
         )
     return left
 

@@ -34,6 +34,7 @@ def write_run(
     reason = "" if state == "completed" else f"round {rounds + 1}: expected at least 2 accepted uploads, found <0>"
     over = rounds - (state != "failed")
     status = {"state": state, "round": over, "rounds": rounds if state == "completed" else 5, "reason": reason}
+    status |= {"ended": "2026-01-02T05:06:07+00:00"} if state != "running" else {}
     (folder / "status.json").write_text(json.dumps(status))
     start = 4.2 if method == "fedrand" else 4.21
     lines = [{"round": -1, "scores": {"server": {"loss": start, "bleu": 0.4, "cider": 0.01}}}]

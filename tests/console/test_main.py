@@ -113,6 +113,8 @@ def test_bench_list_and_missing_preset(capsys):
     assert main.main(["bench", "--list"]) == 0
     assert "core/aggregate" in capsys.readouterr().out
     assert main.main(["bench"]) == 2
+    for wrong in ("-1", "nan"):
+        assert main.main(["bench", "random_binary/accuracy", "--minutes", wrong]) == 2
     assert "core/aggregate" in capsys.readouterr().err
 
 

@@ -345,4 +345,6 @@ def test_a_run_says_that_it_runs_before_its_number_is_known_to_those_who_wait(ru
     monkeypatch.setattr(RunFolder, "flower_run", lambda folder, run: seen.append(runs_folder.load(runs.at).status))
     started(runs)
     assert seen[0]["state"] == "running"
+    assert "ended" not in seen[0]
+    assert runs_folder.load(runs.at).status["ended"] >= runs_folder.load(runs.at).config["started"]
     assert {"pid", "memory_mb", "peak_mb", "limit_mb", "oom_kills", "boot"} <= set(seen[0]["process"])

@@ -34,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="the smallest run that still shows the effect")
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="number of seeds; default: the preset's own")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N",
+        help="begin no further training after N minutes, and make the table of what there is; 0: of earlier runs alone",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file for the JSON; default: in benchmarks/results/, or results/"
@@ -50,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.seeds < 0:
         raise ConfigError(f"--seeds: expected 0 or more, found {args.seeds}")
+    if args.minutes is not None and not args.minutes >= 0:
+        raise ConfigError(f"--minutes: expected 0 or more, found {args.minutes:g}")
     if args.dry_run:
         return _dry_run(args, console)
     if args.preset is None:
@@ -63,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         simulation=LocalSimulation,
         say=lambda text: console.print(text, markup=False, style="dim"),
         pieces=file.with_suffix(".pieces.jsonl"),
+        minutes=args.minutes,
     )
     result, files = benchmarks.run_preset(args.preset, options)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 DATA = places.folder("data/e2e")
 RUN_TIMEOUT = 1800.0
-_STEPS_SECONDS = 2.0
 _LEAST_SUMMED = 3  # secure.min-sites, by default
 # Small enough for two cores, long enough for the curves to show learning, and rows few enough for attacks to win.
 SETTINGS: dict[str, Any] = {
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     failed = False
     measured: list[Future[Measured]] = []
     # An attack on a run takes the time in which the next one waits for its processes.
-    with ThreadPoolExecutor(1) as aside, federation:
+    with _aside(console, measured) as aside, federation:
         console.print(f"All {args.sites} sites online after {time.monotonic() - started:.1f} s")
         if words := _drawn(args.sites, float(settings.get("cohort.fraction", 1.0))):
             console.print(words, soft_wrap=True)
@@ -139,6 +139,22 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed or left else 0
 
 
+@contextmanager
+def _aside(console: Console, begun: Sequence[Future[Measured]]) -> Iterator[ThreadPoolExecutor]:
+    """A thread for the attacks. Where the demo is interrupted it waits for the one under way, which cannot be stopped,
+    says so, and begins no other."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        if any(attack.running() for attack in begun):
+            console.print("The federation is stopped; an attack under way ends first, within a minute or so")
+        raise
+    finally:
+        pool.shutdown()
+
+
 def _run_arm(
     federation: LocalFederation, console: Console, out: Path, arm: Arm, rounds: int, settings: dict[str, Any]
 ) -> bool:
@@ -154,7 +170,8 @@ def _run_arm(
             "cohort.min-sites": min(2, len(federation.sites)),
         },
     )
-    with RunProgress(console, out / arm.name, arm.name, rounds, _steps(federation)) as progress:
+    said = workers.steps_by_and_by([federation.folder / "sites" / name for name in federation.sites])
+    with RunProgress(console, out / arm.name, arm.name, rounds, said) as progress:
         ended = federation.wait(run, RUN_TIMEOUT, progress.tick)
     if not ended.completed:
         _explain(federation, run, arm.name, ended, out)
@@ -170,20 +187,6 @@ def _drawn(sites: int, fraction: float) -> str:
         f"Each round draws {drawn} of the {sites} sites (cohort.fraction = {fraction:g}), for real federations seldom "
         "have all of theirs at once; --set cohort.fraction=1 asks all"
     )
-
-
-def _steps(federation: LocalFederation) -> Callable[[], str]:
-    """What the sites' workers say of their steps, asked every other second: they are this machine's own."""
-    folders = [federation.folder / "sites" / name for name in federation.sites]
-    said, asked = "", 0.0
-
-    def steps() -> str:
-        nonlocal said, asked
-        if time.monotonic() - asked >= _STEPS_SECONDS:
-            said, asked = workers.steps(folders), time.monotonic()
-        return said
-
-    return steps
 
 
 def _explain(federation: LocalFederation, run: int, method: str, ended: Ended, out: Path) -> None:

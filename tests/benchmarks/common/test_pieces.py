@@ -61,3 +61,18 @@ def test_of_rows_each_process_takes_what_no_other_is_at_or_has_measured(tmp_path
     assert heard == ["['this', 'other']\n"]
     assert [(row["name"], row["by"]) for row in found] == [("a", "this"), ("b", "this"), ("c", "other")]
     assert [row["name"] for row in pieces.kept(file)] == ["a", "c", "b"]
+
+
+def test_after_its_minutes_no_further_piece_is_begun_and_what_was_kept_is_there(tmp_path, monkeypatch):
+    file, now = tmp_path / "x.pieces.jsonl", [0.0]
+    monkeypatch.setattr(pieces.time, "monotonic", lambda: now[0])
+
+    def measure(value: int) -> dict[str, int]:
+        now[0] += 60.0
+        return {"value": value}
+
+    asked = {name: partial(measure, i) for i, name in enumerate("abcd")}
+    pieces.row(file, "d", asked["d"])
+    assert [row["name"] for row in pieces.rows(file, asked, 1.5)] == ["a", "b", "d"]
+    assert [row["name"] for row in pieces.rows(file, asked, 0)] == ["a", "b", "d"]
+    assert [row["name"] for row in pieces.rows(file, asked)] == ["a", "b", "c", "d"]

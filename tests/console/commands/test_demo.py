@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from io import StringIO
+from threading import Event, Timer
 
 import pytest
+from rich.console import Console
 
 from fedveil import config
 from fedveil.attacks.findings import Audit
@@ -150,3 +153,29 @@ def test_it_says_why_not_every_site_is_in_a_round():
     for sites in range(1, 40):
         said = demo._drawn(sites, 0.75)
         assert (f"draws {cohort.size(0.75, sites)} of" in said) is (cohort.size(0.75, sites) < sites)
+
+
+def test_an_interrupted_demo_says_what_it_waits_for_and_begins_no_other_attack():
+    """The thread is at the first attack; the second has not begun."""
+    at, go, done, console = Event(), Event(), [], Console(file=StringIO(), width=200)
+
+    def attack(name):
+        at.set()
+        go.wait(10)
+        done.append(name)
+
+    begun = []
+
+    def interrupted() -> None:
+        with demo._aside(console, begun) as aside:
+            begun.extend(aside.submit(attack, name) for name in ("first", "second"))
+            at.wait(10)
+            Timer(0.2, go.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert done == ["first"]
+    assert "an attack under way ends first" in console.file.getvalue()
+    with demo._aside(console, []) as aside:
+        assert aside.submit(int, 7).result() == 7

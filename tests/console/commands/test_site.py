@@ -96,6 +96,17 @@ def test_how_far_trainings_are_in_one_line_for_the_demo(monkeypatch):
     assert lines[-1] == "and 3 more"
 
 
+def test_workers_are_asked_every_other_second_however_often_the_line_is_drawn(monkeypatch):
+    now, asked = [100.0], []
+    monkeypatch.setattr(workers, "steps", lambda folders: asked.append(folders) or f"said {len(asked)}")
+    monkeypatch.setattr(workers.time, "monotonic", lambda: now[0])
+    said = workers.steps_by_and_by([Path("a")])
+    assert [said(), said()] == ["said 1", "said 1"]
+    now[0] += 2.0
+    assert [said(), said()] == ["said 2", "said 2"]
+    assert asked == [[Path("a")]] * 2
+
+
 def test_without_a_worker_it_says_why_there_may_be_none(tmp_path, capsys):
     assert main(["site", "status", "--state-dir", str(tmp_path)]) == 1
     assert f"no worker under {tmp_path}" in capsys.readouterr().out

@@ -72,7 +72,7 @@ def hostile(tmp_path) -> Path:
         text = text.replace('"bleu"', json.dumps(words)).replace("tiny", json.dumps(words)[1:-1])
         text = text.replace("ValueError: <no rows>", json.dumps(words)[1:-1])
         (run / name).write_text(text)
-    status = {"state": words, "round": 1, "rounds": words, "reason": words}
+    status = {"state": words, "round": 1, "rounds": words, "reason": words, "ended": words}
     (run / "status.json").write_text(json.dumps(status))
     run.rename(folder / EVIL.replace("/", "\\"))
     about = {"run": words, "round": words, "site": words, "reason": words, words: words, "bytes": words}

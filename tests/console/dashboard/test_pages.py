@@ -73,6 +73,13 @@ def test_every_page_is_linked_whole_and_within_the_policy(runs):
         is_whole(text)
 
 
+def test_the_list_of_runs_has_when_each_began_and_ended(runs):
+    client = opened(runs)
+    text = client.get(f"{client.base}/").text
+    assert text.count('<td data-label="ended (UTC)"><time datetime="2026-01-02T05:06:07+00:00">') == 3
+    assert text.count('<td data-label="started (UTC)"><time datetime="2026-01-02T03:04:05+00:00">') == 3
+
+
 def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     client = opened(runs)
     text = client.get(f"{client.base}/runs/fedrand").text

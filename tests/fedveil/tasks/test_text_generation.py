@@ -446,6 +446,10 @@ def test_a_sequence_longer_than_the_context_is_refused():
     task = make(evaluate__max_new_tokens=192)
     with pytest.raises(ConfigError, match="evaluate.max-new-tokens: expected less than 192"):
         task.generate(task.initial(Stream(KEY)), ["name[X]"])
+    scored = {"evaluate__max_new_tokens": 192, "task__evaluation": "/data"}
+    with pytest.raises(ConfigError, match='less than 192.*or set evaluate.generate = "never"'):
+        make(**scored)
+    assert make(**scored, evaluate__generate="never").config.evaluate.max_new_tokens == 192
 
 
 def test_a_device_that_is_not_there_is_refused():
