@@ -1,14 +1,20 @@
 """Flower's HTTP ports on this machine, for one user alone: `flower-superlink` and `flower-supernode` with a check.
 
 Flower knows no users on its control port, and on its runtime ports it asks for a secret only where a task is taken.
-Each user of a machine reaches a port of the loopback. So before Flower reads a request, the kernel is asked whose the
-other end of the connection is.
+Each user of a machine reaches a port of the loopback. So before Flower reads the first request of a connection, the
+kernel is asked whose its other end is.
 
 | the other end | what happens |
 |---|---|
 | is a socket of this process's user, or of root | Flower answers |
 | is another user's | 403, and nothing of the request is read |
 | is at another address, is closed already, or the kernel does not say whose it is | the same |
+| was this user's or root's at an earlier request of the same connection | Flower answers |
+
+A message of 200 MB is hundreds of requests, and the kernel's table has a line for every connection of the machine: to
+read it for each took a sixth of the CPU seconds of a SuperLink or SuperNode with large messages. A connection is known
+by the object that uvicorn makes of its address, once: another one, from the same port too, has another, and while it is
+kept here no other object has its identity.
 
 Linux alone says so (/proc/net/tcp); elsewhere these programs are not put in the place of Flower's own.
 """
@@ -19,6 +25,7 @@ import importlib
 import os
 import socket
 import sys
+from collections import OrderedDict
 from logging import WARNING
 from pathlib import Path
 from typing import Any
@@ -29,6 +36,7 @@ from fedveil.guard import superlink, supernode
 from fedveil.guard.operators import App, Scope
 
 _TABLE = Path("/proc/net/tcp")
+_MOST_KNOWN = 4096  # of the others the kernel is asked again
 _ESTABLISHED = "01"  # a socket that was closed has no user any more, and the table says 0 for it
 _PROGRAMS = {
     "flower-superlink": ("flwr.superlink.cli", "flower_superlink"),
@@ -51,14 +59,21 @@ def owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
 
 def closed_to_others(app: App) -> App:
     """`app`, an ASGI application, for connections of this process's user and root alone."""
+    known: OrderedDict[int, Any] = OrderedDict()  # the addresses of connections that were let in, by identity
 
     async def asked(scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await app(scope, receive, send)
             return
         client, server = scope.get("client"), scope.get("server")
+        if client is not None and known.get(id(client)) is client:
+            await app(scope, receive, send)
+            return
         user = owner((client[0], client[1]), (server[0], server[1])) if client and server else None
         if user is not None and user in (0, os.geteuid()):
+            known[id(client)] = client
+            while len(known) > _MOST_KNOWN:
+                known.popitem(last=False)
             await app(scope, receive, send)
             return
         log(WARNING, "a connection of user %s is refused: this port serves user %s alone", user, os.geteuid())

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import socket
 import sys
 
 import pytest
+import uvicorn
 
 from fedveil.guard import loopback
 
@@ -21,8 +24,8 @@ def connection():
             yield client, server
 
 
-def answered(scope) -> list[int]:
-    """The status of what is sent; 200 where the application was asked."""
+def answered(*scopes) -> list[int]:
+    """The status of what is sent, for one request after the other; 200 where the application was asked."""
     sent = []
 
     async def app(scope, receive, send):
@@ -31,7 +34,12 @@ def answered(scope) -> list[int]:
     async def send(message):
         sent.append(message.get("status"))
 
-    asyncio.run(loopback.closed_to_others(app)(scope, None, send))
+    async def requests():
+        asked = loopback.closed_to_others(app)
+        for scope in scopes:
+            await asked(scope, None, send)
+
+    asyncio.run(requests())
     return [status for status in sent if status]
 
 
@@ -46,6 +54,69 @@ def test_the_kernel_says_whose_a_connection_is(connection, monkeypatch):
     assert answered(scope) == [403]
     monkeypatch.setattr(loopback, "owner", lambda *ends: 0)
     assert answered(scope) == [200]
+
+
+def test_the_kernel_is_asked_once_a_connection_and_anew_for_another_one_from_the_same_port(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        loopback, "owner", lambda *ends: asked.append(ends) or [loopback.os.geteuid(), ME, 0][len(asked) - 1]
+    )
+    ends = [["127.0.0.1", 5000], ["127.0.0.1", 5000], ["127.0.0.1", 5001]]
+    mine, taken_over, roots = ({"type": "http", "client": tuple(of), "server": ("127.0.0.1", 1)} for of in ends)
+    assert mine["client"] == taken_over["client"]
+    assert answered(mine, mine, dict(mine), taken_over, taken_over | {"client": mine["client"]}) == [
+        200,
+        200,
+        200,
+        403,
+        200,
+    ]
+    assert len(asked) == 2
+    asked.clear()
+    monkeypatch.setattr(loopback, "owner", lambda *ends: asked.append(ends) or 0)
+    monkeypatch.setattr(loopback, "_MOST_KNOWN", 1)
+    assert answered(mine, roots, roots, mine) == [200] * 4
+    assert len(asked) == 3
+
+
+def test_who_was_refused_is_asked_about_again(monkeypatch):
+    asked = []
+    monkeypatch.setattr(loopback, "owner", lambda *ends: asked.append(ends))
+    scope = {"type": "http", "client": ("127.0.0.1", 5000), "server": ("127.0.0.1", 1)}
+    assert answered(scope, scope) == [403, 403]
+    assert len(asked) == 2
+
+
+def test_uvicorn_makes_one_address_a_connection(monkeypatch):
+    """Two requests on one connection, and one on another: the kernel is asked twice."""
+    asked, real = [], loopback.owner
+    monkeypatch.setattr(loopback, "owner", lambda *ends: asked.append(ends) or real(*ends))
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    def requests(port):
+        for of_one in (2, 1):
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+                for _ in range(of_one):
+                    connection.request("POST", "/", b"x")
+                    assert connection.getresponse().read() == b""
+
+    async def served(listener):
+        server = uvicorn.Server(
+            uvicorn.Config(loopback.closed_to_others(app), log_level="error", lifespan="off", ws="none")
+        )
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await asyncio.to_thread(requests, listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            await serving
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(served(listener))
+    assert len(asked) == 2
 
 
 def test_a_connection_that_its_user_has_closed_is_not_taken_for_roots(connection):
