@@ -3,8 +3,7 @@
 config.json               run config, method with its fields, versions; of the start, whatever a resume changes
 resume.toml               the same run config with run.resume = true, for `fedveil submit --config`
 resumes.jsonl             one line a resume: what changed, from where it went on, what had become of the one before
-status.json               state, round, reason, when it ended, sinks that were ended, and memory of the process;
-                          replaced whole
+status.json               state, round, reason, end, sinks that were ended, memory of the process; replaced whole
 progress.json             the round under way (server_app/following/progress.py); replaced whole
 lock                      held as long as the ServerApp lives (fedveil/records/process.py)
 ../audit-log.jsonl        hash-chained log of all runs beside this one: every message, its site and the decision
@@ -179,8 +178,7 @@ class RunFolder:
         else:
             self.outlets.close(state)
         ended: dict[str, Any] = {"sinks": sinks} if (sinks := self.outlets.ended()) else {}
-        if state != "running":
-            ended["ended"] = _now()
+        ended |= {} if state == "running" else {"ended": _now()}
         about = {"state": state, "round": round_, "rounds": rounds, "reason": reason, **about, **ended}
         self._write_json("status.json", about | {"process": process.noted()})
 

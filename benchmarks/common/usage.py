@@ -82,7 +82,7 @@ class Usage:
         self._look()  # what runs already counts from here
         for seen in self.seen.values():
             _read(seen, self.shared)
-        self._before = self.cpu_seconds(since_start=False)
+        self._before = self._cpu()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -94,10 +94,20 @@ class Usage:
         self._end.set()
         self._thread.join()
 
-    def cpu_seconds(self, since_start: bool = True) -> float:
-        """User and system time of all processes: since the block began, or else of their whole lives."""
-        whole = sum((seen.cpu_seconds for seen in list(self.seen.values())), 0.0)
-        return whole - self._before if since_start else whole
+    def cpu_seconds(self) -> float:
+        """User and system time of all processes since the block began."""
+        return sum(self.cpu_by_kind().values())
+
+    def cpu_by_kind(self) -> dict[str, float]:
+        """User and system time since the block began, by kind of process."""
+        return {kind: seconds - self._before.get(kind, 0.0) for kind, seconds in self._cpu().items()}
+
+    def _cpu(self) -> dict[str, float]:
+        """Of the whole lives of the processes."""
+        found: dict[str, float] = {}
+        for seen in list(self.seen.values()):
+            found[seen.kind] = found.get(seen.kind, 0.0) + seen.cpu_seconds
+        return found
 
     def peaks(self, kind: str) -> list[float]:
         """Peak resident MB of every process of that kind, as far as the readings caught it."""

@@ -7,76 +7,20 @@ another one, with its own programs and waits; the first round of each is left ou
 
 from __future__ import annotations
 
-import itertools
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedveil import places
 from fedveil.benchmarks.common import bases
-from fedveil.benchmarks.common.usage import Usage, program
+from fedveil.benchmarks.common.usage import program
+from fedveil.benchmarks.core.no_op import NoOp, Run, lines, with_median
 from fedveil.benchmarks.run import Options, Outcome, interval
 from fedveil.errors import ConfigError
-from fedveil.records import disclosure
 
 _SITE = "site-0"  # whose memory is watched
-
-
-@dataclass
-class _Run:
-    """One run: seconds, and one site's CPU seconds, of each round but the first; and what was watched of that site."""
-
-    seconds: list[float]
-    cpu_seconds: list[float]
-    usage: Usage
-    payload_bytes: int
-
-
-@dataclass
-class _Bench:
-    federation: Any
-    folder: Path
-    config: dict[str, Any]
-    sites: int
-
-    def ours(self, name: str, rounds: int, changes: dict[str, Any], every: float = 0.1) -> _Run:
-        """A run of FedVeil."""
-        file = self.folder / name / "metrics.jsonl"
-        overrides = self.config | changes | {"run.rounds": rounds + 1, "run.name": name}
-        usage, cpu = self._watched(None, overrides, file, every)
-        seconds = [m["seconds"] for m in _lines(file) if m["round"] > 0]
-        return _Run(seconds, cpu, usage, disclosure.messages(self.folder / name / disclosure.NAME)[-1]["payload_bytes"])
-
-    def stock(self, name: str, rounds: int, payload: int, every: float = 0.1) -> _Run:
-        """A run of stock Flower with a payload of that size. Its CPU seconds are the mean of all rounds."""
-        out = self.folder / f"{name}.json"
-        overrides = {"bytes": payload, "rounds": rounds + 1, "sites": self.sites, "out": str(out)}
-        usage, _ = self._watched(places.folder("benchmarks/core/stock_flower"), overrides, None, every)
-        return _Run(json.loads(out.read_text())[1:], [usage.cpu_seconds() / (rounds + 1)], usage, payload)
-
-    def _watched(
-        self, app: Path | None, overrides: dict[str, Any], rounds: Path | None, every: float
-    ) -> tuple[Usage, list[float]]:
-        """The run under watch, and the CPU seconds between the ends of two rounds, which are lines of `rounds`."""
-        marks: dict[int, float] = {}
-        with Usage(self._processes, _kind, every) as usage:
-            ended = self.federation.wait(
-                self.federation.run(app, overrides),
-                1800,
-                lambda status: marks.setdefault(len(_lines(rounds)) if rounds else 0, usage.cpu_seconds()),
-            )
-        if not ended.completed:
-            raise ConfigError(f"{(app.name if app else 'fedveil')}: expected a completed run, found: {ended.reason}")
-        ends = [marks[n] for n in sorted(marks) if n > 0]
-        return usage, [later - earlier for earlier, later in itertools.pairwise(ends)]
-
-    def _processes(self) -> list[Any]:
-        found: list[Any] = self.federation.processes.alive(_SITE)
-        return found
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
@@ -92,7 +36,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     with tempfile.TemporaryDirectory() as scratch, options.launch.LocalFederation(named) as federation:
         folder = Path(scratch)
         config = settings["config"] | {"run.dir": scratch, "cohort.sites": sites, "cohort.min-sites": sites}
-        bench = _Bench(federation, folder, config, sites)
+        bench = NoOp(federation, folder, config, sites, _kind, _SITE)
         small = {
             "worker": bench.ours("worker", rounds, {}),
             "no worker": bench.ours("cold", rounds, {"client.worker": False}),
@@ -101,16 +45,16 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         base_mb = sum(file.stat().st_size for file in base.iterdir()) / 1e6
         bench.ours("base", rounds, {"task.model": str(base)})
         turns = federation.folder / "sites" / _SITE / "workers" / _SITE / "turns.jsonl"
-        loads = [line["load_seconds"] for line in _lines(turns) if line["run"].startswith("base-")]
+        loads = [line["load_seconds"] for line in lines(turns) if line["run"].startswith("base-")]
         options.say(f"base of {base_mb:.0f} MB: {loads} s of loading")
         narrow = bases.random_gpt2(folder / "narrow", settings["narrow_base"])
         rank = f"adapter = {{kind = 'lora', rank = {settings['large_rank']}}}"
         changes = {"task.model": str(narrow), "method.fields": rank}
         large = {"worker": bench.ours("large", settings["large_rounds"], changes, every=0.01)}
         payload = large["worker"].payload_bytes
-        held_turns = [line for line in _lines(turns) if line["run"].startswith("large-")]
+        held_turns = [line for line in lines(turns) if line["run"].startswith("large-")]
     with tempfile.TemporaryDirectory() as scratch, options.launch.LocalFederation(named, own_waits=True) as federation:
-        bench = _Bench(federation, Path(scratch), config, sites)
+        bench = NoOp(federation, Path(scratch), config, sites, _kind, _SITE)
         small["flower"] = bench.stock("flower", rounds, small["worker"].payload_bytes)
         large["flower"] = bench.stock("large-flower", settings["large_rounds"], payload, every=0.01)
     for name, way in small.items():
@@ -121,7 +65,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     }
     options.say(f"{payload} bytes each way: {copies} times in memory")
     rows = [_row(name, way) for name, way in small.items()]
-    held = {"load_seconds_first": interval(loads[:1]), "load_seconds": _with_median(loads[1:])}
+    held = {"load_seconds_first": interval(loads[:1]), "load_seconds": with_median(loads[1:])}
     rows.append({"name": f"worker, base of {base_mb:.0f} MB", "rounds": len(loads) - 1, "metrics": held})
     for name, way in large.items():
         row = _row(f"{name}, {payload / 1e6:.0f} MB each way", way)
@@ -131,7 +75,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
 
 
 def _verdicts(
-    small: dict[str, _Run], loads: Sequence[float], copies: dict[str, dict[str, float]], payload: int
+    small: dict[str, Run], loads: Sequence[float], copies: dict[str, dict[str, float]], payload: int
 ) -> list[str]:
     warm, cold, flower = (small[name] for name in ("worker", "no worker", "flower"))
     share = statistics.median(warm.cpu_seconds) / statistics.median(cold.cpu_seconds)
@@ -156,11 +100,11 @@ def _kind(command: list[str]) -> str:
     return kind if kind in (_SHIM, _WORKER) else "supernode"
 
 
-def _median_peak(way: _Run) -> float:
+def _median_peak(way: Run) -> float:
     return statistics.median(way.usage.peaks(_SHIM))
 
 
-def _copies(way: _Run, shim_mb: float, turns: Sequence[dict[str, Any]] = ()) -> dict[str, float]:
+def _copies(way: Run, shim_mb: float, turns: Sequence[dict[str, Any]] = ()) -> dict[str, float]:
     """How often client process and worker together held the payload at one time, at most: what they had beyond a
     client process with a small message and a worker between two turns. From the second turn on, when it has its model.
 
@@ -179,28 +123,18 @@ def _copies(way: _Run, shim_mb: float, turns: Sequence[dict[str, Any]] = ()) -> 
     return most
 
 
-def _row(name: str, way: _Run) -> dict[str, Any]:
+def _row(name: str, way: Run) -> dict[str, Any]:
     return {
         "name": name,
         "rounds": len(way.seconds),
         "payload_bytes": way.payload_bytes,
         "metrics": {
-            "seconds_a_round": _with_median(way.seconds),
-            "cpu_seconds_a_site": _with_median(way.cpu_seconds),
-            "client_process_mb": _with_median(way.usage.peaks(_SHIM)),
+            "seconds_a_round": with_median(way.seconds),
+            "cpu_seconds_a_site": with_median(way.cpu_seconds),
+            "client_process_mb": with_median(way.usage.peaks(_SHIM)),
         },
     }
 
 
-def _with_median(values: Sequence[float]) -> dict[str, float]:
-    return {**interval(values), "median": statistics.median(values)}
-
-
 def _rounded(values: Sequence[float]) -> list[float]:
     return [round(value, 2) for value in values]
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return (
-        [line for line in map(json.loads, file.read_text().splitlines()) if line["round"] >= 0] if file.exists() else []
-    )

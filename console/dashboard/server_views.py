@@ -129,10 +129,9 @@ class ServerViews:
                 link(self.base, ("runs", place.key), place.key), _protected(run), state(word),
                 f"{run.rounds_done} of {plain(run.status.get('rounds', '?'))}", run.final.get("loss"), len(run.sites),
                 run.upload_bytes, when(run.config.get("started", "")), when(run.status.get("ended", "")),
-                shown(run.status.get("reason") or "", 300),
-            ])  # fmt: skip
-        times = ["started (UTC)", "ended (UTC)"]
-        head = ["run", "method", "state", "rounds", "test loss", "sites", "bytes up", *times, "why"]
+                shown(run.status.get("reason") or "", 300)])  # fmt: skip
+        head = ["run", "method", "state", "rounds", "test loss", "sites", "bytes up", "started (UTC)",
+                "ended (UTC)", "why"]  # fmt: skip
         about = {
             "head": head, "rows": rows, "broken": broken, "folder": str(self.runs),
             "is_full": len(places) >= bounded.MOST_RUNS,
@@ -286,11 +285,8 @@ class ServerViews:
 def _claims(run: Run) -> bool:
     """Whether the run may have a claim of differential privacy, of which there is something to say."""
     config = run.config.get("config", {})
-    return bool(
-        config.get("dp.noise")
-        or config.get("dp.epsilon")
-        or "epsilon" in str(run.config.get("method", {}).get("fields"))
-    )
+    fields = str(run.config.get("method", {}).get("fields"))
+    return bool(config.get("dp.noise") or config.get("dp.epsilon") or "epsilon" in fields)
 
 
 def _protected(run: Run) -> str:

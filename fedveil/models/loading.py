@@ -50,9 +50,7 @@ def find(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
 
 
 def check_context(config: RunConfig, adapter: Adapter, tiny_folder: Path | None) -> None:
-    """Whether a row of task.max-tokens, and a text to be written, fit a local base, as far as its config.json says.
-
-    Nothing is loaded.
+    """Whether a row of task.max-tokens, and a written text, fit a local base, as its config.json says. Loads nothing.
 
     Raises:
         ConfigError: it does not.
@@ -253,12 +251,9 @@ def _fitting(context: int, config: RunConfig, adapter: Adapter) -> int:
             f"task.max-tokens: expected at most {left}, the context of {config.task.model}{taken}, found "
             f"{config.task.max_tokens}; lower it{' or take a smaller adapter' if taken else ''}"
         )
-    asked = config.evaluate
-    if config.task.evaluation and asked.generate != "never" and asked.max_new_tokens >= left:
-        raise ConfigError(
-            f"evaluate.max-new-tokens: expected less than {left}, the context of {config.task.model}, found "
-            f'{asked.max_new_tokens}; lower it, or set evaluate.generate = "never"'
-        )
+    new = config.evaluate.max_new_tokens
+    if config.task.evaluation and config.evaluate.generate != "never" and new >= left:
+        raise ConfigError(f"evaluate.max-new-tokens: expected less than {left}, the context, found {new}; lower it")
     return left
 
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import os
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -140,6 +142,28 @@ def test_a_connection_that_its_user_has_closed_is_not_taken_for_roots(connection
 )
 def test_what_the_kernel_does_not_know_is_refused(scope):
     assert answered(scope) == [403]
+
+
+def test_memory_of_a_slice_is_used_again_and_not_given_back_to_the_kernel():
+    """In a process of its own, as Flower's programs start: page faults of twenty slices, one after the other."""
+    code = """
+import resource, sys
+from fedveil.guard import loopback
+assert sys.argv[1] != "kept" or loopback.keep_blocks()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+one = bytes(5 << 18)
+before = faults()
+for _ in range(20):
+    one = None
+    one = b"x" * (5 << 18)
+print(faults() - before)
+"""
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576"}
+    kept, given_back = (
+        int(subprocess.run([sys.executable, "-c", code, how], env=env, capture_output=True, check=True).stdout)
+        for how in ("kept", "given back")
+    )
+    assert kept < given_back / 4
 
 
 def test_the_start_of_the_program_passes_and_nothing_else(connection):

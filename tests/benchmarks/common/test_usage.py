@@ -25,6 +25,25 @@ def test_a_process_is_known_by_its_command(command, kind):
     assert program(command) == kind
 
 
+def test_cpu_seconds_are_those_since_the_block_began_by_kind():
+    code = "import time\nend = time.process_time() + {}\nwhile time.process_time() < end: pass\ninput()"
+    children = [subprocess.Popen([sys.executable, "-c", code.format(s)], stdin=subprocess.PIPE) for s in (0.6, 0.1)]
+    named = {child.pid: kind for child, kind in zip(children, ("long", "short"), strict=True)}
+    found = [psutil.Process(pid) for pid in named]
+    try:
+        with Usage(lambda: found, lambda command: "long" if "0.6" in " ".join(command) else "short", 0.05) as usage:
+            deadline = time.monotonic() + 30
+            while usage.cpu_seconds() < 0.6 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        by_kind = usage.cpu_by_kind()
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert by_kind["long"] > by_kind["short"] >= 0
+    assert usage.cpu_seconds() == pytest.approx(sum(by_kind.values()))
+
+
 def test_open_files_and_threads_are_counted(tmp_path):
     before = Held.of(psutil.Process())
     files = [(tmp_path / str(i)).open("w") for i in range(5)]

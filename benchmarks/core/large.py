@@ -1,0 +1,98 @@
+"""Large messages: seconds of a round that trains nothing, and whose CPU they are, beside stock Flower's own.
+
+All processes of a federation are on this machine, so with more sites than cores a round is as long as the CPU seconds
+of all hops together. The first round of each run is left out.
+
+| metric | what |
+|---|---|
+| seconds a round | by the server's clock |
+| MB a second | of all messages of a round, both ways, by these seconds |
+| CPU s <program> | a round, of all processes of it; stock Flower's is the mean of all rounds |
+| MB <program> | the most resident memory of one process of it, in all rounds |
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fedveil import places
+from fedveil.benchmarks.common import bases
+from fedveil.benchmarks.common.usage import program
+from fedveil.benchmarks.core.no_op import NoOp, Run, with_median
+from fedveil.benchmarks.run import Options, Outcome
+from fedveil.errors import ConfigError
+
+_HOPS = ("ServerApp", "SuperLink", "SuperNode", "client process", "worker")
+
+
+def run(settings: dict[str, Any], options: Options) -> Outcome:
+    """Two rows for each size: ours and stock Flower's.
+
+    Raises:
+        ConfigError: no launcher, or a run that did not complete.
+    """
+    if options.launch is None:
+        raise ConfigError("core/large: expected a launcher, found none; run it as `fedveil bench core/large`")
+    sites, found = settings["sites"], dict[str, Run]()
+    named = [options.launch.LocalSite(f"site-{i}", places.folder("data/e2e")) for i in range(sites)]
+    with tempfile.TemporaryDirectory() as scratch, options.launch.LocalFederation(named) as federation:
+        base = bases.random_gpt2(Path(scratch) / "gpt2", settings["base"])
+        config = settings["config"] | {"cohort.sites": sites, "cohort.min-sites": sites, "task.model": str(base)}
+        bench = NoOp(federation, Path(scratch), config | {"run.dir": scratch}, sites, _kind)
+        for size in settings["sizes"]:
+            rank = {"method.fields": f"adapter = {{kind = 'lora', rank = {size['rank']}}}"}
+            way = bench.ours(f"rank-{size['rank']}", size["rounds"], rank)
+            found[_name("fedveil", way)] = way
+            options.say(f"{_name('fedveil', way)}: {way.seconds}")
+    sizes = [(way.payload_bytes, len(way.seconds)) for way in found.values()]
+    with tempfile.TemporaryDirectory() as scratch, options.launch.LocalFederation(named, own_waits=True) as federation:
+        bench = NoOp(federation, Path(scratch), {}, sites, _kind)
+        for payload, rounds in sizes:
+            way = bench.stock(f"bytes-{payload}", rounds, payload)
+            found[_name("flower", way)] = way
+            options.say(f"{_name('flower', way)}: {way.seconds}")
+    return outcome(found, sites)
+
+
+def outcome(found: dict[str, Run], sites: int) -> Outcome:
+    """The table of these runs: first all of ours, then as many of stock Flower's, in the same order."""
+    rows, ways = [_row(name, way, sites) for name, way in found.items()], list(found.values())
+    half = len(ways) // 2
+    said = []
+    for row, ours, stock in zip(rows, ways[:half], ways[half:], strict=False):
+        mean, other = (sum(way.seconds) / len(way.seconds) for way in (ours, stock))
+        hops = ", ".join(f"{hop} {row['metrics'][f'CPU s {hop}']['mean']:.1f}" for hop in _hops(ours))
+        said.append(
+            f"{ours.payload_bytes / 1e6:.0f} MB each way, {sites} sites: {mean:.1f} s a round, "
+            f"{mean / other:.2f} times stock Flower's {other:.1f}; CPU seconds: {hops}."
+        )
+    return Outcome(rows, said)
+
+
+def _row(name: str, way: Run, sites: int) -> dict[str, Any]:
+    megabytes = 2 * sites * way.payload_bytes / 1e6
+    metrics = {
+        "seconds a round": with_median(way.seconds),
+        "MB a second": with_median([megabytes / seconds for seconds in way.seconds]),
+    }
+    for hop in _hops(way):
+        metrics[f"CPU s {hop}"] = with_median([of.get(hop, 0.0) for of in way.cpu])
+    for hop in _hops(way):
+        metrics[f"MB {hop}"] = with_median([max(way.usage.highs(hop), default=0.0)])
+    return {"name": name, "rounds": len(way.seconds), "payload_bytes": way.payload_bytes, "metrics": metrics}
+
+
+def _hops(way: Run) -> list[str]:
+    return [hop for hop in _HOPS if any(of.get(hop) for of in way.cpu)]
+
+
+def _name(whose: str, way: Run) -> str:
+    return f"{whose}, {way.payload_bytes / 1e6:.0f} MB each way"
+
+
+def _kind(command: list[str]) -> str:
+    """A resident guard forks a child for each message: both are the client's."""
+    kind = program(command)
+    return "client process" if kind == "resident" else kind
