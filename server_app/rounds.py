@@ -160,7 +160,7 @@ class Rounds:
         raise QuorumError(
             f"round {round_ + 1}: expected at least {self.quorum} accepted uploads, found "
             f"{len(before.accepted) if before else 0} in the last of {cohort.repeats + 1} attempts "
-            f"({before.reasons if before else 'none'}); {sites.remedy(sites.refusing(before))}"
+            f"({before.reasons if before else 'none'}); {sites.remedy(before)}"
         )
 
     def begin(

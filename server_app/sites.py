@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flwr.common.constant import HEARTBEAT_INTERVAL_INF
@@ -107,7 +107,7 @@ def await_quorum(
             raise QuorumError(
                 f"round {round_ + 1}: expected at least {quorum} sites that take part within "
                 f"{cohort.wait_seconds:g} s, found {willing} (connected: {', '.join(there) or 'none'}; {why}); "
-                f"{remedy(refused)}"
+                f"{remedy(before)}"
             )
         if folder and willing != told:
             folder.underway.awaits(willing, end - now, refused)
@@ -122,9 +122,12 @@ def refusing(attempt: RoundRecord | None) -> dict[str, str]:
     return dict(found)
 
 
-def remedy(refused: Mapping[str, str]) -> str:
-    """The next step where sites are missing; `refused`: as `refusing` gives them."""
+def remedy(before: RoundRecord | None) -> str:
+    """The next step where sites are missing, by what became of the last attempt."""
+    refused, failed = refusing(before), before.failed if before else {}
     if not refused:
+        if failed and not any(_SILENT.match(why) for why in failed.values()):
+            return "mend what these say, and submit the run anew under another name: a resumed one keeps its config"
         return "start the missing sites, see the sites' logs, or lower cohort.min-sites"
     named = [f"{site}, refused by {by}" for site, by in refused.items()]
     named[_NAMED:] = [f"and {len(named) - _NAMED} more"] * (len(named) > _NAMED)

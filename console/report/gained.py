@@ -18,6 +18,7 @@ from fedveil.console import samples
 from fedveil.console.report import run_page, trade, trade_picture
 from fedveil.console.runs import summary
 from fedveil.console.runs.folder import Run, load
+from fedveil.foreign import shown
 from fedveil.records.files import write_atomic
 
 PICTURE = "picture.svg"
@@ -88,6 +89,7 @@ def write(out: Path, runs: Sequence[Run]) -> None:
     summary.write(out / "summary.json", "demo", runs)
     run_page.write(out / "report.html", runs)
     arms = [trade.arm(run) for run in runs]
+    (out / PICTURE).unlink(missing_ok=True)  # of an earlier demo
     if picture := trade_picture.svg(arms):
         (out / PICTURE).write_text(alone(picture))
         figures = json.dumps([asdict(arm) for arm in arms], indent=1)
@@ -100,6 +102,8 @@ def alone(svg: str) -> str:
 
 
 def said(runs: Sequence[Run]) -> list[str]:
-    """The verdict in words, and where more was measured."""
+    """The verdict in words, and where more was measured; without one what each run's own audit comes to."""
     arms = [trade.arm(run) for run in runs]
-    return [line for line in (*trade.verdict(arms), trade.larger(arms)) if line]
+    audits = [(run.name, Audit.read(run.folder)) for run in runs]
+    own = [f"{shown(name, 80)}: {findings.verdict(audit.findings)}" for name, audit in audits if audit]
+    return [line for line in (*(list(filter(None, trade.verdict(arms))) or own), trade.larger(arms)) if line]

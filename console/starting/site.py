@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from fedveil.client_app.site import policy as policies
 from fedveil.client_app.site.node_config import Site, parse_site
 from fedveil.client_app.site.secure import read_key
-from fedveil.console.flower.keys import require_node_key, write_secret
+from fedveil.console.flower.keys import write_secret
 from fedveil.console.flower.machine import free_ports, toml
 from fedveil.console.flower.processes import Processes, environment
 from fedveil.console.flower.programs import supernode
@@ -34,7 +34,7 @@ NODE_OPTIONS = (
 )  # fmt: skip
 WIRED = ("superlink", "ca", "key", "name")
 _PATHS = ("data", "policy", "key-file", "signing-key", "state-dir")
-_MADE = {"key": "fedveil site init makes it", "signing-key": "fedveil site init makes it"}
+_MADE = {"key": "fedveil site init makes it", "signing-key": "fedveil site init makes it, or --renew-signing both keys"}
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,8 @@ def require_usable(start: Start) -> None:
 
 def require_link(ca: Path, key: Path) -> None:
     """The same of a certificate and a node key alone."""
-    require_node_key(key)
+    if (own := checks.private_key(key)).verdict == "fail":
+        raise ConfigError(f"--key: {own.text}, and make a new key if others could read it: fedveil site init --renew")
     found = checks.guarded("certificate", lambda: checks.certificate(ca))
     if found.verdict == "fail":
         raise ConfigError(

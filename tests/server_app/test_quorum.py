@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from flwr.proto.node_pb2 import NodeInfo
@@ -158,3 +159,16 @@ def test_a_round_has_the_seconds_that_the_config_gives_it(grid, task, monkeypatc
     ours = strategy(FedAvg(), cohort={"deadline_seconds": seconds})
     ours.run(grid, 2)
     assert given == [seconds, seconds]
+
+
+def test_where_sites_failed_by_errors_of_their_own_the_next_step_is_to_mend_those():
+    def after(**failed):
+        return sites.remedy(SimpleNamespace(failed=failed))
+
+    assert after(south="TaskError: expected column x").startswith("mend what these say, and submit the run anew")
+    assert after(south="TaskError: expected column x", north="no reply within 9 s").startswith(
+        "start the missing sites"
+    )
+    assert after(south="PolicyError: method").startswith("out of this run: south, refused by its policy")
+    assert sites.remedy(None).startswith("start the missing sites")
+    assert after().startswith("start the missing sites")

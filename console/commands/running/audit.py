@@ -114,14 +114,17 @@ def run(args: argparse.Namespace) -> int:
     if sheet is not None:
         write_atomic(args.folder / findings.PICTURES, sheet)
     file = args.folder / findings.FILE
-    write_atomic(file, json.dumps(result.to_json(), indent=1).encode())
+    if not result.findings and file.is_file():
+        console.print(f"{file} stays as an earlier audit wrote it: this one tried no attack", soft_wrap=True)
+    else:
+        write_atomic(file, json.dumps(result.to_json(), indent=1).encode())
     console.print(shown(verdict(result.findings), 2000), style="bold", soft_wrap=True)
     for note in result.notes:
         console.print(f"- {shown(note, 2000)}", soft_wrap=True)
     if ordered := strongest(result.findings)[:_SHOWN]:
         console.print(table(ordered, found.name))
-    left = len(result.findings) - len(ordered)
-    console.print(f"The other {left} findings: {file}; fedveil report {args.folder} draws all", soft_wrap=True)
+    if left := len(result.findings) - len(ordered):
+        console.print(f"The other {left} findings: {file}; fedveil report {args.folder} draws all", soft_wrap=True)
     if limit is None:
         return 0
     decision = decide(result, limit)

@@ -229,7 +229,9 @@ def _results(console: Console, out: Path, arms: list[Arm], measured: list[Future
     console.print(summary.table(found))
     for line in gained.said(found):
         console.print(line, style="bold", soft_wrap=True)
-    console.print(f"Picture: {out / gained.PICTURE}\nReport:  {out / 'report.html'}", soft_wrap=True)
+    picture = out / gained.PICTURE
+    drawn = picture if picture.is_file() else "none: it sets runs beside each other of which an attack can be judged"
+    console.print(f"Picture: {drawn}\nReport:  {out / 'report.html'}", soft_wrap=True)
     console.print(f"Summary: {out / 'summary.json'}", soft_wrap=True)
 
 

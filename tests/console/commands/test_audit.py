@@ -121,6 +121,18 @@ def test_as_a_gate_it_ends_with_a_code_of_its_own(make_run, monkeypatch, capsys,
     assert main(["audit", str(folder)]) == 0, "without the option it is no gate"
 
 
+def test_an_audit_that_tried_nothing_leaves_what_an_earlier_one_found(make_run, monkeypatch, capsys):
+    first, empty = Audit(controlled(found("server", 0.7, "above")), [], []), Audit([], [], ["no time"])
+    folder = make_run()
+    for audit in (first, empty):
+        monkeypatch.setattr(attacks, "audit_run", lambda *_, audit=audit, **__: (audit, None))
+        assert main(["audit", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "audit.json stays as an earlier audit wrote it: this one tried no attack" in out.replace("\n", "")
+    assert "The other 0 findings" not in out
+    assert Audit.read(folder) == first
+
+
 def test_the_time_reaches_the_audit(make_run, monkeypatch):
     asked = []
     monkeypatch.setattr(attacks, "audit_run", lambda *given: asked.append(given[-2]) or (Audit([], [], []), None))

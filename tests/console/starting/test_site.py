@@ -158,6 +158,14 @@ def test_a_key_that_flower_does_not_take_is_named_by_its_form(kit, capsys, kind,
     assert not (kit / "state").exists()
 
 
+def test_a_node_key_that_others_can_read_is_refused(kit, capsys):
+    (kit / "keys" / "node.key").chmod(0o644)
+    assert start(kit) == 2
+    said = capsys.readouterr().err
+    assert "node.key to be readable by its owner only, found mode 644; chmod 600, and make a new key" in said
+    assert not (kit / "state").exists()
+
+
 def test_a_policy_that_does_not_parse_is_named_with_the_place(kit, capsys):
     unknown = "found the key methodz, which no policy has; did you mean methods? It may have: methods, tasks, "
     for text, reason in (("methods = [\n1 2\n", "line 2"), ('methodz = ["a"]\n', unknown)):
