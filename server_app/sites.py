@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _POLL_SECONDS = 0.25
+ANEW = "submit the run anew under another name"
 _SILENT = re.compile("no (reply|answer) within ")
 _POLICY = "its policy"
 _REFUSES = {"PolicyError: ": _POLICY, "BudgetError: ": "its ledger"}
@@ -127,7 +128,9 @@ def remedy(before: RoundRecord | None) -> str:
     refused, failed = refusing(before), before.failed if before else {}
     if not refused:
         if failed and not any(_SILENT.match(why) for why in failed.values()):
-            return "mend what these say, and submit the run anew under another name: a resumed one keeps its config"
+            return (
+                f"mend what these say, and {ANEW}: a resumed one keeps its config, and asks them for a round once more"
+            )
         return "start the missing sites, see the sites' logs, or lower cohort.min-sites"
     named = [f"{site}, refused by {by}" for site, by in refused.items()]
     named[_NAMED:] = [f"and {len(named) - _NAMED} more"] * (len(named) > _NAMED)

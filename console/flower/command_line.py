@@ -47,8 +47,8 @@ class Flower:
     ) -> None:
         if not (home / "config.toml").is_file():
             raise LaunchError(f"FLWR_HOME: expected config.toml in {home}, found none; name the folder that has it")
-        self._home, self._connection = home.absolute(), connection
-        self._processes, self._env = processes or Processes(home), env or environment(self._home)
+        self.home, self._connection = home.absolute(), connection
+        self._processes, self._env = processes or Processes(home), env or environment(self.home)
 
     def nodes(self) -> dict[str, str]:
         """ "online", "offline" or "registered" by node id: Flower does not tell the names here."""
@@ -91,12 +91,12 @@ class Flower:
     def by_hand(self, command: str, *arguments: str) -> str:
         """A command of `flwr` as people type it, from any folder."""
         named = [] if self._connection == CONNECTION else [self._connection]  # `write_connection` made it the default
-        return f"FLWR_HOME={shlex.quote(str(self._home))} {shlex.join(['flwr', command, *arguments, *named])}"
+        return f"FLWR_HOME={shlex.quote(str(self.home))} {shlex.join(['flwr', command, *arguments, *named])}"
 
     def options(self) -> str:
         """The options of `fedveil watch` that ask the same server."""
         named = [] if self._connection == CONNECTION else ["--connection", self._connection]
-        return shlex.join(["--flower-home", str(self._home), *named])
+        return shlex.join(["--flower-home", str(self.home), *named])
 
     def log(self, run: str) -> str:
         """What the run's ServerApp has printed."""
@@ -115,7 +115,7 @@ class Flower:
     def _flwr(self, *arguments: str) -> str:
         try:
             # In its own folder: where ./CONNECTION has a pyproject.toml, Flower takes the name for that app's path.
-            return self._processes.call("flwr", ["flwr", *arguments], self._env, cwd=self._home)
+            return self._processes.call("flwr", ["flwr", *arguments], self._env, cwd=self.home)
         except LaunchError as error:
             raise self._failure(arguments[0], str(error)) from None
 
@@ -124,6 +124,6 @@ class Flower:
         if "".join(_SILENT.split()) not in "".join(reason.split()):
             return LaunchError(reason)
         return Unreachable(
-            f"flwr {command}: expected the server at its control port (its address is in {self._home}/config.toml), "
+            f"flwr {command}: expected the server at its control port (its address is in {self.home}/config.toml), "
             "found none; start it with fedveil server start FOLDER, or open your tunnel to it"
         )

@@ -60,10 +60,17 @@ class Followed:
             raise KeyboardInterrupt(f"the run goes on; {self.by_hand()}") from None
         except LaunchError as error:
             raise LaunchError(f"{error}; the run may go on; {self.by_hand()}") from None
-        print(word)
+        print(self._filled(word))
         for line in closing(self.folder) if self.folder else self._told():
             print(line)
         return code
+
+    def _filled(self, word: str) -> str:
+        """With the federation's folder in a command that resumes the run; the ServerApp cannot know it."""
+        home = self.flower.home if self.flower is not None else Path()
+        if home.parts[-2:] != ("server", "flower"):
+            return word
+        return word.replace("--federation FOLDER ", f"--federation {shlex.quote(str(home.parents[1]))} ")
 
     def by_hand(self) -> str:
         """How to follow the run from now on, and how to stop it. No answer of Flower is needed for that."""
@@ -163,6 +170,8 @@ def until_ended(
     while True:
         status = read()
         if (state := status.get("state")) in ("completed", "failed"):
+            if state == "failed" and _why(status).startswith("interrupted") and ask() == "finished:stopped":
+                return 3, f"stopped: {_why(status)}"  # flwr stop ends the ServerApp by a signal
             return int(state == "failed"), f"{state}: {_why(status)}".removesuffix(": ")
         died = status.get("state") == "died"
         if died or clock() - asked >= _ASK_SECONDS:

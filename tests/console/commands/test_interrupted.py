@@ -91,3 +91,13 @@ def test_what_a_run_folder_says_is_no_command_to_type(tmp_path):
         followed = Followed(Console(), "", [run], None)
         followed.folder = run
         assert followed.by_hand().endswith(f"flwr stop {number}")
+
+
+def test_the_command_that_resumes_a_run_has_the_federation_s_folder_where_that_is_known(tmp_path):
+    word, filled = "failed: x; resume it: fedveil submit --federation FOLDER --config /r/resume.toml", []
+    for place in (tmp_path / "a pilot" / "server" / "flower", tmp_path / "flower"):
+        place.mkdir(parents=True)
+        write_connection(place, "127.0.0.1:1", tmp_path / "ca.crt")
+        filled.append(Followed(Console(), "", [], Flower(place))._filled(word))
+    assert filled == [word.replace("FOLDER", f"'{tmp_path}/a pilot'"), word]
+    assert Followed(Console(), "", [], None)._filled(word) == word

@@ -44,6 +44,7 @@ def ended(states, said=(), timeout=0.0, printed=""):
 
 RUNNING, DONE, FAILED = {"state": "running"}, {"state": "completed"}, {"state": "failed", "reason": "round 1: too few"}
 LONG = {"state": "failed", "reason": "x" * 900 + "resume it: fedveil submit"}
+ENDED = {"state": "failed", "reason": "interrupted: its ServerApp was told to end; resume it: fedveil submit"}
 DIED = {"state": "died", "reason": "killed by the kernel"}
 
 
@@ -55,6 +56,14 @@ DIED = {"state": "died", "reason": "killed by the kernel"}
         ([LONG], [], 1, "resume it: fedveil submit"),
         ([RUNNING], ["running", "finished:failed"], 1, "failed: so says Flower"),
         ([RUNNING], ["running", "finished:stopped"], 3, "stopped: so says Flower"),
+        (
+            [RUNNING, ENDED],
+            ["running", "finished:stopped"],
+            3,
+            "stopped: interrupted: its ServerApp was told to end; res",
+        ),
+        ([ENDED], ["running"], 1, "failed: interrupted"),
+        ([FAILED], ["finished:stopped"], 1, "failed: round 1: too few"),
         ([RUNNING], ["finished:completed"], 1, "does not say that it completed"),
         ([{}], ["running", "finished:completed"], 0, "completed: so says Flower"),
         ([{}], ["finished:failed"], 1, "failed: so says Flower"),
