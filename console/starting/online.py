@@ -27,8 +27,8 @@ _SAID = re.compile(
 _EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
 _MEANINGS = {
     "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
-    "305": "the server does not know the key, or has it online already; the operator registers a key with fedveil "
-    "members register",
+    "305": "the server does not know the key, or has it online already, as for a minute after a site was killed: try "
+    "again then; the operator registers a key with fedveil members register",
 }
 _TROUBLE = {"failed": "failed", "refused": "was refused", "withheld": "was withheld"}
 
