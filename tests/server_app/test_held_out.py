@@ -35,7 +35,7 @@ class Scoring(ToyTrainer):
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     task = use_toy_task(monkeypatch)
-    counts = {"south": 100, "east": 250}  # so that east and north never hold out equally many
+    counts = {"south": 100, "north": 800}  # so that east and north never hold out equally many, nor east too few
     real = type(task).examples
 
     def examples(data, split, share=None):
@@ -70,7 +70,7 @@ def test_each_site_answers_as_its_policy_has_it_and_no_turn_fails(run):
     assert [each["south"].get("held_out_refused") for each in reports] == [2, 2, 2]
     assert [each["west"].get("held_out_refused") for each in reports] == [1, 1, 1]
     north = reports[0]["north"]
-    assert north["num_examples"] + north["rows_held_out"] == 400
+    assert north["num_examples"] + north["rows_held_out"] == 800
     assert reports[0]["south"]["num_examples"] == 100
     assert reports[0]["west"]["num_examples"] == 400
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
