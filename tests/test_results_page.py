@@ -82,14 +82,16 @@ def is_shown(text: str, value: float) -> bool:
     """Whether `text` is `value`, rounded as it is written."""
     plain = text.replace(",", "")
     decimals = len(plain.partition(".")[2])
-    return abs(float(plain) - value) <= 0.5 * 10**-decimals + 1e-9 * abs(value)
+    return abs(float(plain) - value) <= 0.5 * 10**-decimals + 1e-12 * abs(value)
 
 
 def seeds_of(result: dict[str, Any], preset: str, measured: str = "") -> int:
-    """How many seeds the file has: what its own sentences say, else its preset, or its bases that the row measures."""
+    """How many seeds the file has: what its own sentences say, else its preset; of a table by bases, which can be of
+    fewer seeds than asked for, what all rows have that the row measures."""
     settings = run.read(preset, result["quick"])["settings"]
-    bases = [of["seeds"] for base, of in settings.get("bases", {}).items() if f"{base}, " in measured]
-    return ready.seeds_of(result) or int(max(bases, default=0) or settings["seeds"])
+    measures = [row for row in result["rows"] if "base" in row and f"{row['name'].partition(', ')[0]}, " in measured]
+    fewest = min((len(row["metrics"]["accuracy"]["seeds"]) for row in measures), default=0)
+    return ready.seeds_of(result) or int(fewest or settings["seeds"])
 
 
 def problems(row: Row) -> list[str]:
