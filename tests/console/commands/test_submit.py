@@ -19,6 +19,7 @@ def flower(monkeypatch, tmp_path):
 
     class Fake:
         def __init__(self, home):
+            self.home = home
             given.append(home)
 
         def submit(self, app, settings):
