@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from fedveil.contract.method import State
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.records import process
-from fedveil.server_app import going_back, sites
+from fedveil.server_app import going_back
 from fedveil.server_app.evaluate import Best, Choice, Scores
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def reason(error: BaseException, folder: Path) -> str:
         said += f"; {process.LOWER}"
     elif process.Cause.MEMORY in said:  # so a site has answered
         said += f"; {process.LOWER_AT_SITE}"
-    if isinstance(error, ConfigError) or sites.ANEW in said or not going_back.has_checkpoint(folder):
+    if isinstance(error, ConfigError) or not going_back.has_checkpoint(folder):
         return said
     return f"{said}; {process.resume_command(folder)}"
 

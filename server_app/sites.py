@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _POLL_SECONDS = 0.25
-ANEW = "submit the run anew under another name"
 _SILENT = re.compile("no (reply|answer) within ")
 _POLICY = "its policy"
 _REFUSES = {"PolicyError: ": _POLICY, "BudgetError: ": "its ledger"}
@@ -129,7 +128,8 @@ def remedy(before: RoundRecord | None) -> str:
     if not refused:
         if failed and not any(_SILENT.match(why) for why in failed.values()):
             return (
-                f"mend what these say, and {ANEW}: a resumed one keeps its config, and asks them for a round once more"
+                "mend what these say. A resumed run repeats the round, which a site refuses whose policy's max-repeats "
+                "it has reached: then submit anew, under another name"
             )
         return "start the missing sites, see the sites' logs, or lower cohort.min-sites"
     named = [f"{site}, refused by {by}" for site, by in refused.items()]

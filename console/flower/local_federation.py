@@ -158,10 +158,7 @@ class LocalFederation:
     # Sites
 
     def kill_site(self, name: str, grace: float = 0.0) -> None:
-        """SIGKILL for a site's SuperNode and everything that it started, as if the machine had gone.
-
-        With `grace` it may take its leave first: the SuperLink then knows at once that the site is gone.
-        """
+        """SIGKILL for a site's SuperNode and all that it started; with `grace` it may tell the SuperLink first."""
         self.processes.kill(name, grace)
 
     def start_site(self, name: str) -> None:
@@ -175,7 +172,8 @@ class LocalFederation:
         command = supernode(link, self.folder / "ca.crt", self._key(name), port, config, secret)
         superexec = start_isolated(self.processes, name, command, env, port, secret)
         site = parse_site(tomllib.loads(self._node_file(name).read_text()))
-        start_spare(site, superexec, self.processes.marked(name, env))
+        if not self._own_waits:  # stock Flower has none, and its CPU seconds would be counted with it
+            start_spare(site, superexec, self.processes.marked(name, env))
 
     def online(self, name: str) -> bool:
         """Whether the SuperLink has accepted the site. Raises LaunchError if its SuperNode has ended."""

@@ -165,7 +165,7 @@ def test_where_sites_failed_by_errors_of_their_own_the_next_step_is_to_mend_thos
     def after(**failed):
         return sites.remedy(SimpleNamespace(failed=failed))
 
-    assert after(south="TaskError: expected column x").startswith("mend what these say, and submit the run anew")
+    assert after(south="TaskError: expected column x").startswith("mend what these say. A resumed run repeats")
     assert after(south="TaskError: expected column x", north="no reply within 9 s").startswith(
         "start the missing sites"
     )

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if sheet is not None:
         write_atomic(args.folder / findings.PICTURES, sheet)
     file = args.folder / findings.FILE
-    if not result.findings and file.is_file():
+    if not result.findings and result.epsilon_shown is None and file.is_file():
         console.print(f"{file} stays as an earlier audit wrote it: this one tried no attack", soft_wrap=True)
     else:
         write_atomic(file, json.dumps(result.to_json(), indent=1).encode())

@@ -131,6 +131,10 @@ def test_an_audit_that_tried_nothing_leaves_what_an_earlier_one_found(make_run, 
     assert "audit.json stays as an earlier audit wrote it: this one tried no attack" in out.replace("\n", "")
     assert "The other 0 findings" not in out
     assert Audit.read(folder) == first
+    bound = Audit([], [], [], epsilon_shown=2.0)  # by canaries alone
+    monkeypatch.setattr(attacks, "audit_run", lambda *_, **__: (bound, None))
+    assert main(["audit", str(folder)]) == 0
+    assert Audit.read(folder) == bound
 
 
 def test_the_time_reaches_the_audit(make_run, monkeypatch):
