@@ -33,7 +33,7 @@ from typing import Any
 
 from flwr.supercore import log
 
-from fedveil.guard import superlink, supernode
+from fedveil.guard import repeats, superlink, supernode
 from fedveil.guard.operators import App, Scope
 
 _TABLE = Path("/proc/net/tcp")
@@ -111,6 +111,7 @@ def main(program: str) -> None:
         fronts.serve(also=closed_to_others)
     else:
         superlink.serve_through(closed_to_others)
+    repeats.of_flower()
     module, function = _PROGRAMS[program]
     getattr(importlib.import_module(module), function)()
 

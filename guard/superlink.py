@@ -24,7 +24,7 @@ from typing import NoReturn
 import uvicorn
 
 from fedveil.errors import ConfigError, FedVeilError
-from fedveil.guard import flower
+from fedveil.guard import flower, repeats
 from fedveil.guard.control_log import ControlLog
 from fedveil.guard.members import Members
 from fedveil.guard.operators import App, Operators
@@ -67,6 +67,7 @@ def main() -> None:
     fronts = prepare()
     if fronts is not None:
         fronts.serve()
+    repeats.of_flower()
     from flwr.superlink.cli import flower_superlink  # a second of imports, which the scripts' tests do without
 
     flower_superlink()

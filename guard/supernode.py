@@ -23,7 +23,7 @@ from typing import Any
 from flwr.supercore.run import RunNotRunningException
 
 from fedveil.errors import ConfigError, StateError
-from fedveil.guard import flower, pace
+from fedveil.guard import flower, pace, repeats
 
 _CALLS = ("pull_object", "confirm_message_received")
 
@@ -31,6 +31,7 @@ _CALLS = ("pull_object", "confirm_message_received")
 def main() -> None:
     """The process. Its arguments are those of Flower's own program."""
     prepare()
+    repeats.of_flower()
     from flwr.supernode.cli import flower_supernode
 
     flower_supernode()

@@ -9,11 +9,16 @@ of all hops together. The first round of each run is left out.
 | MB a second | of all messages of a round, both ways, by these seconds |
 | CPU s <program> | a round, of all processes of it; stock Flower's is the mean of all rounds |
 | MB <program> | the most resident memory of one process of it, in all rounds |
+
+One size runs again while every connection of the sites is cut at an interval, in the midst of what it carries.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +40,21 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     """
     if options.launch is None:
         raise ConfigError("core/large: expected a launcher, found none; run it as `fedveil bench core/large`")
-    sites, found = settings["sites"], dict[str, Run]()
+    sites, found, cut = settings["sites"], dict[str, Run](), settings["cut"]
     named = [options.launch.LocalSite(f"site-{i}", places.folder("data/e2e")) for i in range(sites)]
-    with tempfile.TemporaryDirectory() as scratch, options.launch.LocalFederation(named) as federation:
-        base = bases.random_gpt2(Path(scratch) / "gpt2", settings["base"])
-        config = settings["config"] | {"cohort.sites": sites, "cohort.min-sites": sites, "task.model": str(base)}
-        bench = NoOp(federation, Path(scratch), config | {"run.dir": scratch}, sites, _kind)
-        for size in settings["sizes"]:
-            rank = {"method.fields": f"adapter = {{kind = 'lora', rank = {size['rank']}}}"}
-            way = bench.ours(f"rank-{size['rank']}", size["rounds"], rank)
-            found[_name("fedveil", way)] = way
-            options.say(f"{_name('fedveil', way)}: {way.seconds}")
+
+    def ours(federation: Any, sizes: list[dict[str, int]], how: str = "") -> None:
+        with tempfile.TemporaryDirectory() as scratch, federation:
+            base = bases.random_gpt2(Path(scratch) / "gpt2", settings["base"])
+            config = settings["config"] | {"cohort.sites": sites, "cohort.min-sites": sites, "task.model": str(base)}
+            bench = NoOp(federation, Path(scratch), config | {"run.dir": scratch}, sites, _kind)
+            for size in sizes:
+                rank = {"method.fields": f"adapter = {{kind = 'lora', rank = {size['rank']}}}"}
+                way = bench.ours(f"rank-{size['rank']}", size["rounds"], rank)
+                found[_name("fedveil", way, how)] = way
+                options.say(f"{_name('fedveil', way, how)}: {way.seconds}")
+
+    ours(options.launch.LocalFederation(named), settings["sizes"])
     sizes = [(way.payload_bytes, len(way.seconds)) for way in found.values()]
     with tempfile.TemporaryDirectory() as scratch, options.launch.LocalFederation(named, own_waits=True) as federation:
         bench = NoOp(federation, Path(scratch), {}, sites, _kind)
@@ -53,13 +62,14 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
             way = bench.stock(f"bytes-{payload}", rounds, payload)
             found[_name("flower", way)] = way
             options.say(f"{_name('flower', way)}: {way.seconds}")
+    ours(_through_cuts(options.launch.LocalFederation, cut["every"])(named), [cut], f", cut every {cut['every']} s")
     return outcome(found, sites)
 
 
 def outcome(found: dict[str, Run], sites: int) -> Outcome:
-    """The table of these runs: first all of ours, then as many of stock Flower's, in the same order."""
+    """The table of these runs: first all of ours, then as many of stock Flower's, in the same order, then those cut."""
     rows, ways = [_row(name, way, sites) for name, way in found.items()], list(found.values())
-    half = len(ways) // 2
+    half = sum(name.startswith("flower") for name in found)
     said = []
     for row, ours, stock in zip(rows, ways[:half], ways[half:], strict=False):
         mean, other = (sum(way.seconds) / len(way.seconds) for way in (ours, stock))
@@ -68,6 +78,10 @@ def outcome(found: dict[str, Run], sites: int) -> Outcome:
             f"{ours.payload_bytes / 1e6:.0f} MB each way, {sites} sites: {mean:.1f} s a round, "
             f"{mean / other:.2f} times stock Flower's {other:.1f}; CPU seconds: {hops}."
         )
+    for row, way in list(zip(rows, ways, strict=True))[2 * half :]:
+        whole = next(one for one in ways if one.payload_bytes == way.payload_bytes)
+        mean, other = (sum(one.seconds) / len(one.seconds) for one in (way, whole))
+        said.append(f"{row['name']}: {mean:.1f} s a round, {mean / other:.2f} times the seconds of one undisturbed.")
     return Outcome(rows, said)
 
 
@@ -88,11 +102,85 @@ def _hops(way: Run) -> list[str]:
     return [hop for hop in _HOPS if any(of.get(hop) for of in way.cpu)]
 
 
-def _name(whose: str, way: Run) -> str:
-    return f"{whose}, {way.payload_bytes / 1e6:.0f} MB each way"
+def _name(whose: str, way: Run, how: str = "") -> str:
+    return f"{whose}, {way.payload_bytes / 1e6:.0f} MB each way{how}"
 
 
 def _kind(command: list[str]) -> str:
     """A resident guard forks a child for each message: both are the client's."""
     kind = program(command)
     return "client process" if kind == "resident" else kind
+
+
+def _through_cuts(federation: Any, every: float) -> Any:
+    """`federation`, a class, whose sites reach the SuperLink through a relay that cuts them each `every` seconds."""
+
+    class Cut(federation):
+        _fleet_port: int
+        _relay: _Relay | None = None
+
+        def start_site(self, name: str) -> None:
+            port = self._fleet_port
+            self._relay = self._relay or _Relay(port, every)
+            self._fleet_port = self._relay.port
+            try:
+                super().start_site(name)
+            finally:
+                self._fleet_port = port
+
+        def stop(self) -> None:
+            super().stop()
+            if self._relay is not None:
+                self._relay.close()
+
+    return Cut
+
+
+class _Relay:
+    """Passes bytes on between sites and a port of this machine, and cuts each connection in the midst of them.
+
+    Attributes:
+        port: where it listens, on loopback.
+        cuts: how many connections it has cut.
+    """
+
+    def __init__(self, server: int, every: float) -> None:
+        self._server, self._every, self._ended = server, every, threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self.cuts = self._listener.getsockname()[1], 0
+        self._open: set[tuple[socket.socket, socket.socket]] = set()
+        for loop in (self._accept, self._cut):
+            threading.Thread(target=loop, daemon=True).start()
+
+    def close(self) -> None:
+        """Cuts what is open and listens no more."""
+        self._ended.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                site, _ = self._listener.accept()
+                pair = site, socket.create_connection(("127.0.0.1", self._server))
+                self._open.add(pair)
+                for one, other in (pair, pair[::-1]):
+                    threading.Thread(target=self._carry, args=(one, other, pair), daemon=True).start()
+
+    def _carry(self, one: socket.socket, other: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
+        with contextlib.suppress(OSError):  # cut
+            while data := one.recv(1 << 18):
+                other.sendall(data)
+        self._end(pair)
+
+    def _cut(self) -> None:
+        while not self._ended.wait(self._every):
+            for pair in list(self._open):
+                self.cuts += 1
+                self._end(pair)
+
+    def _end(self, pair: tuple[socket.socket, socket.socket]) -> None:
+        self._open.discard(pair)
+        for end in pair:
+            with contextlib.suppress(OSError):  # ended by the other side
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
