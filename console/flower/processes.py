@@ -141,7 +141,8 @@ class Processes:
         return [child for key, child in self._children.items() if key == name or key.startswith(f"{name} ")]
 
     def _marked(self, name: str | None = None) -> list[psutil.Process]:
-        own = {child.pid for key, child in self._children.items() if name in (None, key)}
+        # Of those that run: another process may have the number of one that has ended.
+        own = {child.pid for key, child in self._children.items() if name in (None, key) and child.poll() is None}
         mark = f"{self.token}:{name or ''}"
         found: dict[int, psutil.Process] = {}
         for process in psutil.process_iter():

@@ -89,3 +89,19 @@ finally:
     child.stdout.close()
     grandchild = int(next(word for word in log.read_text().split() if word.isdigit()))
     assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stranger_with_the_number_of_one_that_has_ended_is_left_alone(processes):
+    """The system gives a process number again after some ten thousand others."""
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        processes.start("one", [sys.executable, "-c", ""], dict(os.environ))
+        ended = processes._children["one"]
+        assert ended.wait(20) == 0
+        ended.pid = stranger.pid
+        assert processes.alive("one") == processes.alive() == []
+        processes.stop(grace=0)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
