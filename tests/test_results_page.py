@@ -238,8 +238,8 @@ def test_no_figure_can_be_changed_unseen(cell):
     [
         ({"command": "`fedveil bench fedrand/table9 --quick`"}, "no preset"),
         ({"command": "`fedveil bench core/training`"}, "no result"),
-        ({"command": "`fedveil bench fedrand/table4`"}, "another form"),
-        ({"command": "`fedveil bench fedrand/table4 --quick --seeds 5`"}, "another number of seeds"),
+        ({"command": "`fedveil bench dp_fpl/mia`"}, "another form"),
+        ({"command": "`fedveil bench dp_fpl/mia --quick --seeds 5`"}, "another number of seeds"),
         ({"verdict": "holds (2 seeds)"}, "keeps"),
         ({"verdict": "not decided (5 seeds)"}, "has 2 seeds"),
         ({"verdict": "holds (seen twice)"}, "expected one of"),
@@ -250,7 +250,7 @@ def test_no_figure_can_be_changed_unseen(cell):
     ],
 )
 def test_a_row_that_says_more_is_refused(changes, said):
-    row = next(row for row in ROWS if "server's model tells members less" in row.claim)
+    row = next(row for row in ROWS if "shadow models find no member" in row.claim)
     assert said in " ".join(problems(replace(row, **changes)))
 
 
