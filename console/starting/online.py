@@ -21,6 +21,8 @@ from fedveil.records import audit_log
 _POLL_SECONDS = 0.5
 _PROBE_SECONDS = 10.0  # between two looks at a server that has not taken the site yet
 _CONNECT_SECONDS = 3.0
+_AWAY_SECONDS = 10.0  # a server that answers again sooner is not worth a word
+_LINK = re.compile(rb"Connection (attempt failed, retrying|successful after)")  # Flower's words, of 1.39 and 1.41
 _SAID = re.compile(
     r'details = "(fedveil: [^"\n]{1,400})|^(?:\[code: 0\] )?(fedveil: .{1,400})$', re.MULTILINE
 )  # guard/members.py
@@ -64,6 +66,8 @@ class Watch:
     Attributes:
         began: byte of the site's log at which this start begins.
         read: byte of its audit log up to which it was shown.
+        heard: byte of its log up to which Flower's words on the connection were read.
+        away: when they began to be bad, in seconds of this process's clock and by the wall; None = they are not.
     """
 
     processes: Processes
@@ -75,13 +79,16 @@ class Watch:
     read: int
     online: bool = False
     missing: str = ""
+    heard: int = 0
+    away: tuple[float, str] | None = None
+    away_said: bool = False
 
     @classmethod
     def of(cls, processes: Processes, name: str, state: Path, superlink: str, ca: Path) -> Self:
         """From now on."""
         log, audit = processes.log(name), state / audit_log.NAME
         began, read = (file.stat().st_size if file.exists() else 0 for file in (log, audit))
-        return cls(processes, name, audit, superlink, ca, began, read)
+        return cls(processes, name, audit, superlink, ca, began, read, heard=began)
 
     def until_ended(self, also: Callable[[], None] = lambda: None) -> int:
         """Until the SuperNode ends, which raises ConfigError with the reason in words. `also` is called meanwhile."""
@@ -93,6 +100,7 @@ class Watch:
             elif not self.online and time.monotonic() - probed >= _PROBE_SECONDS:
                 self.look()
                 probed = time.monotonic()
+            self.listen()
             self.tell()
             also()
             time.sleep(_POLL_SECONDS)
@@ -105,6 +113,26 @@ class Watch:
         said, self.missing = self.missing, missing(self.superlink, self.ca)
         if self.missing and self.missing != said:
             print(f"site {self.name}: {self.missing}", flush=True)
+
+    def listen(self) -> None:
+        """Prints once that a server which had taken the site is away, and once that it is back."""
+        with self.processes.log(self.name).open("rb") as log:
+            log.seek(self.heard)
+            new = log.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self.heard += len(whole)
+        for said in _LINK.findall(whole):
+            if said.startswith(b"attempt"):
+                self.away = self.away or (time.monotonic(), time.strftime("%H:%M:%S"))
+                continue
+            if self.away_said and self.away:
+                waited = time.monotonic() - self.away[0]
+                print(f"site {self.name}: the server answers again, after {waited:.0f} s", flush=True)
+            self.away, self.away_said = None, False
+        if self.online and self.away and not self.away_said and time.monotonic() - self.away[0] >= _AWAY_SECONDS:
+            text = f"the server at {self.superlink} does not answer since {self.away[1]}; this site keeps asking, and "
+            print(f"site {self.name}: {text}goes on by itself once it answers", flush=True)
+            self.away_said = True
 
     def tell(self) -> None:
         """Prints what was sent since the last call, and what went wrong, with its cause: the server learns its kind."""

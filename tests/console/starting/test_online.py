@@ -131,3 +131,37 @@ def test_a_turn_that_went_wrong_is_on_the_screen_with_its_cause_and_once(tmp_pat
     watched.tell()
     watched.tell()
     assert capsys.readouterr().out.count("fedveil log verify") == 1
+
+
+_FAILED = "\x1b[93mWARNING \x1b[0m:   Connection attempt failed, retrying in 2.41 seconds\n"
+_BACK = "\x1b[92mINFO \x1b[0m:      Connection successful after 12.30 seconds and 5 tries.\n"
+
+
+def test_a_server_that_is_away_is_said_once_and_that_it_is_back(tmp_path, monkeypatch, capsys):
+    clock = [100.0]
+    monkeypatch.setattr(online.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(online.time, "strftime", lambda form: "12:03:04")
+    processes = Processes(tmp_path)
+    log = processes.log("north")
+
+    def after(seconds: float, *lines: str) -> list[str]:
+        clock[0] += seconds
+        with log.open("a") as file:
+            file.write("".join(lines))
+        watched.listen()
+        return capsys.readouterr().out.splitlines()
+
+    log.write_text(_FAILED)  # of an earlier start
+    watched = Watch.of(processes, "north", tmp_path, "h:1", tmp_path / "ca.crt")
+    watched.online = True
+    assert after(60, "SuperNode ID: 5\n", _FAILED[:20]) == []
+    assert after(1, _FAILED[20:]) == []
+    assert after(5, _FAILED, _BACK) == []  # too short to be worth a word
+    assert after(60, _FAILED) == []
+    assert after(10, _FAILED) == [
+        "site north: the server at h:1 does not answer since 12:03:04; this site keeps asking, and goes on by itself "
+        "once it answers"
+    ]
+    assert after(30, _FAILED) == []
+    assert after(20, _BACK) == ["site north: the server answers again, after 60 s"]
+    assert after(30, _FAILED, _BACK) == []
