@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedveil.config import AggregateConfig, CohortConfig, RunConfig, SecureConfig
-from fedveil.federation import cohort as cohorts
 from fedveil.federation import rules
 from fedveil.federation.exchange import Exchange
 from fedveil.server_app.evaluate import Choice
@@ -45,12 +44,8 @@ class RunSettings:
 
     def check(self, exchange: Exchange) -> None:
         """Raises ConfigError for a rule that the method or the cohort do not allow."""
-        rule, cohort = self.aggregate, self.cohort
-        rules.check(exchange, rule)
-        rules.check_secure(self.secure, rule, cohort)
-        rules.check_count(rule, "cohort.min-sites", cohort.min_sites)
-        drawn = cohorts.size(cohort.fraction, max(cohort.sites, cohort.min_sites))
-        rules.check_count(rule, "cohort.fraction of cohort.sites", drawn)
+        rules.check(exchange, self.aggregate)
+        rules.check_cohort(self.secure, self.aggregate, self.cohort)
 
     @classmethod
     def of(cls, config: RunConfig, name: str, choice: Choice | None = None) -> RunSettings:

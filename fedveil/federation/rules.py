@@ -47,6 +47,14 @@ def check(exchange: Exchange, aggregate: AggregateConfig) -> None:
         )
 
 
+def check_cohort(secure: SecureConfig, aggregate: AggregateConfig, cohort: CohortConfig) -> None:
+    """Raises ConfigError for what this cohort, or sums that nobody sees into, do not allow, whatever the method is."""
+    check_secure(secure, aggregate, cohort)
+    check_count(aggregate, "cohort.min-sites", cohort.min_sites)
+    drawn = size(cohort.fraction, max(cohort.sites, cohort.min_sites))
+    check_count(aggregate, "cohort.fraction of cohort.sites", drawn)
+
+
 def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: CohortConfig) -> None:
     """Raises ConfigError for what cannot be done with uploads that nobody sees one by one."""
     if not secure.enabled:

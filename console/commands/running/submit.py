@@ -3,7 +3,8 @@
 Where no app is named, this installation's own is sent. A relative run.dir is below the folder in which the server runs
 apps: FOLDER, where fedveil server start was used. What sinks.use names must be installed here, for as a rule the server
 runs apps with this same installation. Where it has one of its own, --extras-at-server leaves the question to the
-ServerApp, which refuses before any site is asked. The exit code says what became of the run, as that of
+ServerApp, which refuses before any site is asked. So it is with the method, its fields and what the run config asks of
+it: what can be known here is refused before anything is sent. The exit code says what became of the run, as that of
 `fedveil watch` does: 0 completed, 1 failed, 3 stopped, 4 still going after --timeout.
 """
 
@@ -32,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until it has ended"
     )
     parser.add_argument(
-        "--extras-at-server", action="store_true", help="the server has packages of its own: ask there alone for extras"
+        "--extras-at-server",
+        action="store_true",
+        help="the server has packages of its own: ask there alone for extras and methods",
     )
     parser.set_defaults(run=run)
 
@@ -42,8 +45,14 @@ def run(args: argparse.Namespace) -> int:
     settings = overrides(args.config, args.set)
     parsed = parse(settings)
     config = parsed.run
-    if parsed.sinks.names and not args.extras_at_server:
-        _require_sinks(parsed)
+    if not args.extras_at_server:
+        if args.app is None:
+            try:
+                _require_possible(parsed)
+            except ConfigError as error:
+                raise ConfigError(f"{error}; nothing was sent") from None
+        if parsed.sinks.names:
+            _require_sinks(parsed)
     flower = Flower(args.federation.absolute() / "server" / "flower")
     try:
         number = flower.submit(args.app, settings)
@@ -53,6 +62,21 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(config.dir).expanduser() / (config.name or f"run-{number}")
     # fedveil server start runs apps in the federation's folder, a container in / as this command's.
     return Followed(terminal(), number, [folder, args.federation / folder], flower).to_its_end(args.timeout)
+
+
+def _require_possible(config: RunConfig) -> None:
+    """Raises ConfigError for what the ServerApp refuses once it has started, and needs no base to be known."""
+    from fedveil import strategies, tasks  # a second of imports, which a wrong key need not wait for
+    from fedveil.federation import rules
+    from fedveil.privacy.claims import checked_claim
+    from fedveil.server_app.evaluate import Choice
+    from fedveil.training import optimisers
+
+    method = strategies.create(config.method.name, config.method.fields)
+    checked_claim(method, config, has_row_gradients=True)  # whether the task has them, its base says
+    optimisers.check(method, config)
+    Choice.of(config, tasks.info(config.task.name).metrics(config.task))
+    rules.check_cohort(config.secure, config.aggregate, config.cohort)
 
 
 def _require_sinks(config: RunConfig) -> None:

@@ -196,3 +196,30 @@ def test_a_server_with_packages_of_its_own_is_asked_itself(tmp_path, flower, bar
     options = ["--set", "run.name=first", "--set", "sinks.use=mlflow", "--extras-at-server"]
     assert submitted(tmp_path, *options) == 0
     assert flower[1][1]["sinks.use"] == "mlflow"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["method.name=fedrnd"], "method.name"),
+        (["method.fields=rho = 3.0"], "rho"),
+        (["method.fields=roh = 0.3"], "roh"),
+        (["dp.clip=1.0", "dp.noise=1.0", "method.name=dp_fpl"], "dp_fpl, which adds noise of its own"),
+        (["aggregate.rule=multi-krum", "aggregate.hostile=1", "cohort.min-sites=2"], "cohort.min-sites"),
+        (["secure.enabled=true", "aggregate.rule=median"], "aggregate.rule"),
+        (["evaluate.keep=best", "evaluate.metric=nothing"], "evaluate.metric"),
+    ],
+)
+def test_what_the_server_would_refuse_is_refused_before_anything_is_sent(tmp_path, flower, capsys, wrong, said):
+    """Of this installation's own app, whose methods are known here; where the server has its own, it is asked there."""
+    words = [word for each in wrong for word in ("--set", each)]
+    assert main(["submit", "--federation", str(tmp_path), *words]) == 2
+    assert flower == []
+    assert said in capsys.readouterr().err
+
+
+def test_a_server_with_packages_of_its_own_may_know_another_method(tmp_path, flower):
+    folder(tmp_path, "completed")
+    more = ["--set", f"run.dir={tmp_path / 'runs'}", "--set", "run.name=first", "--set", "method.name=theirs"]
+    assert main(["submit", "--federation", str(tmp_path), "--extras-at-server", *more]) == 0
+    assert flower[1][1]["method.name"] == "theirs"
