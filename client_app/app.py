@@ -20,6 +20,7 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
+from fedveil import errors
 from fedveil.client_app.site import cause, policy, secure
 from fedveil.client_app.site.assignment import Assignment
 from fedveil.client_app.site.private import PrivateStore
@@ -49,7 +50,7 @@ def train(message: Message, context: Context) -> Message:
         upload = _take_part(message, context)
     except Exception as error:
         log(ERROR, "this site's turn failed", exc_info=error)
-        cause.note(error)
+        cause.note(*private_reason(error))
         return Message(Error(_RAISED, public_reason(error)), reply_to=message)
     log(INFO, "turn of %.1f s, upload of %s bytes", time.monotonic() - started, sum(map(len, upload)))
     return _reply(message, upload)
@@ -63,7 +64,7 @@ def secure_(message: Message, context: Context) -> Message:
         answer = _answered(record, assignment)
     except Exception as error:
         log(ERROR, "this site's answer failed", exc_info=error)
-        cause.note(error)
+        cause.note(*private_reason(error))
         return Message(Error(_RAISED, public_reason(error)), reply_to=message)
     return _reply(message, list(slices.sliced([answer])))
 
@@ -138,6 +139,14 @@ def _drained(record: ArrayRecord) -> Iterator[bytes]:
     """The message's slices, each removed from the record before it is handed out."""
     for name in slices.in_order(list(record)):
         yield record.pop(name).data
+
+
+def private_reason(error: Exception) -> tuple[str, str]:
+    """Kind and text of an error for this site's people; of one that is no refusal of ours, where its traceback is."""
+    if not isinstance(error, link.TurnError):
+        return type(error).__name__, str(error)
+    ours = error.trace is None or hasattr(errors, error.kind)
+    return error.kind, str(error) if ours else f"{str(error)[:500]}; its traceback is in {error.trace}"
 
 
 def public_reason(error: Exception) -> str:

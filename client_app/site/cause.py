@@ -14,9 +14,9 @@ VARIABLE = "FEDVEIL_TURN_CAUSE"
 _LONGEST = 1000  # characters; as the audit log cuts
 
 
-def note(error: BaseException) -> None:
+def note(kind: str, text: str) -> None:
     """Keeps kind and text of an error for `taken`."""
-    os.environ[VARIABLE] = shown(f"{type(error).__name__}: {error}", _LONGEST)
+    os.environ[VARIABLE] = shown(f"{kind}: {text}", _LONGEST)
 
 
 def taken() -> str:

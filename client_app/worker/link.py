@@ -50,11 +50,11 @@ log = getLogger("fedveil.link")
 
 
 class TurnError(FedVeilError):
-    """A turn failed in the worker. `kind` is the name of the error there."""
+    """A turn failed in the worker. `kind` is the name of the error there, `trace` the file that has its traceback."""
 
-    def __init__(self, kind: str, text: str) -> None:
+    def __init__(self, kind: str, text: str, trace: Path | None = None) -> None:
         super().__init__(text)
-        self.kind = kind
+        self.kind, self.trace = kind, trace
 
 
 def take_part(message: Iterable[bytes], assignment: Assignment, owner: Owner, root: Path | None = None) -> list[bytes]:
@@ -182,7 +182,7 @@ def _handed_over(spool: IO[bytes], folder: Folder, card: Card, assignment: Assig
             upload = list(sliced(answers))
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.ABORTED:
-            raise TurnError(**json.loads(error.details())) from None
+            raise TurnError(**json.loads(error.details()), trace=folder.log) from None
         if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
             folder.kill(card)
             folder.failed(assignment.described(), late(assignment.order.seconds))

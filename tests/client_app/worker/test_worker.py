@@ -585,6 +585,10 @@ def test_after_an_error_that_nobody_foresaw_the_worker_ends(kind, stays, bench):
         bench.turn(0)
     assert error.value.kind == kind
     assert "row 4711" in bench.folder.log.read_text()
+    told, text = client.private_reason(error.value)
+    assert (told, text.startswith("row 4711")) == (kind, True)
+    assert (f"its traceback is in {bench.folder.log}" in text) == (not stays)
+    assert str(bench.folder.path) not in client.public_reason(error.value)
     if stays:
         assert len(bench.workers()) == 1
     else:
