@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -77,7 +78,11 @@ def flattened(table: object) -> object:
     known = set(RunConfig().flat()) - {_FIELDS}
     for key in found:
         if key not in known and not key.startswith(f"{_FIELDS}."):
-            raise ValueError(f"unknown key {key}; expected one of the run config, or {_FIELDS}.NAME")
+            near = difflib.get_close_matches(key, known, 1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(
+                f"unknown key {key[:80]} in [permits]; {meant}expected one of the run config, or {_FIELDS}.NAME"
+            )
     return found
 
 

@@ -218,32 +218,6 @@ def disk(folder: Path) -> Check:
     return Check("disk", verdict, f"{free:.1f} GB free at {there}")
 
 
-def policy(file: str) -> Check:
-    """A policy that can be read and names the app."""
-    from fedveil.client_app.site.node_config import Site
-    from fedveil.client_app.site.policy import of_site
-
-    if not file:
-        return Check("policy", "warn", "none: this site permits everything; name a site-policy.toml")
-    found = of_site(Site(policy=file))
-    if found.app_digests is None and found.signers is None:
-        return Check(
-            "policy",
-            "warn",
-            f"{file} names neither app-digests nor signers: any code may come, and could undo the rest",
-        )
-    if "permits" not in found.model_fields_set:
-        return Check(
-            "policy",
-            "warn",
-            f"{file} has no [permits]: every key of a run that nothing else in it names must have its default; "
-            "fedveil explain --permits --set ... prints what a run needs",
-        )
-    empty = [name for name in ("methods", "tasks", "models", "app_digests", "signers") if getattr(found, name) == []]
-    words = f", and permits nothing: {', '.join(empty).replace('_', '-')} empty" if empty else ""
-    return Check("policy", "warn" if empty else "ok", f"{file} can be read{words}")
-
-
 def key_file(file: str, state: Path) -> Check:
     """A key file that fits what the site keeps."""
     from fedveil.console.runs import sealing

@@ -17,13 +17,19 @@ from fedveil.client_app.site.policy import of_site as of_policy
 from fedveil.config import TaskConfig
 from fedveil.console.provisioning.checks import Check, guarded
 from fedveil.contract.task import of_classes
-from fedveil.errors import PolicyError
+from fedveil.errors import ConfigError, FedVeilError, PolicyError
 from fedveil.rows import decoding, looking, reading
 
 
 def of_site(folder: str, task: TaskConfig, counted: list[int]) -> Check:
     """A site's training rows, whose number goes into `counted`."""
-    return _rows("data", Path(folder), "train", task, counted)
+    try:
+        return _rows("data", Path(folder), "train", task, counted)
+    except FedVeilError as error:
+        if task != TaskConfig():
+            raise
+        text = f"{error}; it was looked at as the default task: name the run's own with --config or --set"
+        raise ConfigError(text) from None
 
 
 def enough(check: Check, policy: str, counted: Sequence[int]) -> Check:

@@ -20,7 +20,7 @@ from fedveil.console.flower.machine import free_ports, toml
 from fedveil.console.flower.processes import Processes, environment
 from fedveil.console.flower.programs import supernode
 from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare
-from fedveil.console.provisioning import checks, slurm, unpacked
+from fedveil.console.provisioning import checks, policy_checks, slurm, unpacked
 from fedveil.console.runs import sealing
 from fedveil.console.starting import online, running
 from fedveil.errors import ConfigError, PolicyError
@@ -178,10 +178,12 @@ def require_policy(node: Site) -> None:
     file = Path(node.policy)
     try:
         tomllib.loads(file.read_text())
-        policies.of_site(node)
+        policy = policies.of_site(node)
     except (PolicyError, ValueError) as error:
         found = _unknown_key(error.__cause__) or f"something else: {error}"
         raise ConfigError(f"{file}: expected a site policy, found {found}; as it is, it refuses every run") from None
+    if strange := policy_checks.unfamiliar(policy):
+        print(f"site {node.site}: {file}: {strange}", flush=True)
 
 
 def _unknown_key(error: BaseException | None) -> str:

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="of the run config: task.data=FOLDER looks at the rows; task.model=FOLDER plans a run on that base",
     )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file, as submit takes it")
     planning = parser.add_argument_group("planning, with --set task.model=FOLDER")
     planning.add_argument(
         "--gpu-gb", type=float, default=0, metavar="GB", help="for a GPU of so many GB, not this machine"
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 where a check fails. With --health alone, that check alone."""
-    config = overrides(None, args.set)
+    config = overrides(args.config, args.set)
     if "task.model" not in config and (args.gpu_gb or args.gpus != 1 or args.shard_base or args.tflops or args.rows):
         raise ConfigError(
             "--gpu-gb, --gpus, --shard-base, --tflops, --rows: expected --set task.model=FOLDER beside them, found none"
@@ -128,11 +129,11 @@ def _registered(folder: Path) -> Check:
 def _site(args: argparse.Namespace, counted: list[int]) -> list[Check]:
     # Not above, for pydantic: --health, which a container asks every ten seconds, does without.
     from fedveil.config import parse
-    from fedveil.console.provisioning import data_checks, secure_checks, unpacked
+    from fedveil.console.provisioning import data_checks, policy_checks, secure_checks, unpacked
 
     kit, site = unpacked.read(args.kit), unpacked.node_config(args.kit, args.node_config)
     superlink = kit.superlink
-    task, ca, state = parse(overrides(None, args.set)).task, args.kit / "ca.crt", site.state_dir.expanduser()
+    task, ca, state = parse(overrides(args.config, args.set)).task, args.kit / "ca.crt", site.state_dir.expanduser()
     host, keys = superlink.rpartition(":")[0].strip("[]"), args.keys or args.kit / "keys"
     todo = {
         "certificate ca.crt": lambda: checks.certificate(ca),
@@ -145,7 +146,7 @@ def _site(args: argparse.Namespace, counted: list[int]) -> list[Check]:
         "other users": host_checks.other_users,
         "disk": lambda: checks.disk(state),
         "data": lambda: data_checks.enough(data_checks.of_site(site.data, task, counted), site.policy, counted),
-        "policy": lambda: checks.policy(site.policy),
+        "policy": lambda: policy_checks.policy(site.policy),
         "roster": lambda: secure_checks.roster(site),
         "key file": lambda: checks.key_file(site.key_file, state),
         "audit log": lambda: checks.audit_log(state / audit_log.NAME),

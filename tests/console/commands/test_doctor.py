@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from fedveil.console.flower.keys import new_ca, write_certificate, write_node_key, write_server, write_tls
 from fedveil.console.main import main
-from fedveil.console.provisioning import checks, host_checks
+from fedveil.console.provisioning import checks, host_checks, policy_checks
 from fedveil.guard import flower
 from fedveil.models import loading
 from fedveil.records import audit_log
@@ -122,13 +122,18 @@ def test_the_policy_check_warns_of_one_that_names_no_app(tmp_path):
         (f'app-digests = ["{"ab" * 32}"]', "warn", "has no [permits]"),
         (f'app-digests = ["{"ab" * 32}"]\n[permits]\n', "ok", "can be read"),
         ("app-digests = []\n[permits]\n", "warn", "permits nothing: app-digests empty"),
+        (
+            f'methods = ["fedrnd", "fedavg"]\ntasks = ["sorting"]\napp-digests = ["{"ab" * 32}"]\n[permits]\n',
+            "warn",
+            "methods permits fedrnd, which is not installed here; did you mean fedrand?; tasks permits sorting, which",
+        ),
     ):
         file.write_text(text)
-        found = checks.policy(str(file))
+        found = policy_checks.policy(str(file))
         assert (found.verdict, words in found.text) == (verdict, True), found
     file.write_text("methods = 3")
-    assert checks.guarded("policy", lambda: checks.policy(str(file))).verdict == "fail"
-    assert checks.policy("").verdict == "warn"
+    assert checks.guarded("policy", lambda: policy_checks.policy(str(file))).verdict == "fail"
+    assert policy_checks.policy("").verdict == "warn"
 
 
 def test_versions_clock_disk_and_entry_point_of_this_machine(tmp_path, monkeypatch):
@@ -280,6 +285,13 @@ def test_a_site_from_its_kit(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert 'expected column "nothing"' in shown
     assert "line 1: expected a whole line with its own hash" in shown
+    (tmp_path / "run.toml").write_text('[task]\nsource-column = "nothing"\n')
+    assert main(["doctor", "--kit", str(kit), "--config", str(tmp_path / "run.toml")]) == 1
+    assert 'expected column "nothing"' in capsys.readouterr().out
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    assert main(["doctor", "--kit", str(kit)]) == 1
+    assert "name the run's own with --config or --set" in capsys.readouterr().out
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
     for text, words in (("min-examples = 3", ""), ("min-examples = 4", "fewer than the 4 of min-examples"), ("x", "")):
         (kit / "site-policy.toml").write_text(text)
         assert main(["doctor", "--kit", str(kit)]) == 1

@@ -13,6 +13,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
+from fedveil.client_app.site.node_config import Site
 from fedveil.console.flower.keys import new_ca, write_certificate, write_server
 from fedveil.console.flower.processes import Processes
 from fedveil.console.main import main
@@ -168,13 +169,28 @@ def test_a_node_key_that_others_can_read_is_refused(kit, capsys):
 
 def test_a_policy_that_does_not_parse_is_named_with_the_place(kit, capsys):
     unknown = "found the key methodz, which no policy has; did you mean methods? It may have: methods, tasks, "
-    for text, reason in (("methods = [\n1 2\n", "line 2"), ('methodz = ["a"]\n', unknown)):
+    near = "unknown key train.batch-siz in [permits]; did you mean train.batch-size?"
+    broken = (
+        ("methods = [\n1 2\n", "line 2"),
+        ('methodz = ["a"]\n', unknown),
+        ('[permits]\n"train.batch-siz" = 8\n', near),
+    )
+    for text, reason in broken:
         (kit / "site-policy.toml").write_text(text)
         assert start(kit) == 2
         said = capsys.readouterr().err
         assert f"{kit}/site-policy.toml: expected a site policy" in said
         assert reason in said
         assert "refuses every run" in said
+
+
+def test_a_name_in_the_policy_that_is_not_installed_is_said_and_no_reason_to_refuse(kit, tmp_path, capsys):
+    """It may come with a later version; or it is a slip, and then every run is refused."""
+    file = tmp_path / "site-policy.toml"
+    file.write_text('methods = ["fedrnd", "fedavg"]\n')
+    site_start.require_policy(Site(site="north", policy=str(file)))
+    said = capsys.readouterr().out
+    assert said == f"site north: {file}: methods permits fedrnd, which is not installed here; did you mean fedrand?\n"
 
 
 def test_a_site_that_runs_here_already_is_not_started_again(kit, capsys):
