@@ -35,6 +35,18 @@ def has_checkpoint(folder: Path) -> bool:
     return any((folder / name).exists() for name in (CHECKPOINT, BEFORE))
 
 
+def require_new(folder: Path) -> None:
+    """Raises StateError where a run, or anything else, lies in the folder of a new run."""
+    if (folder / "status.json").exists() or (folder / "id").exists():
+        begun = has_checkpoint(folder) or (folder / disclosure.NAME).exists()
+        unbegun = "" if begun or not process.is_dead(folder) else " that ended before any site was asked for anything"
+        mend = "remove the folder to use its name again, or choose another" if unbegun else "choose another"
+        resume = "" if unbegun else ", or set run.resume = true"
+        raise StateError(f"run folder {folder}: expected a new one, found a run{unbegun}; {mend} run.name{resume}")
+    if folder.is_dir() and any(file.name != process.LOCK for file in folder.iterdir()):
+        raise StateError(f"run folder {folder}: expected an empty one, found other files; choose another run.name")
+
+
 def prepared(folder: Path) -> dict[str, Any]:
     """Makes a folder whole again. Returns what had ended the process before, and the lines that it had left torn."""
     status: dict[str, Any] = {}

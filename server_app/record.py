@@ -114,7 +114,7 @@ class RunFolder:
         self.folder, self.last_round = folder, -1
         self.outlets, self.underway = Outlets({}), Underway(folder)
         if not resume:
-            _require_new(folder)
+            going_back.require_new(folder)
         elif not (folder / "id").exists():
             raise StateError(f"run.resume: expected a run in {folder}, found none; start the run without it")
         try:
@@ -125,7 +125,7 @@ class RunFolder:
                 f"run.dir: expected a folder that the server may write, found {folder}: {error.strerror}; name another"
             ) from error
         if not resume:
-            _require_new(folder)  # another process may have been quicker
+            going_back.require_new(folder)  # another process may have been quicker
         # Before the first checkpoint no site was asked for anything.
         self.resumed = resume and going_back.has_checkpoint(folder)
         self.notes = going_back.prepared(folder) if resume else {}
@@ -279,15 +279,6 @@ class RunFolder:
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         files.write_atomic(self.folder / name, json.dumps(content, indent=1).encode())
-
-
-def _require_new(folder: Path) -> None:
-    if (folder / "status.json").exists() or (folder / "id").exists():
-        raise StateError(
-            f"run folder {folder}: expected a new one, found a run; choose another run.name, or set run.resume = true"
-        )
-    if folder.is_dir() and any(file.name != process.LOCK for file in folder.iterdir()):
-        raise StateError(f"run folder {folder}: expected an empty one, found other files; choose another run.name")
 
 
 def _versions() -> dict[str, str]:

@@ -223,10 +223,16 @@ def test_a_folder_has_one_serverapp_and_a_dead_one_is_told_from_a_living_one(run
         assert other.stdout.readline() == "there\n"
         with pytest.raises(StateError, match=f"no other ServerApp in it, found process {other.pid} on .* since"):
             RunFolder(runs.at, resume=True)
-        with pytest.raises(StateError, match="expected a new one, found a run"):
+        with pytest.raises(StateError, match="expected a new one, found a run; choose another run.name, or set run.re"):
             RunFolder(runs.at)
         assert runs_folder.load(runs.at).status["state"] == "running"
         other.kill()
+    with pytest.raises(StateError, match="before any site was asked for anything; remove the folder to use its name"):
+        RunFolder(runs.at)
+    (runs.at / "disclosure.jsonl").touch()
+    with pytest.raises(StateError, match="found a run; choose another run.name"):
+        RunFolder(runs.at)
+    (runs.at / "disclosure.jsonl").unlink()
     found = runs_folder.load(runs.at).status
     assert found["state"] == "died"
     assert "its ServerApp ended without a word: killed" in found["reason"]
