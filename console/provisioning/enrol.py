@@ -101,7 +101,8 @@ def make(
     """
     if places.node_key.exists() and not (renew or renew_signing):
         raise ConfigError(
-            f"{places.node_key}: expected none yet, found one; --renew makes another, which must be registered anew"
+            f"{places.node_key}: expected none yet, found one{_known(places, about['site'])}; --renew makes another, "
+            "which must be registered anew"
         )
     if places.signing_key.exists() and not renew_signing:
         read_key(places.signing_key)  # one that nobody can use is said before anything is made
@@ -130,6 +131,17 @@ def make(
     encoded = {name: base64.b64encode(proof).decode() for name, proof in proofs.items()}
     request.write_text(json.dumps({**content, **encoded}, indent=1))
     return request, asked.fingerprint
+
+
+def _known(places: Places, site: str) -> str:
+    """The fingerprint of the keys that are there, by the keys themselves; "" where one of them cannot be read."""
+    try:
+        node = serialization.load_ssh_private_key(places.node_key.read_bytes(), None)
+        public = node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+        signing = keys.verifying_key(read_key(places.signing_key)).hex()
+    except (OSError, ValueError, ConfigError):
+        return ""
+    return f", of the keys {Request(site, public.decode(), signing).fingerprint}"
 
 
 def check(file: Path, federation: str, ca: bytes) -> Request:

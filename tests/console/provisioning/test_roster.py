@@ -66,3 +66,15 @@ def test_a_registry_of_before_is_read_and_a_broken_key_in_it_is_named(federation
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="north: signing: expected 64 hex digits"):
         _ = Members(federation).signing_keys
+
+
+def test_a_site_that_asks_again_reads_the_same_fingerprint(federation, capsys):  # noqa: F811
+    """Whoever has lost it needs no new keys; it is of the keys, and not of what stands in request.json."""
+    kit, fingerprint = enrolled(federation, capsys)
+    (kit / "keys" / "request.json").write_text("{}")
+    (kit / "keys" / "node.key.pub").write_text("another")
+    assert main(["site", "init", "--kit", str(kit)]) == 2
+    assert f"found one, of the keys {fingerprint}; --renew makes another" in capsys.readouterr().err
+    (kit / "keys" / "node.key").write_text("no key")
+    assert main(["site", "init", "--kit", str(kit)]) == 2
+    assert "found one; --renew" in capsys.readouterr().err
