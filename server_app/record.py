@@ -156,6 +156,7 @@ class RunFolder:
     def config(self, config: RunConfig, method: Method) -> None:
         """Writes what is about to run, and in which environment. A resumed run keeps what it wrote at its start."""
         self.underway.deadline_seconds = config.cohort.deadline_seconds
+        self.underway.unseen = config.secure.enabled
         self.underway.quorum = max(config.cohort.min_sites, config.secure.enabled * config.secure.min_sites)
         if self.resumed:
             return

@@ -41,7 +41,8 @@ def underway(folder: Path, now: float | None = None) -> str:
             return ""
         seconds = f"{max(0.0, (time.time() if now is None else now) - since):.0f}"
         if done >= asked:
-            return f"all {asked} have answered; the server adds up and scores"
+            then = "the sites open shares of the masks, then the server" if said.get("unseen") is True else "the server"
+            return f"all {asked} have answered; {then} adds up and scores"
         more = f" and {asked - done - len(waiting)} more" if asked - done > len(waiting) else ""
         return (
             f"{done} of {asked} have answered, waiting for {', '.join(waiting)}{more} ({seconds} s of {deadline:.0f})"

@@ -13,6 +13,7 @@ While too few sites take part, `there` of them do, and until `until` the run wai
 
     {..., "phase": "waiting", "until": 1795383397.1, "there": 2, "refused": {"west": "its policy"}}
 
+`"unseen": true` stands in it under secure aggregation, where the sites are asked for shares once all have answered.
 `round` and `attempt` count from 0; `since` is the time of the last message down, in seconds since 1970. The file is
 small: it names at most `NAMED` sites that are waited for, and as many reasons. Flower has one reply a message, so how
 far a site's training is stands at the site alone (`fedveil site status`).
@@ -44,7 +45,7 @@ class Underway:
     """Writes the file of one run folder. It is told what the folder is told."""
 
     def __init__(self, folder: Path) -> None:
-        self.deadline_seconds, self.quorum = 0.0, 0
+        self.deadline_seconds, self.quorum, self.unseen = 0.0, 0, False
         self._file, self._writes = folder / NAME, True
         self._at = (-1, -1)
         self._phase, self._since = "waiting", time.time()
@@ -116,7 +117,7 @@ class Underway:
             "asked": len(self._waiting) + self._accepted + len(self._failed), "accepted": self._accepted,
             "failed": len(self._failed), "waiting": list(islice(self._waiting, NAMED)),
             "reasons": dict(islice(self._failed.items(), NAMED)),
-            **(self._awaited if self._phase == "waiting" else {}),
+            **(self._awaited if self._phase == "waiting" else {}), **({"unseen": True} if self.unseen else {}),
         }  # fmt: skip
 
     def _write(self) -> None:

@@ -29,6 +29,8 @@ def test_who_has_answered_and_who_is_waited_for(tmp_path):
         "2 of 9 have answered, waiting for a, b, c and 4 more (41 s of 600)"
     )
     assert said(tmp_path, accepted=3, waiting=[]) == "all 4 have answered; the server adds up and scores"
+    shares = "all 4 have answered; the sites open shares of the masks, then the server adds up and scores"
+    assert said(tmp_path, accepted=3, waiting=[], unseen=True) == shares
     assert said(tmp_path, phase="waiting") == "waiting for sites"
     assert said(tmp_path, phase="done") == ""
     assert said(tmp_path, now=900.0) == "2 of 4 have answered, waiting for south, west (0 s of 600)"

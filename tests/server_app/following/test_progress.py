@@ -40,8 +40,9 @@ def test_a_round_from_its_first_wait_to_its_end(at):
     underway.accepted("south", 7)
     underway.failed("west", "refused: <b>", 5)
     assert seen() == expected | {"accepted": 1, "failed": 1, "waiting": ["east"], "reasons": {"west": "refused: <b>"}}
+    underway.unseen = True
     underway.done()
-    assert seen()["phase"] == "done"
+    assert (seen()["phase"], seen()["unseen"]) == ("done", True)
     assert underway.sizes == {
         "east": {"upload_bytes": 0, "download_bytes": 10},
         "south": {"upload_bytes": 7, "download_bytes": 10},
