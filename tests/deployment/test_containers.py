@@ -99,7 +99,7 @@ def test_sites_whose_keys_are_in_the_roster_give_a_sum_and_know_whom_it_holds_ag
         status = ("fedveil", "site", "status", "--state-dir", "/state", "--policy", "/secret/site-policy.toml")
         said = trial("exec", "-T", f"{site}-clientapp", *status, check=False).stdout
         assert "secure aggregation: 3 holders, 3 open a secret" in said
-        assert "no roster in the policy" in said
+        assert "without a roster in every site policy" in said
 
 
 def test_from_a_site_nothing_of_the_server_answers_but_the_fleet_port(trial):

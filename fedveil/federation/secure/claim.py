@@ -81,7 +81,7 @@ class Claim:
             )
         if not self.all_pairs:
             return "with neighbours no holder sees the whole sum, so each can be told of another one"
-        return "no roster in the policy, so the server could put keys of its own in the place of the sites'"
+        return "without a roster in every site policy the server could put keys of its own in the place of the sites'"
 
 
 def weakest(attempts: Iterable[Mapping[str, Any]], least: int) -> Claim | None:

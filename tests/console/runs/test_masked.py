@@ -84,7 +84,7 @@ def test_in_plain_words(tmp_path, capsys):
     policy.write_text(permits.replace("[permits]", '[permits]\n"secure.enabled" = true\n"secure.min-sites" = 5\n'
                                       '"secure.roster" = "/roster/roster.json"'))  # fmt: skip
     assert main([*chosen, "--policy", str(policy)]) == 0
-    assert "deviates: no roster in the policy" in capsys.readouterr().out
+    assert "deviates: without a roster in every site policy" in capsys.readouterr().out
     policy.write_text(demands.replace("5", "6", 1) + permits)
     assert main([*chosen, "--policy", str(policy)]) == 1
     assert "FORBIDS it: secure.min-sites: this site permits at least 6, found 5" in capsys.readouterr().out

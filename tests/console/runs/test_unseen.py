@@ -34,7 +34,7 @@ def test_the_report_shows_the_sums_and_has_no_column_for_what_nobody_saw(make_ru
     assert not any(f">{name}</th>" in page for name in NEVER_SEEN)
     assert "The server could not see of any single site" in page
     assert "Holds against an honest but curious server and up to 1 site with it." in page
-    assert "Does not hold against a server that deviates: no roster in the policy" in page
+    assert "Does not hold against a server that deviates: without a roster in every site policy" in page
     assert "site-3: no answer within &lt;120&gt; s" in page
     assert "expected 3, found &lt;1&gt;" in page
     assert "round 3: PolicyError: it gave no keys, so it was in no cohort" in page
@@ -103,7 +103,7 @@ def test_a_site_says_what_it_joined_and_what_its_own_policy_makes_of_it(state, t
     shown = said(capsys, state[0])
     assert "secure aggregation: 5 holders, 4 open a secret; sums of 2 sites or more" in shown
     assert "Holds against an honest but curious server alone." in shown
-    assert "no roster in the policy" in shown
+    assert "without a roster in every site policy" in shown
     (tmp_path / "policy.toml").write_text(f'min-cohort = 4\nroster = "sha256:{"ab" * 32}"')
     shown = said(capsys, state[0], "--policy", str(tmp_path / "policy.toml"))
     assert "Holds against a server that deviates and up to 2 sites with it." in shown

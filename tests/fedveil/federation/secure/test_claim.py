@@ -46,7 +46,9 @@ def test_without_a_roster_only_the_weaker_one_is_claimed_and_the_words_say_why()
     claim = Claim(5, 4, 5, with_roster=False)
     assert (claim.curious, claim.deviating) == (3, None)
     assert claim.words[0] == "Holds against an honest but curious server and up to 3 sites with it."
-    assert claim.words[1].startswith("Does not hold against a server that deviates: no roster in the policy")
+    assert claim.words[1].startswith(
+        "Does not hold against a server that deviates: without a roster in every site policy"
+    )
 
 
 def test_a_threshold_of_half_the_holders_is_too_low_with_or_without_a_roster():
