@@ -295,4 +295,5 @@ class LocalFederation:
     def _require_alive(self, name: str) -> None:
         code = self.processes.ended(name)
         if code is not None:
-            raise LaunchError(f"{name}: ended with exit code {code}; its log ends: {self.processes.tail(name)}")
+            part = self.processes.ended_part(name)
+            raise LaunchError(f"{part}: ended with exit code {code}; its log ends: {self.processes.tail(name)}")

@@ -78,6 +78,11 @@ class Processes:
         codes = [child.poll() for child in self._parts(name)]
         return next((code for code in codes if code is not None), None)
 
+    def ended_part(self, name: str) -> str:
+        """Which part of `name` has ended, "NAME" or "NAME PART"; "" while all of them run."""
+        parts = {key: child for key, child in self._children.items() if child in self._parts(name)}
+        return next((key for key, child in parts.items() if child.poll() is not None), "")
+
     def call(
         self,
         name: str,

@@ -91,6 +91,14 @@ finally:
     assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
 
 
+def test_the_part_that_has_ended_is_named(processes):
+    processes.start("one", [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+    assert processes.ended_part("one") == ""
+    processes.start("superexec", [sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), of="one")
+    assert processes._children["one superexec"].wait(20) == 3
+    assert (processes.ended("one"), processes.ended_part("one")) == (3, "one superexec")
+
+
 def test_a_stranger_with_the_number_of_one_that_has_ended_is_left_alone(processes):
     """The system gives a process number again after some ten thousand others."""
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
