@@ -87,9 +87,11 @@ def is_shown(text: str, value: float) -> bool:
 
 def seeds_of(result: dict[str, Any], preset: str, measured: str = "") -> int:
     """How many seeds the file has: what its own sentences say, else its preset; of a table by bases, which can be of
-    fewer seeds than asked for, what all rows have that the row measures."""
+    fewer seeds than asked for, what all rows have that the row names."""
     settings = run.read(preset, result["quick"])["settings"]
-    measures = [row for row in result["rows"] if "base" in row and f"{row['name'].partition(', ')[0]}, " in measured]
+    quoted = re.findall(r'"Accuracy of ([^,"]+), ([^"]+?) less that of ([^":]+):', measured)
+    named_ = set(re.findall("`([^`]+)`", measured)) | {f"{base}, {m}" for base, *pair in quoted for m in pair}
+    measures = [row for row in result["rows"] if "base" in row and row["name"] in named_]
     fewest = min((len(row["metrics"]["accuracy"]["seeds"]) for row in measures), default=0)
     return ready.seeds_of(result) or int(fewest or settings["seeds"])
 
