@@ -8,15 +8,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from fedveil.config import parse_toml
-from fedveil.contract.method import Method
 from fedveil.discovery import Room
 from fedveil.errors import ConfigError
 from fedveil.foreign import shown
+
+if TYPE_CHECKING:  # it imports torch, which whoever asks for names alone does not need
+    from fedveil.contract.method import Method
 
 _ROOM = Room("fedveil.strategies", "fedveil.methods", "method.name")
 _ADAPTER = "adapter"
@@ -33,6 +35,8 @@ def load(name: str) -> type[Method]:
     Raises:
         ConfigError: no method of that name, or a module that defines another number of methods than one.
     """
+    from fedveil.contract.method import Method
+
     module = _ROOM.module(name)
     found = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
     methods = [c for c in found if issubclass(c, Method)]

@@ -161,7 +161,11 @@ class _Relay:
         with contextlib.suppress(OSError):  # closed
             while True:
                 site, _ = self._listener.accept()
-                pair = site, socket.create_connection(("127.0.0.1", self._server))
+                try:
+                    pair = site, socket.create_connection(("127.0.0.1", self._server))
+                except OSError:  # the server is not there: neither is the relay
+                    site.close()
+                    continue
                 self._open.add(pair)
                 for one, other in (pair, pair[::-1]):
                     threading.Thread(target=self._carry, args=(one, other, pair), daemon=True).start()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import tomllib
 from datetime import timedelta
@@ -20,7 +22,7 @@ from fedveil.console.main import main
 from fedveil.console.starting import running
 from fedveil.console.starting import site as site_start
 from fedveil.errors import ConfigError
-from tests.conftest import extract
+from tests.conftest import ROOT, extract
 from tests.console.tls import tls_server
 
 TEXT = 'name = "pilot"\nserver = ["localhost"]\nsites = ["north"]\n'
@@ -256,3 +258,15 @@ def test_a_state_folder_that_cannot_be_is_named(kit, capsys, monkeypatch, where)
     assert "--state-dir: expected a folder that this user can make and write to" in error
     assert where.removesuffix("/below") in error
     assert ((kit / "a-file").stat().st_mode & 0o777, (kit / "a-file").read_text()) == (0o644, "mine")
+
+
+def test_what_waits_for_weeks_does_without_torch(tmp_path):
+    """Some hundred MB; the policy's names are looked up by the names of files."""
+    (tmp_path / "site-policy.toml").write_text('methods = ["fedavg"]\ntasks = ["text-generation"]\n')
+    code = "import sys; from fedveil.console.starting import site as s; "
+    code += "from fedveil.client_app.site.node_config import Site; "
+    code += f"s.require_policy(Site(site='north', policy={str(tmp_path / 'site-policy.toml')!r})); "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], cwd=ROOT, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
