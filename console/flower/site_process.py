@@ -75,10 +75,16 @@ def write_own_ports(folder: Path) -> None:
 
 
 def _write(script: Path, module: str, argument: str) -> Path:
-    script.parent.mkdir(parents=True, exist_ok=True)
+    """In one piece: a process that was just started reads its program when another one is about to be started, and
+    Python takes a file that is empty at that moment for a program that does nothing, and ends with exit code 0.
+    """
     about = {"python": sys.executable, "root": str(places.root()), "cache": sys.pycache_prefix}
-    script.write_text(_SCRIPT.format(**about, module=module, argument=argument))
-    script.chmod(0o755)
+    text = _SCRIPT.format(**about, module=module, argument=argument)
+    script.parent.mkdir(parents=True, exist_ok=True)
+    partial = script.with_name(f".{script.name}.{os.getpid()}.part")
+    partial.write_text(text)
+    partial.chmod(0o755)
+    partial.replace(script)
     return script
 
 
