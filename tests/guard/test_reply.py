@@ -130,7 +130,7 @@ def test_a_turn_that_met_the_sites_own_bounds_is_a_refusal(site, reason, event):
 
 def test_why_a_turn_failed_stays_at_the_site(site):
     """In its audit log, once, as text; the reply has what the ClientApp said to the server, and no more."""
-    cause.note(KeyError("the column 'diagnosis'\x1b[2J of row 4711" + "x" * 2000))
+    cause.note("KeyError", "\"the column 'diagnosis'\x1b[2J of row 4711" + "x" * 2000)
     for _ in range(2):
         site.runtime.push_message(
             None, Message(Error(2, "KeyError at the site; its log has the text"), reply_to=site.message), None

@@ -101,6 +101,8 @@ class Team(Computing):
         sharded: bool = False,
     ) -> None:
         self._task, self._members, self._sharded = task, members, sharded
+        self._answering = False  # the others were asked what they answer: one may be done before rank 0 is
+        self._early: dict[int, Said] = {}
         self._all_heard()  # that they are ready
         self._group = join(self.check)
 
@@ -110,11 +112,14 @@ class Team(Computing):
         return len(self._members) + 1
 
     def check(self) -> None:
-        """Raises RankError where another rank has ended or failed. None of them may have been asked anything."""
+        """Raises RankError where another rank has ended or failed, or says what nobody has asked it."""
         readable, _, _ = select.select([member.channel for member in self._members], [], [], 0)
         for rank, member in enumerate(self._members, 1):
             if member.channel in readable:
                 said = self._hear(rank)
+                if self._answering and rank not in self._early:
+                    self._early[rank] = said
+                    continue
                 raise RankError(f"processes: expected rank {rank} to wait, found that it said {dict(said.head)}")
 
     def leave(self) -> None:
@@ -194,6 +199,7 @@ class Team(Computing):
             self._say(rank, Said({"do": "samples"}, samples))
         for rank in range(len(parts[1:]) + 1, self.size):
             self._say(rank, Said({"do": "nothing"}))
+        self._answering = True
         self._group.broadcast(ordered)
         found = [per_sample.gradients(self._task, spec, parts[0] if parts else [], weights)]
         heard, moved = self._all_heard(), movable(spec)
@@ -238,7 +244,7 @@ class Team(Computing):
 
     def _all_heard(self) -> list[Said]:
         """What each of the others says next, in their order. Raises RankError for one that ends or fails meanwhile."""
-        found: dict[int, Said] = {}
+        found, self._early, self._answering = self._early, {}, False
         while left := [rank for rank in range(1, self.size) if rank not in found]:
             readable, _, _ = select.select([self._members[rank - 1].channel for rank in left], [], [])
             for rank in left:

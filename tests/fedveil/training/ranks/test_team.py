@@ -13,6 +13,8 @@ from fedveil.config import parse
 from fedveil.errors import RankError
 from fedveil.rng import Stream
 from fedveil.rows.batches import LabelledBatch
+from fedveil.training import per_sample
+from fedveil.training.per_sample import PerSample
 from fedveil.training.ranks.channel import Channel, Said
 from fedveil.training.ranks.team import Member, Team
 
@@ -117,6 +119,42 @@ def test_a_rank_that_speaks_unasked_is_noticed(team):
     other.say(Said({"x": 1}))
     with pytest.raises(RankError, match="expected rank 1 to wait, found that it said"):
         team.check()
+
+
+def test_a_rank_may_have_its_answer_before_rank_0_has_sent_all_weights(team, monkeypatch):
+    """One without rows answers at once. Rank 0 took it for one that speaks unasked, once in some hundred steps."""
+    team, toy, other = team
+    toy.spec = {}
+    monkeypatch.setattr(per_sample, "SampleLoss", object)
+    monkeypatch.setattr(per_sample, "gradients", lambda *_: PerSample({}, torch.zeros(0)))
+
+    class Early(Silent):
+        def broadcast(self, tensors):
+            assert other.hear().head == {"do": "nothing"}
+            other.say(Said({"rows": 0}))
+            team.check()
+            team.check()
+
+    team._group = Early()
+    assert len(team.gradients([], {}).losses) == 0
+    other.say(Said({"rows": 0}))  # unasked again
+    with pytest.raises(RankError, match="expected rank 1 to wait"):
+        team.check()
+
+
+def test_a_rank_that_fails_while_weights_are_sent_ends_the_step(team, monkeypatch):
+    team, toy, other = team
+    toy.spec = {}
+    monkeypatch.setattr(per_sample, "SampleLoss", object)
+
+    class Failing(Silent):
+        def broadcast(self, tensors):
+            other.say(Said({"failed": "TaskError: no such thing"}))
+            team.check()
+
+    team._group = Failing()
+    with pytest.raises(RankError, match="found TaskError: no such thing"):
+        team.gradients([], {})
 
 
 def test_every_rank_drops_out_by_a_stream_of_its_own(team):
