@@ -75,13 +75,15 @@ def test_one_command_runs_the_demo_job_and_its_exit_code_is_true(trial):
     print(f"demo: {time.monotonic() - began:.0f} s\n{done.stdout}")
     assert "round 2/2 " in done.stdout
     assert "\ncompleted\n" in done.stdout
-    failed = trial(
-        "run", "--rm", "-T", "operator", "fedveil", "submit", "--federation=/federation/trial",
-        "--set=method.fields=rho = 1.5",
-        check=False, timeout=300,
-    )  # fmt: skip
+    wrong = ("run", "--rm", "-T", "operator", "fedveil", "submit", "--federation=/federation/trial")
+    wrong += ("--set=method.fields=rho = 1.5",)
+    said = "rho: expected a probability from 0 to 1, found 1.5"
+    refused = trial(*wrong, check=False, timeout=300)
+    assert refused.returncode == 2
+    assert f"{said}; nothing was sent" in refused.stderr
+    failed = trial(*wrong, "--extras-at-server", check=False, timeout=300)
     assert failed.returncode == 1
-    assert "rho: expected a probability from 0 to 1, found 1.5" in failed.stdout
+    assert said in failed.stdout
     for site in SITES:
         log = trial("exec", "-T", f"{site}-clientapp", "fedveil", "log", "verify", "/state/audit-log.jsonl").stdout
         assert "4 lines" in log  # admitted and sent, twice
