@@ -155,7 +155,11 @@ class _Relay:
     def close(self) -> None:
         """Cuts what is open and listens no more."""
         self._ended.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # or the thread that accepts waits on
         self._listener.close()
+        for pair in list(self._open):
+            self._end(pair)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed

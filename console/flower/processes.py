@@ -75,13 +75,12 @@ class Processes:
 
     def ended(self, name: str) -> int | None:
         """The exit code of `name`, or of a part of it that has ended; None while all of them run."""
-        codes = [child.poll() for child in self._parts(name)]
+        codes = [child.poll() for child in self._parts(name).values()]
         return next((code for code in codes if code is not None), None)
 
     def ended_part(self, name: str) -> str:
         """Which part of `name` has ended, "NAME" or "NAME PART"; "" while all of them run."""
-        parts = {key: child for key, child in self._children.items() if child in self._parts(name)}
-        return next((key for key, child in parts.items() if child.poll() is not None), "")
+        return next((key for key, child in self._parts(name).items() if child.poll() is not None), "")
 
     def call(
         self,
@@ -126,7 +125,7 @@ class Processes:
     def kill(self, name: str, grace: float = 0.0) -> None:
         """SIGKILL for `name` and everything that it started; with `grace`, SIGTERM first and that many seconds."""
         _end(lambda: self._marked(name), grace)
-        self._bury(*self._parts(name))
+        self._bury(*self._parts(name).values())
 
     def runs(self, program: str, name: str) -> bool:
         """Whether `name` has a process of this program running."""
@@ -142,8 +141,8 @@ class Processes:
             _end(self._marked, grace)
             self._bury(*self._children.values())
 
-    def _parts(self, name: str) -> list[subprocess.Popen[bytes]]:
-        return [child for key, child in self._children.items() if key == name or key.startswith(f"{name} ")]
+    def _parts(self, name: str) -> dict[str, subprocess.Popen[bytes]]:
+        return {key: child for key, child in self._children.items() if key == name or key.startswith(f"{name} ")}
 
     def _marked(self, name: str | None = None) -> list[psutil.Process]:
         # Of those that run: another process may have the number of one that has ended.

@@ -22,6 +22,7 @@ _POLL_SECONDS = 0.5
 _PROBE_SECONDS = 10.0  # between two looks at a server that has not taken the site yet
 _CONNECT_SECONDS = 3.0
 _AWAY_SECONDS = 10.0  # a server that answers again sooner is not worth a word
+_MOST_HEARD = 1 << 20  # bytes of the log at a look; what an app prints there has no bound
 _LINK = re.compile(rb"Connection (attempt failed, retrying|successful after)")  # Flower's words, of 1.39 and 1.41
 _SAID = re.compile(
     r'details = "(fedveil: [^"\n]{1,400})|^(?:\[code: 0\] )?(fedveil: .{1,400})$', re.MULTILINE
@@ -116,10 +117,14 @@ class Watch:
 
     def listen(self) -> None:
         """Prints once that a server which had taken the site is away, and once that it is back."""
-        with self.processes.log(self.name).open("rb") as log:
-            log.seek(self.heard)
-            new = log.read()
-        whole = new[: new.rfind(b"\n") + 1]
+        try:
+            with self.processes.log(self.name).open("rb") as log:
+                self.heard = min(self.heard, log.seek(0, 2))  # of a log that was cut short, from its end on
+                log.seek(self.heard)
+                new = log.read(_MOST_HEARD)
+        except OSError:  # moved away: the site goes on, and says nothing of the server
+            return
+        whole = new if len(new) == _MOST_HEARD else new[: new.rfind(b"\n") + 1]
         self.heard += len(whole)
         for said in _LINK.findall(whole):
             if said.startswith(b"attempt"):

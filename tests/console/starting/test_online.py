@@ -165,3 +165,10 @@ def test_a_server_that_is_away_is_said_once_and_that_it_is_back(tmp_path, monkey
     assert after(30, _FAILED) == []
     assert after(20, _BACK) == ["site north: the server answers again, after 60 s"]
     assert after(30, _FAILED, _BACK) == []
+    log.write_text("x" * (online._MOST_HEARD + 5))  # cut short, then a line without an end, as an app may print one
+    assert after(1) == []
+    assert after(60, "\n", _FAILED) == []
+    assert len(after(10)) == 1
+    log.unlink()
+    watched.listen()
+    assert capsys.readouterr().out == ""

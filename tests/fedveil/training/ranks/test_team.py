@@ -121,12 +121,18 @@ def test_a_rank_that_speaks_unasked_is_noticed(team):
         team.check()
 
 
-def test_a_rank_may_have_its_answer_before_rank_0_has_sent_all_weights(team, monkeypatch):
-    """One without rows answers at once. Rank 0 took it for one that speaks unasked, once in some hundred steps."""
-    team, toy, other = team
-    toy.spec = {}
+@pytest.fixture
+def of_no_rows(team, monkeypatch):
+    """The team, which can compute gradients of single rows, and of none; and the other rank's end."""
+    team[1].spec = {}
     monkeypatch.setattr(per_sample, "SampleLoss", object)
     monkeypatch.setattr(per_sample, "gradients", lambda *_: PerSample({}, torch.zeros(0)))
+    return team[0], team[2]
+
+
+def test_a_rank_may_have_its_answer_before_rank_0_has_sent_all_weights(of_no_rows):
+    """One without rows answers at once. Rank 0 took it for one that speaks unasked, now and then."""
+    team, other = of_no_rows
 
     class Early(Silent):
         def broadcast(self, tensors):
@@ -142,10 +148,8 @@ def test_a_rank_may_have_its_answer_before_rank_0_has_sent_all_weights(team, mon
         team.check()
 
 
-def test_a_rank_that_fails_while_weights_are_sent_ends_the_step(team, monkeypatch):
-    team, toy, other = team
-    toy.spec = {}
-    monkeypatch.setattr(per_sample, "SampleLoss", object)
+def test_a_rank_that_fails_while_weights_are_sent_ends_the_step(of_no_rows):
+    team, other = of_no_rows
 
     class Failing(Silent):
         def broadcast(self, tensors):
