@@ -6,6 +6,9 @@ log, marks that turn the direction of writing, or 20 MB. This module imports nei
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 LIMIT = 500  # characters that are shown where a caller names no other bound
 
 
@@ -23,3 +26,9 @@ def shown(value: object, limit: int = LIMIT) -> str:
         text = f"<{type(value).__name__} without text>"
     cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[:limit])
     return cut if len(text) <= limit else f"{cut}... ({len(text)} characters)"
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """A question for who wrote `name`: the one of `known` that is spelled most alike; "" where none is."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {near[0]}? " if near else ""

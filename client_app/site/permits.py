@@ -18,7 +18,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -28,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from fedveil.config import RunConfig, parse_toml
 from fedveil.errors import PolicyError
+from fedveil.foreign import meant
 
 Value = bool | int | float | str
 _FIELDS, _RESUME = "method.fields", "run.resume"
@@ -78,10 +78,9 @@ def flattened(table: object) -> object:
     known = set(RunConfig().flat()) - {_FIELDS}
     for key in found:
         if key not in known and not key.startswith(f"{_FIELDS}."):
-            near = difflib.get_close_matches(key, known, 1)
-            meant = f"did you mean {near[0]}? " if near else ""
+            near = meant(key, known)
             raise ValueError(
-                f"unknown key {key[:80]} in [permits]; {meant}expected one of the run config, or {_FIELDS}.NAME"
+                f"unknown key {key[:80]} in [permits]; {near}expected one of the run config, or {_FIELDS}.NAME"
             )
     return found
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-
 from fedveil import strategies, tasks
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.site.policy import Policy, of_site
 from fedveil.console.provisioning.checks import Check
-from fedveil.foreign import shown
+from fedveil.foreign import meant, shown
 
 
 def policy(file: str) -> Check:
@@ -41,7 +39,6 @@ def unfamiliar(policy: Policy) -> str:
     said = []
     for key, named, known in (("methods", policy.methods, strategies.names()), ("tasks", policy.tasks, tasks.names())):
         for name in sorted(set(named or ()) - set(known)):
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            said.append(f"{key} permits {shown(name, 80)}, which is not installed here{meant}")
+            near = meant(name, known).strip()
+            said.append(f"{key} permits {shown(name, 80)}, which is not installed here" + f"; {near}" * bool(near))
     return "; ".join(said)

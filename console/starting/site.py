@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from fedveil.console.provisioning import checks, policy_checks, slurm, unpacked
 from fedveil.console.runs import sealing
 from fedveil.console.starting import online, running
 from fedveil.errors import ConfigError, PolicyError
-from fedveil.foreign import shown
+from fedveil.foreign import meant, shown
 from fedveil.guard import pace
 from fedveil.sealed import Seal
 
@@ -193,9 +192,7 @@ def _unknown_key(error: BaseException | None) -> str:
         return ""
     key = shown(".".join(map(str, first["loc"])), 80)
     known = [about.alias or name for name, about in policies.Policy.model_fields.items()]
-    near = difflib.get_close_matches(key, known, 1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    return f"the key {key}, which no policy has; {meant}It may have: {', '.join(known)}"
+    return f"the key {key}, which no policy has; {meant(key, known)}It may have: {', '.join(known)}"
 
 
 def prepared(start: Start) -> tuple[Path, dict[str, str]]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedveil import foreign
 from fedveil.foreign import LIMIT, shown
 from tests.conftest import ROOT
 
@@ -48,3 +49,8 @@ def test_it_needs_no_torch():
     code = "import sys, fedveil.foreign; print([m for m in ('torch', 'flwr', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "[]\n"
+
+
+def test_a_slip_is_answered_with_the_nearest_name():
+    assert foreign.meant("fedrnd", {"fedavg", "fedrand"}) == "did you mean fedrand? "
+    assert foreign.meant("x", {"fedavg"}) == ""
