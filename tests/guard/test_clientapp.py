@@ -12,7 +12,7 @@ import warnings
 import zipfile
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -154,7 +154,8 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
     tmp_path, monkeypatch, fab, lora_spec, lora_weights
 ):
     digest = hashlib.sha256(fab).hexdigest()
-    signed = {"run.name": "r", "run.signature": signature.sign(KEY, "r", datetime.now(UTC).date(), digest)}
+    tomorrow = datetime.now(UTC).date() + timedelta(days=1)
+    signed = {"run.name": "r", "run.signature": signature.sign(KEY, "r", tomorrow, digest)}
     policy = f'app-digests = ["{digest}"]\nsigners = ["{PUBLIC} of-the-consortium"]\nmethods = ["fedavg"]'
     site = Site(tmp_path, monkeypatch, fab, policy, run_config=signed)
     assert (site.install() / "client_app" / "app.py").is_file()

@@ -18,7 +18,7 @@ __all__ = ["app", "fab"]  # fixtures
 
 DIGEST, DAY = "5f" * 32, date(2026, 3, 31)
 TEXT = signature.sign(KEY, "first", DAY, DIGEST)
-TODAY = datetime.now(UTC).date()
+TODAY = datetime.now(UTC).date()  # the tests may end tomorrow
 
 
 def of_version_0_1(digest: str) -> str:
@@ -79,14 +79,14 @@ def test_every_refusal_for_its_sake_has_a_line_in_the_audit_log(tmp_path, monkey
     made = {
         "old": of_version_0_1(digest),
         "yesterday": signature.sign(KEY, "r", TODAY - timedelta(days=1), digest),
-        "another name": signature.sign(KEY, "s", TODAY, digest),
+        "another name": signature.sign(KEY, "s", TODAY + timedelta(days=1), digest),
     }
     config = {"run.name": "r", "run.signature": made.get(text, text)}
     Site(tmp_path, monkeypatch, fab, policy, run_config=config).assert_refused(reason)
 
 
 def test_a_signed_name_is_the_name_by_which_the_site_keeps_the_runs_state(tmp_path, monkeypatch, fab):
-    text = signature.sign(KEY, "r", TODAY, hashlib.sha256(fab).hexdigest())
+    text = signature.sign(KEY, "r", TODAY + timedelta(days=1), hashlib.sha256(fab).hexdigest())
     config = {"run.name": "r", "run.signature": text}
     Site(tmp_path, monkeypatch, fab, "", run_config=config, order={"run": "other-0a1b2c3d"}).assert_refused(
         "a run called 'r'"
