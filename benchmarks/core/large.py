@@ -15,18 +15,16 @@ One size runs again while every connection of the sites is cut at an interval, i
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
 from fedveil import places
 from fedveil.benchmarks.common import bases
-from fedveil.benchmarks.common.usage import program
 from fedveil.benchmarks.core.no_op import NoOp, Run, with_median
 from fedveil.benchmarks.run import Options, Outcome
+from fedveil.benchmarks.watch.relay import Relay, through
+from fedveil.benchmarks.watch.usage import program
 from fedveil.errors import ConfigError
 
 _HOPS = ("ServerApp", "SuperLink", "SuperNode", "client process", "worker")
@@ -62,7 +60,8 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
             way = bench.stock(f"bytes-{payload}", rounds, payload)
             found[_name("flower", way)] = way
             options.say(f"{_name('flower', way)}: {way.seconds}")
-    ours(_through_cuts(options.launch.LocalFederation, cut["every"])(named), [cut], f", cut every {cut['every']} s")
+    cut_off = through(options.launch.LocalFederation, lambda port: Relay(port, cut["every"]))
+    ours(cut_off(named), [cut], f", cut every {cut['every']} s")
     return outcome(found, sites)
 
 
@@ -110,85 +109,3 @@ def _kind(command: list[str]) -> str:
     """A resident guard forks a child for each message: both are the client's."""
     kind = program(command)
     return "client process" if kind == "resident" else kind
-
-
-def _through_cuts(federation: Any, every: float) -> Any:
-    """`federation`, a class, whose sites reach the SuperLink through a relay that cuts them each `every` seconds."""
-
-    class Cut(federation):
-        _fleet_port: int
-        _relay: _Relay | None = None
-
-        def start_site(self, name: str) -> None:
-            port = self._fleet_port
-            self._relay = self._relay or _Relay(port, every)
-            self._fleet_port = self._relay.port
-            try:
-                super().start_site(name)
-            finally:
-                self._fleet_port = port
-
-        def stop(self) -> None:
-            super().stop()
-            if self._relay is not None:
-                self._relay.close()
-
-    return Cut
-
-
-class _Relay:
-    """Passes bytes on between sites and a port of this machine, and cuts each connection in the midst of them.
-
-    Attributes:
-        port: where it listens, on loopback.
-        cuts: how many connections it has cut.
-    """
-
-    def __init__(self, server: int, every: float) -> None:
-        self._server, self._every, self._ended = server, every, threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port, self.cuts = self._listener.getsockname()[1], 0
-        self._open: set[tuple[socket.socket, socket.socket]] = set()
-        for loop in (self._accept, self._cut):
-            threading.Thread(target=loop, daemon=True).start()
-
-    def close(self) -> None:
-        """Cuts what is open and listens no more."""
-        self._ended.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # or the thread that accepts waits on
-        self._listener.close()
-        for pair in list(self._open):
-            self._end(pair)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                site, _ = self._listener.accept()
-                try:
-                    pair = site, socket.create_connection(("127.0.0.1", self._server))
-                except OSError:  # the server is not there: neither is the relay
-                    site.close()
-                    continue
-                self._open.add(pair)
-                for one, other in (pair, pair[::-1]):
-                    threading.Thread(target=self._carry, args=(one, other, pair), daemon=True).start()
-
-    def _carry(self, one: socket.socket, other: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
-        with contextlib.suppress(OSError):  # cut
-            while data := one.recv(1 << 18):
-                other.sendall(data)
-        self._end(pair)
-
-    def _cut(self) -> None:
-        while not self._ended.wait(self._every):
-            for pair in list(self._open):
-                self.cuts += 1
-                self._end(pair)
-
-    def _end(self, pair: tuple[socket.socket, socket.socket]) -> None:
-        self._open.discard(pair)
-        for end in pair:
-            with contextlib.suppress(OSError):  # ended by the other side
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()

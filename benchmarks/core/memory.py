@@ -13,8 +13,8 @@ from typing import Any
 
 from fedveil import places
 from fedveil.benchmarks.common import bases
-from fedveil.benchmarks.common.usage import PROGRAMS, Usage, program
 from fedveil.benchmarks.run import Options, Outcome, interval
+from fedveil.benchmarks.watch.usage import PROGRAMS, Usage, program
 from fedveil.errors import ConfigError
 
 _SERVER, _WORKER = "ServerApp", "worker"

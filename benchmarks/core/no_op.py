@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import places
-from fedveil.benchmarks.common.usage import Usage
 from fedveil.benchmarks.run import interval
+from fedveil.benchmarks.watch.usage import Usage
 from fedveil.errors import ConfigError
 from fedveil.records import disclosure
 

@@ -24,9 +24,9 @@ from typing import Any
 from fedveil import places
 from fedveil.benchmarks.common import pieces
 from fedveil.benchmarks.common.growth import exponent
-from fedveil.benchmarks.common.usage import named, program
 from fedveil.benchmarks.core.arrivals import Costs, simulated
 from fedveil.benchmarks.run import Options, Outcome, interval
+from fedveil.benchmarks.watch.usage import named, program
 from fedveil.errors import ConfigError
 
 _FIRST_STEADY = 1  # in round 0 all sites are new

@@ -15,8 +15,8 @@ from typing import Any
 from fedveil import places
 from fedveil.benchmarks.common import pieces
 from fedveil.benchmarks.common.growth import exponent
-from fedveil.benchmarks.common.usage import Usage
 from fedveil.benchmarks.run import Options, Outcome, interval
+from fedveil.benchmarks.watch.usage import Usage
 from fedveil.errors import ConfigError
 
 PACKAGES = ("ray",)

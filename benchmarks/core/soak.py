@@ -20,8 +20,8 @@ import psutil
 
 from fedveil import places
 from fedveil.benchmarks.common.growth import slope_by_round, thinned
-from fedveil.benchmarks.common.usage import Held, named, program
 from fedveil.benchmarks.run import Options, Outcome, interval
+from fedveil.benchmarks.watch.usage import Held, named, program
 from fedveil.errors import ConfigError
 
 _SUPERLINK = "superlink"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -50,19 +49,3 @@ def test_a_run_that_was_cut_is_beside_the_undisturbed_one_of_its_size():
     found = {"fedveil": ours, "flower": stock, "fedveil, cut": way([14.0, 16.0], [{}])}
     _, said = large.outcome(found, sites=2).verdicts
     assert said == "fedveil, cut: 15.0 s a round, 1.50 times the seconds of one undisturbed."
-
-
-def test_the_relay_carries_bytes_and_cuts_in_their_midst():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        relay = large._Relay(server.getsockname()[1], every=0.3)
-        with socket.create_connection(("127.0.0.1", relay.port), timeout=10) as site:
-            there, _ = server.accept()
-            with there:
-                site.sendall(b"asked")
-                assert there.recv(5) == b"asked"
-                there.sendall(b"answered")
-                assert site.recv(8) == b"answered"
-                assert site.recv(1) == b""
-                assert there.recv(1) == b""
-        assert relay.cuts == 1
-        relay.close()

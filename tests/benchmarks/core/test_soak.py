@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from fedveil.benchmarks.common.usage import Held
 from fedveil.benchmarks.core import soak
 from fedveil.benchmarks.core.soak import Samples
 from fedveil.benchmarks.run import Options
+from fedveil.benchmarks.watch.usage import Held
 from fedveil.errors import ConfigError
 
 ROUNDS = 40

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from fedveil.benchmarks.common.usage import Held, Usage, program
+from fedveil.benchmarks.watch.usage import Held, Usage, program
 
 
 @pytest.mark.parametrize(

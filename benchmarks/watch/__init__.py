@@ -1,0 +1,1 @@
+"""What presets see of processes from outside: their CPU time and memory, and the bytes between them."""
