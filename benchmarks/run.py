@@ -19,7 +19,7 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,6 +53,10 @@ class Options:
     say: Callable[[str], None] = lambda text: None
     pieces: Path | None = None
     minutes: float | None = None
+
+    def after(self, seconds: float) -> Options:
+        """The same once so many seconds have passed: with fewer minutes, where there is a bound."""
+        return self if self.minutes is None else replace(self, minutes=max(0.0, self.minutes - seconds / 60))
 
 
 @dataclass

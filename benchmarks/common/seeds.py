@@ -5,6 +5,7 @@ MODULE.
 
 What a seed answered is kept in `<result>.seeds.pieces.jsonl` until all have, so that a run that was cut off goes on
 from there. Only an answer of the same commit, settings, form and device is taken; one of changed files never is kept.
+A module whose seeds are in pieces themselves keeps those instead, and its seeds answer with what there is in time.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +31,16 @@ from fedveil.errors import ConfigError, FedVeilError
 OfSeed = Callable[[dict[str, Any], int, Options], Any]
 
 
-def run(module: str, settings: dict[str, Any], options: Options) -> list[Any]:
+def run(module: str, settings: dict[str, Any], options: Options, in_pieces: bool = False) -> list[Any]:
     """What `of_seed` of `module` returns for each seed, in order, by way of JSON.
+
+    With `in_pieces` it gets the file of pieces and the minutes that are left, and keeps its pieces there.
 
     Raises:
         ConfigError: a seed that failed, with its reason.
     """
-    seeds = range(options.seeds or settings["seeds"])
-    file = _file(options.pieces)
+    seeds, began = range(options.seeds or settings["seeds"]), time.monotonic()
+    file = None if in_pieces else _file(options.pieces)
     asked, writing = _digest(module, settings, options), threading.Lock()
     known = {piece["seed"]: piece["answer"] for piece in pieces.kept(file) if piece["asked"] == asked}
 
@@ -43,7 +48,8 @@ def run(module: str, settings: dict[str, Any], options: Options) -> list[Any]:
         if seed in known:
             options.say(f"seed {seed}: measured before, at this commit")
             return known[seed]
-        answer = _one(module, settings, seed, options)
+        now = options.after(time.monotonic() - began)
+        answer = _one(module, settings, seed, now if in_pieces else replace(now, pieces=None, minutes=None))
         with writing:
             pieces.keep(file, {"seed": seed, "asked": asked, "answer": answer})
         return answer
@@ -70,7 +76,16 @@ def _digest(module: str, settings: dict[str, Any], options: Options) -> str:
 
 
 def _one(module: str, settings: dict[str, Any], seed: int, options: Options) -> Any:
-    asked = json.dumps({"settings": settings, "seed": seed, "device": options.device, "quick": options.quick})
+    asked = json.dumps(
+        {
+            "settings": settings,
+            "seed": seed,
+            "device": options.device,
+            "quick": options.quick,
+            "pieces": str(options.pieces) if options.pieces else None,
+            "minutes": options.minutes,
+        }
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, module],
         stdin=subprocess.PIPE,
@@ -108,7 +123,13 @@ def serve(of_seed: OfSeed) -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    options = Options(quick=asked["quick"], device=asked["device"], say=say)
+    options = Options(
+        quick=asked["quick"],
+        device=asked["device"],
+        say=say,
+        pieces=Path(asked["pieces"]) if asked["pieces"] else None,
+        minutes=asked["minutes"],
+    )
     try:
         answer = {"result": of_seed(asked["settings"], asked["seed"], options)}
     except FedVeilError as error:

@@ -3,65 +3,90 @@
 Beside the methods stand "round 0" (the model before any round) and "one client alone" (the client of median size, which
 trains in every round on its own rows and shares nothing). With `settings["client"]`, a method that leaves its clients a
 model of their own has that client's scores too, as "client_<score>"; without a turn in the run it has none. With
-`client = "all"` it has "clients_loss" too, the mean over all clients that have a model.
+`client = "all"` it has "clients_loss" and "clients_bleu" too, the mean over all clients that have a model, on
+`clients_test` sources of the test rows.
 
-With `settings["learning_rates"]` every method runs with each of them in every seed, and stands in the table with the
-one whose model, or clients' models where they have their own, have the least loss on the validation rows. "one client
-alone" takes the run config's.
+With `settings["learning_rates"]` every method first runs with each of them in the seed `rate_seed`, which no figure of
+the table has. The rate whose model, or clients' models where they have their own, have the least loss on `rate_test`
+sources of the validation rows is the method's in every seed. "one client alone" takes the run config's.
 
 A method may have keys of the run config of its own (`config`): more rounds, for one that sends half in each.
 
-Every figure has each seed's value (`resampling`); claims of a preset are judged by them, corrected for each other.
+It runs in pieces, one for a row and a seed: what the file of pieces has is not run again. A seed is in the table once
+all its rows are there. Every figure has each seed's value (`resampling`); claims of a preset are judged by them,
+corrected for each other.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
-from fedveil import rng, strategies, tasks
-from fedveil.algebra.factors import aggregation_gap
-from fedveil.benchmarks.common import data, resampling, seeds
+from fedveil.benchmarks.common import data, pieces, resampling, seeds
 from fedveil.benchmarks.common import verdicts as common
-from fedveil.benchmarks.common.federations import federation
 from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.fedrand.text_federation import RATE_KEY, VALIDATION, Run, Seed
 from fedveil.benchmarks.run import Options, Outcome, intervals
-from fedveil.config import RunConfig, parse
-from fedveil.contract.spec import Weights
-from fedveil.contract.task import Examples, Rows, Share, Task
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
 
-_VALIDATION = "validation_loss"
+IN_PIECES = True  # so that --minutes may be asked for
+BEFORE, ALONE = "round 0", "one client alone"
+# All that a piece's figures hang on, but its method, seed and rate.
+_OF_A_PIECE = ("data", "clients", "client", "clients_test", "rate_test", "config")
 
-
-@dataclass(frozen=True)
-class _Run:
-    """What one federation left behind."""
-
-    scores: Mapping[str, float]
-    upload_bytes: int
-    download_bytes: int
-    seconds: float
-    rounds: int = 0
+Settings = Mapping[str, Any]
+Asked = tuple[str, int, float]  # row, seed, learning rate
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """The rows "round 0", "one client alone", and one for each of `settings["methods"]`; one run for each seed."""
-    answers = seeds.run(__name__, settings, options)
-    done = [{name: _Run(**measured) for name, measured in answer.items()} for answer in answers]
-    runs = {name: [of_seed[name] for of_seed in done] for name in done[0]}
+    """The rows "round 0", "one client alone", and one for each of `settings["methods"]`, over the seeds."""
+    began = time.monotonic()
+    chosen = rates(settings, options)
+    asked = settings | {"chosen": chosen}
+    answers = seeds.run(__name__, asked, options.after(time.monotonic() - began), in_pieces=True)
+    return outcome([{name: Run(**measured) for name, measured in each.items()} for each in answers], asked)
+
+
+def rates(settings: dict[str, Any], options: Options) -> dict[str, float]:
+    """The learning rate of each method. One of whose trials some are missing has none yet."""
+    given = settings.get("learning_rates", [settings["config"][RATE_KEY]])
+    if len(given) == 1:
+        return dict.fromkeys(settings["methods"], given[0])
+    # A process for each rate, in the place of a seed's.
+    trials = seeds.run(__name__, settings | {"seeds": len(given)}, replace(options, seeds=0), in_pieces=True)
+    return {
+        method: least([(trial[method]["scores"][VALIDATION], rate) for trial, rate in zip(trials, given, strict=True)])
+        for method in settings["methods"]
+        if all(method in trial for trial in trials)
+    }
+
+
+def least(tried: Sequence[tuple[float, float]]) -> float:
+    """The rate of least loss; the first of equals. A loss that is not finite is never the least."""
+    return min(tried, key=lambda each: each[0] if math.isfinite(each[0]) else math.inf)[1]
+
+
+def outcome(done: Sequence[Mapping[str, Run]], settings: Settings) -> Outcome:
+    """The table of the seeds of which every row is there. `settings` have the rates that were "chosen"."""
+    names = [BEFORE, ALONE, *settings["methods"]]
+    whole = [of_seed for of_seed in done if set(names) <= set(of_seed)]
+    said = [_counted(done, len(names), len(whole)), *_on_rates(settings)]
+    if not whole:
+        return Outcome([], said)
+    runs = {name: [of_seed[name] for of_seed in whole] for name in names}
     figures = {name: figures_of([r.scores for r in measured]) for name, measured in runs.items()}
-    rows = [_row(name, measured, figures[name], settings) for name, measured in runs.items()]
-    claims = common.table(common.compared(figures, settings.get("claims", [])), len(done))
-    return Outcome(rows, [*_verdicts(runs, settings), *claims], [f"this run: {len(done)} seeds"])
+    rows = [_row(name, measured, figures[name]) for name, measured in runs.items()]
+    claims = common.table(common.compared(figures, settings.get("claims", [])), len(whole))
+    return Outcome(rows, [*_verdicts(runs, settings), *claims, *said], [f"this run: {len(whole)} seeds"])
 
 
-def needs(settings: Mapping[str, Any]) -> list[data.Need]:
+def needs(settings: Settings) -> list[data.Need]:
     """Rows to train and test on, and to choose learning rates on; the base."""
     splits = ("train", "validation", "test") if "learning_rates" in settings else ("train", "test")
     return [data.Need(settings["data"], splits), *data.base(settings)]
@@ -73,7 +98,45 @@ def figures_of(scores: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
     return {name: resampling.over_seeds([resampling.fixed(each[name]) for each in scores]) for name in shared}
 
 
-def _row(name: str, done: list[_Run], figures: Mapping[str, Figure], settings: dict[str, Any]) -> dict[str, Any]:
+def of_seed(settings: dict[str, Any], seed: int, options: Options) -> dict[str, Any]:
+    """What `run` asks of each seed, and `rates` of each rate: the rows that are there, by name."""
+    measures = dict(_rows(settings, seed, options) if "chosen" in settings else _trials(settings, seed, options))
+    names = {_name(settings, asked): asked[0] for asked in measures}
+    named = {_name(settings, asked): partial(_measured, measure) for asked, measure in measures.items()}
+    found = pieces.rows(options.pieces, named, options.minutes)
+    return {names[piece["name"]]: piece["run"] | {"commit": piece["commit"]} for piece in found}
+
+
+def _trials(settings: Settings, index: int, options: Options) -> Iterator[tuple[Asked, Callable[[], Run]]]:
+    """Each method with the rate of that index."""
+    rate, number = settings["learning_rates"][index], settings["rate_seed"]
+    seed = Seed(settings, number, options)
+    for label in settings["methods"]:
+        yield (label, number, rate), partial(seed.trial, label, rate)
+
+
+def _rows(settings: Settings, number: int, options: Options) -> Iterator[tuple[Asked, Callable[[], Run]]]:
+    """Every row of a seed: the same partition, initial weights and test rows for all."""
+    seed = Seed(settings, number, options)
+    yield (BEFORE, number, 0.0), seed.before
+    yield (ALONE, number, settings["config"][RATE_KEY]), seed.alone
+    for label, rate in settings["chosen"].items():
+        yield (label, number, rate), partial(seed.method, label, rate)
+
+
+def _measured(measure: Callable[[], Run]) -> dict[str, Any]:
+    return {"run": asdict(measure())}
+
+
+def _name(settings: Settings, asked: Asked) -> str:
+    """Of a piece: what was asked for, and a digest of every setting that its figures hang on."""
+    label, seed, rate = asked
+    parts = [{key: settings.get(key) for key in _OF_A_PIECE}, settings["methods"].get(label), "chosen" in settings]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{label}, seed {seed}, rate {rate:g}, settings {digest}"
+
+
+def _row(name: str, done: list[Run], figures: Mapping[str, Figure]) -> dict[str, Any]:
     return {
         "name": name,
         "metrics": {metric: resampling.interval(figure) for metric, figure in figures.items()},
@@ -84,110 +147,27 @@ def _row(name: str, done: list[_Run], figures: Mapping[str, Figure], settings: d
     }
 
 
-def of_seed(settings: dict[str, Any], seed: int, options: Options) -> dict[str, Any]:
-    """What `run` asks of each seed."""
-    return {name: asdict(measured) for name, measured in _seed(settings, seed, options)}
+def _counted(done: Sequence[Mapping[str, Run]], rows: int, whole: int) -> str:
+    commits = Counter(each.commit for of_seed in done for each in of_seed.values() if each.commit)
+    by = ", ".join(f"{n} of {commit}" for commit, n in commits.items()) or "none"
+    return (
+        f"Rows: {sum(map(len, done))} of {rows * len(done)}; seeds of which all are there: {whole} of {len(done)}; "
+        f"by commit: {by}."
+    )
 
 
-def _seed(settings: dict[str, Any], seed: int, options: Options) -> list[tuple[str, _Run]]:
-    """Every row's run of one seed: the same partition, initial weights and test rows for all."""
-    flat = settings["config"] | {"run.seed": seed, "run.deterministic": True}
-    out: list[tuple[str, _Run]] = []
-    for label, chosen in settings["methods"].items():
-        fields = {"method.name": chosen["name"], "method.fields": chosen.get("fields", ""), **chosen.get("config", {})}
-        tried: list[tuple[float, _Run]] = []
-        for rate in settings.get("learning_rates", [flat["train.learning-rate"]]):
-            config = parse(flat | fields | {"train.learning-rate": rate})
-            table = _table(settings, config, options)
-            if not out:
-                out += _without_method(table, flat, options)
-            method = strategies.create(config.method.name, config.method.fields)
-            done = _federate(Exchange(method, config.method.name, table.task.spec), config, table, table.rows, options)
-            tried.append((done.scores.get(_VALIDATION, 0.0), done))
-            if len(settings.get("learning_rates", [])) > 1:
-                options.say(f"seed {seed}: {label}: rate {rate:g}: validation loss {tried[-1][0]:.3f}")
-        out.append((label, least(tried)))
-        options.say(f"seed {seed}: {label}: {_brief(out[-1][1].scores)} in {out[-1][1].seconds:.0f} s")
-    return out
+def _on_rates(settings: Settings) -> Iterator[str]:
+    """What was chosen of which grid, with those at its edge: another rate might have been better for them."""
+    grid = sorted(settings.get("learning_rates", []))
+    if len(grid) < 2:
+        return
+    for rate in grid:
+        of_it = [method for method, chosen in settings["chosen"].items() if chosen == rate]
+        edge = ", at the grid's edge" if rate in (grid[0], grid[-1]) else ""
+        yield f"Learning rate {rate:g}{edge}: {', '.join(of_it) or 'none'}."
 
 
-def least(tried: Sequence[tuple[float, _Run]]) -> _Run:
-    """The run of least validation loss; the first of equals. One that is not finite is never the least."""
-    return min(tried, key=lambda each: each[0] if math.isfinite(each[0]) else math.inf)[1]
-
-
-@dataclass(frozen=True)
-class _Table:
-    """What all runs of a seed share, for one learning rate."""
-
-    settings: Mapping[str, Any]
-    task: Task
-    rows: Mapping[str, Rows]
-    validation: Examples | None
-    test: Examples
-    initial: Weights
-
-    @property
-    def median(self) -> str:
-        """The client of median size."""
-        return sorted(self.rows, key=lambda site: len(self.rows[site]))[len(self.rows) // 2]
-
-
-def _table(settings: Mapping[str, Any], config: RunConfig, options: Options) -> _Table:
-    method = strategies.create(config.method.name, config.method.fields)
-    task = tasks.load(config, method.adapter, options.device)
-    folder, count = data.folder(settings["data"]), settings["clients"]
-    rows = {f"client-{i:02d}": task.encode(task.examples(folder, "train", Share(i, count))) for i in range(count)}
-    validation = task.examples(folder, "validation") if "learning_rates" in settings else None
-    initial = task.initial(rng.initial(config.run.seed, "weights"))
-    return _Table(settings, task, rows, validation, task.examples(folder, "test"), initial)
-
-
-def _without_method(table: _Table, flat: Mapping[str, Any], options: Options) -> list[tuple[str, _Run]]:
-    """The rows that no method has: the model before any round, and a client on its own."""
-    before = _Run(table.task.evaluate(table.initial, table.test, generate=True), 0, 0, 0.0)
-    config = parse({**flat, "cohort.fraction": 1.0, "method.name": "fedavg"})
-    exchange = Exchange(strategies.create("fedavg"), "fedavg", table.task.spec)
-    alone = _federate(exchange, config, table, {table.median: table.rows[table.median]}, options)
-    return [("round 0", before), ("one client alone", alone)]
-
-
-def _federate(exchange: Exchange, config: RunConfig, table: _Table, rows: Mapping[str, Rows], options: Options) -> _Run:
-    started, task, test = time.perf_counter(), table.task, table.test
-
-    def tell(running: Federation, round_: int) -> None:
-        if (round_ + 1) % 10 == 0:
-            options.say(f"seed {config.run.seed}: {exchange.name}: round {round_ + 1} of {config.run.rounds}")
-
-    done = federation(exchange, config, task, rows, table.initial)
-    done.run(tell)
-    seconds = time.perf_counter() - started
-    server = done.deployed()["server"]
-    scores = task.evaluate(server, test, generate=True)
-    # Those of the last round: what other sites keep belongs to older weights.
-    kept = {site: p.tensors for site in done.last_cohort if (p := done.private.get(site)) is not None}
-    pairs = {site: tensors for site, tensors in kept.items() if set(tensors) == set(exchange.spec)}
-    if pairs:
-        scores["aggregation_gap"] = aggregation_gap(list(pairs.values()), [len(rows[site]) for site in pairs])
-    wanted = table.settings.get("client", False)
-    sites = list(rows) if wanted == "all" else [table.median] if wanted and table.median in rows else []
-    own = {site: model for site in sites if (model := done.deployed(site).get("client"))}
-    if table.median in own:
-        found = task.evaluate(own[table.median], test, generate=True)
-        scores |= {f"client_{name}": score for name, score in found.items()}
-    if wanted == "all" and own:
-        scores["clients_loss"] = _mean_loss(task, list(own.values()), test)
-    if table.validation is not None:
-        scores[_VALIDATION] = _mean_loss(task, list(own.values()) or [server], table.validation)
-        scores["learning_rate"] = config.train.learning_rate
-    return _Run(scores, done.upload_bytes, done.download_bytes, seconds, config.run.rounds)
-
-
-def _mean_loss(task: Task, models: Sequence[Weights], examples: Examples) -> float:
-    return statistics.fmean(task.evaluate(model, examples, generate=False)["loss"] for model in models)
-
-
-def _verdicts(runs: Mapping[str, list[_Run]], settings: dict[str, Any]) -> list[str]:
+def _verdicts(runs: Mapping[str, list[Run]], settings: Settings) -> list[str]:
     """Sentences from the intervals of ratios, in which each seed is compared with itself."""
     said = []
     against = runs[settings["reference"]]
@@ -206,7 +186,3 @@ def _verdicts(runs: Mapping[str, list[_Run]], settings: dict[str, Any]) -> list[
             share = sum(r.upload_bytes for r in done) / sum(r.upload_bytes for r in against)
             said.append(f"{name}: uploads are {share:.4f} of {settings['reference']}'s bytes.")
     return said
-
-
-def _brief(scores: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3f}" for name, value in scores.items())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,12 +18,22 @@ def test_an_error_of_a_seed_is_one_line(monkeypatch):
     def failing(settings, seed, options):
         raise ConfigError(f"no data for {settings['name']}")
 
-    asked = '{"settings": {"name": "x"}, "seed": 0, "quick": true, "device": "cpu"}'
+    asked = '{"settings": {"name": "x"}, "seed": 0, "quick": true, "device": "cpu", "pieces": null, "minutes": null}'
     monkeypatch.setattr("sys.stdin", io.StringIO(asked))
     said = []
     monkeypatch.setattr("sys.stdout", type("Out", (), {"write": said.append, "flush": lambda self: None})())
     seeds.serve(failing)
     assert said == ['{"error": "no data for x"}\n']
+
+
+@pytest.mark.parametrize(("pieces", "minutes"), [(None, None), ("here/x.pieces.jsonl", 2.5)])
+def test_a_process_gets_the_file_and_the_minutes_that_it_was_given(monkeypatch, pieces, minutes):
+    asked = {"settings": {}, "seed": 3, "quick": True, "device": "cpu", "pieces": pieces, "minutes": minutes}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked)))
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    got = []
+    seeds.serve(lambda settings, seed, options: got.append((seed, options.pieces, options.minutes)))
+    assert got == [(3, Path(pieces) if pieces else None, minutes)]
 
 
 class Measured(list):
@@ -92,3 +104,23 @@ def test_without_a_file_every_seed_is_measured(measured):
         2,
         3,
     ]
+
+
+def test_a_module_in_pieces_gets_their_file_and_what_is_left_of_the_minutes(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(seeds, "_one", lambda module, settings, seed, options: given.append(options))
+    monkeypatch.setattr(seeds, "commit", lambda: "0123456789ab")
+    options = Options(pieces=tmp_path / "x.pieces.jsonl", minutes=5.0)
+    seeds.run("a.module", {"seeds": 1}, options)
+    seeds.run("a.module", {"seeds": 1}, options, in_pieces=True)
+    alone, in_pieces = given
+    assert (alone.pieces, alone.minutes) == (None, None)
+    assert in_pieces.pieces == options.pieces
+    assert 4.9 < in_pieces.minutes <= 5.0
+    assert not list(tmp_path.iterdir())
+
+
+def test_minutes_are_what_is_left_and_never_below_none():
+    assert Options(minutes=3.0).after(60).minutes == 2.0
+    assert Options(minutes=3.0).after(600).minutes == 0.0
+    assert Options().after(600).minutes is None

@@ -1,0 +1,51 @@
+"""One seed's federations on a few texts: what is the same for all, and what is scored on which rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedveil.benchmarks.fedrand.text_federation import Seed
+from fedveil.benchmarks.run import Options
+from tests.benchmarks.text_folder import settings
+
+METHODS = {
+    "FedAvg": {"name": "fedavg"},
+    "all shared": {"name": "fedper", "fields": "layers = 9"},
+    "FedPer": {"name": "fedper", "fields": "layers = 1"},
+    "longer": {"name": "fedavg", "config": {"run.rounds": 3}},
+}
+
+
+@pytest.fixture
+def seed(folder):
+    asked = settings(METHODS) | {"data": "e2e_nlg", "client": "all", "clients_test": 2, "rate_test": 2}
+    return Seed(asked, 0, Options(device="cpu"))
+
+
+def test_a_method_that_shares_all_is_fedavg_and_other_rows_are_of_the_same_start(seed):
+    fedavg, same, fedper = (seed.method(name, 3e-3) for name in ("FedAvg", "all shared", "FedPer"))
+    assert same.scores["loss"] == pytest.approx(fedavg.scores["loss"], rel=1e-6)
+    assert fedper.scores["loss"] != pytest.approx(fedavg.scores["loss"], rel=1e-4)
+    assert fedavg.scores["learning_rate"] == 3e-3
+    assert seed.before().scores["loss"] > fedavg.scores["loss"]
+    assert seed.before().upload_bytes == 0
+    assert seed.alone().upload_bytes == pytest.approx(fedavg.upload_bytes / 2, rel=1e-3)  # one site of two
+
+
+def test_clients_with_a_model_are_all_scored_on_the_rows_for_them(seed):
+    scores = seed.method("FedPer", 3e-3).scores
+    assert {"client_loss", "client_bleu", "clients_loss", "clients_bleu"} <= set(scores)
+    assert scores["clients_loss"] != pytest.approx(scores["client_loss"])
+    assert len(seed._clients_test) == 2 < len(seed._test)
+    assert "clients_loss" not in seed.method("FedAvg", 3e-3).scores
+
+
+def test_a_trial_sees_validation_rows_alone_and_of_clients_with_models_all(seed, monkeypatch):
+    monkeypatch.setattr(type(seed), "_test", property(lambda self: pytest.fail("a trial read test rows")))
+    found = {name: seed.trial(name, 3e-3).scores for name in ("FedAvg", "FedPer")}
+    assert [set(scores) for scores in found.values()] == [{"validation_loss"}] * 2
+    assert found["FedAvg"]["validation_loss"] != pytest.approx(found["FedPer"]["validation_loss"])
+
+
+def test_a_method_may_have_rounds_of_its_own(seed):
+    assert [seed.method(name, 3e-3).rounds for name in ("FedAvg", "longer")] == [2, 3]
