@@ -9,7 +9,7 @@ from typing import Any
 
 
 def drawn(rows: Sequence[Mapping[str, Any]], laws: Mapping[str, Sequence[float]]) -> bytes:
-    """A PNG: a panel of accuracy by epoch for each base, and one of counts, of the base with the most methods in `laws`.
+    """A PNG: a panel of accuracy by epoch a base, and one of counts: of the base with the most methods in `laws`.
 
     Args:
         rows: each with base, method, curve (an interval for each epoch) and counts.
