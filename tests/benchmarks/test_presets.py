@@ -112,7 +112,24 @@ def test_cases_of_the_presets_have_a_model_and_a_name_of_their_own(name):
     cases = settings["settings"]["cases"]
     assert len({c["name"] for c in cases}) == len(cases)
     assert {c["model"] for c in cases} <= set(settings["settings"]["models"])
-    assert set(settings["quick"].get("skip", [])) <= {c["name"] for c in cases}
+    skipped = [set(part.get("skip", [])) for part in (settings["settings"], settings["quick"])]
+    assert set().union(*skipped) <= {c["name"] for c in cases}
+    assert not skipped[0] & skipped[1]  # a case that no form has
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_masked_batch_stands_beside_one_without_masks(quick):
+    """Of the same size, searched as long: else nobody knows whether the mask hid it or the batch."""
+    settings = run.read("random_binary/adaptive", quick)["settings"]
+    asked = [case for case in settings["cases"] if case["name"] not in settings["skip"]]
+
+    def search(case):
+        return case.get("batch", 1), case.get("matching", {}), case["model"]
+
+    open_ = [search(case) for case in asked if case["method"].get("fields") == "rate = 0.0"]
+    masked = [case for case in asked if case.get("batch", 1) > 1 and case["method"].get("fields") != "rate = 0.0"]
+    assert masked
+    assert all(search(case) in open_ for case in masked)
 
 
 @pytest.mark.parametrize("name", ["accuracy", "vit_small"])

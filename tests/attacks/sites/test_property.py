@@ -65,7 +65,7 @@ def test_sites_are_not_ordered_by_what_nothing_can_learn(tmp_path):
 
 
 def test_the_control_fails_where_its_property_goes_with_a_class(tmp_path):
-    """Of nine rows in ten such a hash says whether they are of the first class: sites are ordered by it, and it shows."""
+    """Of nine rows in ten such a hash says whether they are of the first class: by it sites are ordered."""
     found = []
     for seed in range(3):
 
