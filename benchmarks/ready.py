@@ -34,6 +34,8 @@ SOURCES = {
     "scienceqa-choice": "scienceqa.github.io; `image`, `question`, `choices`, `answer` (an index), `label` (the topic)",
     "gpt2-medium": "hf download openai-community/gpt2-medium --local-dir $FEDVEIL_DATA/gpt2-medium",
     "clip-vit-base-patch16": "hf download openai/clip-vit-base-patch16 --local-dir $FEDVEIL_DATA/clip-vit-base-patch16",
+    "vit-small-patch16-224": "hf download WinKawaks/vit-small-patch16-224 --local-dir "
+    "$FEDVEIL_DATA/vit-small-patch16-224; or another ViT-S/16 at 224 of transformers' own classes",
     "vlm-base": "an image-text-to-text model of transformers' own classes, as `save_pretrained` writes it",
     "ray": "pip install --require-hashes --no-deps -r lock/simulation.txt",
     "opacus": "pip install 'fedveil[test]'",

@@ -9,7 +9,7 @@ from typing import Any
 from fedveil.benchmarks.common import resampling, verdicts
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.common.verdicts import Said
-from fedveil.config import RunConfig
+from fedveil.config import DpConfig, RunConfig
 from fedveil.contract.budget import Neighbours, Plan, Spent
 from fedveil.privacy import accounting
 from fedveil.privacy.dp_sgd import DpSgd
@@ -72,6 +72,11 @@ def keys(count: int, where: str) -> dict[str, Any]:
         return {}
     secure = {"enabled": True, "noise": "sum", "min-sites": count, "colluding": count - honest(count, where)}
     return {f"secure.{key}": value for key, value in secure.items()}
+
+
+def unseeded(dp: DpConfig) -> str:
+    """What `epsilon_of` is called in a table: noise of a benchmark is drawn from its seed, and protects nobody."""
+    return f"epsilon at delta {dp.delta:g} ({dp.neighbours}), were its noise not seeded"
 
 
 def epsilon_of(dp: DpSgd, config: RunConfig, rows: int) -> float:

@@ -11,13 +11,24 @@ left is "not told apart" or "not decided", which says nothing either way. One se
 | not lower, not higher | above -margin, below margin | below -margin, above margin |
 
 So whoever claims that two methods are equal says within what margin.
+
+A control is judged as a claim on where its figure lies beside chance (an AUROC's is 0.5), and may be not decided too:
+
+| a control must be | held where its figure less chance lies | NOT HELD where it lies |
+|---|---|---|
+| won | above margin | below it |
+| lost | within -margin to margin | beyond either |
+| not won | below margin | above it |
+
+One that must be won must be so over the seeds. One that must not is asked of these trainings alone, over the rows: what
+tells these rows apart spoils this table, whatever other seeds would say.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fedveil.attacks.statistics import holm
@@ -27,6 +38,10 @@ from fedveil.errors import ConfigError
 
 ALPHA = 0.04  # of all words of a table together: room below 5 % for trainings whose spread is not a normal one
 HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not decided"
+HELD, NOT_HELD = "held", "NOT HELD"
+CHANCE = 0.5  # an AUROC's
+CONTROL_MARGIN = 0.05  # of an AUROC, where a preset states no other: a tenth of what lies between chance and certainty
+Must = Literal["won", "lost", "not won"]
 _CLAIMS = ("lower", "higher", "equal", "not lower", "not higher")
 _NEED_MARGIN = ("equal", "not lower", "not higher")
 
@@ -70,6 +85,34 @@ def claimed(d: Figure, claim: Mapping[str, Any]) -> Said:
         return Said(HOLDS, max(resampling.p_value(d, at) for at in bounds), OPEN)
     nearest = min(bounds, key=lambda at: abs(d.value - at))
     return Said(FAILS, resampling.p_value(d, nearest), OPEN)
+
+
+def control(figure: Figure, must: Must, margin: float = CONTROL_MARGIN, chance: Figure | None = None) -> Said:
+    """Whether a control is as it must be.
+
+    Args:
+        margin: how far from chance an attack may be that tells nothing; one that wins must be farther.
+        chance: what is scored where nothing can be told, paired with `figure`; by default CHANCE.
+    """
+    gain = resampling.less(figure, chance or resampling.fixed(CHANCE))
+    if must == "won":
+        said = claimed(resampling.less(gain, resampling.fixed(margin)), {"is": "higher"})
+    else:
+        claim = {"is": "equal" if must == "lost" else "not higher", "margin": margin}
+        said = claimed(resampling.of_rows(gain), claim)
+    return replace(said, word=HELD if said.word == HOLDS else NOT_HELD)
+
+
+def expected(must: Must, margin: float = CONTROL_MARGIN) -> str:
+    """Where the AUROC of a control must lie, in words."""
+    low, high = f"{CHANCE - margin:g}", f"{CHANCE + margin:g}"
+    return {"won": f"above {high}", "lost": f"within {low} to {high}", "not won": f"below {high}"}[must]
+
+
+def controls(found: Sequence[tuple[str, Said]]) -> list[str]:
+    """A sentence for each control of a table, ending in its word, and one on how the words were found."""
+    told_ = [f"{text}: {word}." for (text, _), word in zip(found, words([said for _, said in found]), strict=True)]
+    return [*told_, f"Words on controls are corrected for {len(found)} controls (Holm)."] if found else []
 
 
 def claim_in_words(claim: Mapping[str, Any]) -> str:

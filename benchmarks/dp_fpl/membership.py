@@ -44,7 +44,7 @@ from fedveil.attacks.statistics import Estimate
 from fedveil.benchmarks.common import resampling, seeds
 from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.common.verdicts import Said
+from fedveil.benchmarks.common.verdicts import Must, Said
 from fedveil.benchmarks.dp_fpl import federated_prompts
 from fedveil.benchmarks.dp_fpl.accuracy import ZERO
 from fedveil.benchmarks.dp_fpl.federated_prompts import Federated, Sites
@@ -91,28 +91,27 @@ def estimated(estimate: Sequence[float], rows: int) -> Figure:
 
 
 def verdicts(figures: Mapping[str, Mapping[str, Figure]], settings: Mapping[str, Any]) -> list[str]:
-    """Sentences on where each target stands, on whether the controls hold, and on the preset's claims.
-
-    A control to win must win over the seeds; one to lose fails as soon as its rows tell.
-    """
+    """Sentences on where each target stands, on whether the controls hold, and on the preset's claims."""
     blind = {federated_prompts.blind(name) for name in settings["rows"]} | {ZERO}
     winners = {name for name, row in settings["rows"].items() if row.get("control") == "win"}
-    controls, found = [], list[tuple[str, Said]]()
+    margin = settings.get("control_margin", common.CONTROL_MARGIN)
+    controls, found = list[tuple[str, Said]](), list[tuple[str, Said]]()
     for name, of_row in figures.items():
         for metric in ("AUROC, per class", "AUROC, global", LOSS):
             if (figure := of_row.get(metric)) is None:  # a row without shadows
                 continue
             i = resampling.interval(resampling.of_rows(figure) if name in blind else figure)
             text = f"{name}, {metric}: {resampling.shown(i)}"
-            if name in winners:
-                controls.append(f"{text}; the control to win: {'held' if i['low'] > 0.5 else 'NOT HELD'}.")
-            elif name in blind:
-                controls.append(f"{text}; a control to lose: {'held' if i['low'] <= 0.5 <= i['high'] else 'NOT HELD'}.")
+            if name in winners or name in blind:
+                must: Must = "won" if name in winners else "lost"
+                text += f"; a control, expected {common.expected(must, margin)}"
+                controls.append((text, common.control(figure, must, margin)))
             else:
                 sides = ("below 0.5", "above 0.5", "not told from 0.5")
                 found.append((text, common.told(resampling.less(figure, resampling.fixed(0.5)), *sides)))
     found += common.compared(figures, settings.get("claims", []))
-    return [*controls, *common.table(found, max(len(of_row[LOSS].seeds) for of_row in figures.values()))]
+    said = common.table(found, max(len(of_row[LOSS].seeds) for of_row in figures.values()))
+    return [*common.controls(controls), *said]
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:

@@ -213,9 +213,9 @@ def _method(
         "upload_bytes": running.upload_bytes, "download_bytes": running.download_bytes, "seconds": seconds
     }  # fmt: skip
     if dp and dp.noise:
-        title = f"epsilon at delta {dp.delta:g} ({dp.neighbours}), were its noise not seeded"
         fewest = min(map(len, clients.values()))  # its rows are drawn most often
-        rows[f"{label} global"]["figures"][title] = resampling.fixed(noise_tables.epsilon_of(dp, config, fewest))
+        epsilon = resampling.fixed(noise_tables.epsilon_of(dp, config, fewest))
+        rows[f"{label} global"]["figures"][noise_tables.unseeded(config.dp)] = epsilon
     if settings.get("similarity"):
         last = [at.received for at in watched.values()]
         rows[f"{label} similarity"] = {"figures": similarity.figures(task, method, last, server, base)}

@@ -10,8 +10,10 @@ import numpy as np
 from fedveil.attacks.base import OTHER_ROWS, OVERFITTED, ROUND_0
 from fedveil.benchmarks.common import resampling
 from fedveil.benchmarks.common import verdicts as common
-from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.common.verdicts import Must, Said
 from fedveil.benchmarks.fedrand.adversary import Figures
+
+_MUST: Mapping[str, Must] = {OVERFITTED: "won", ROUND_0: "lost", OTHER_ROWS: "lost"}
 
 
 def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[str]:
@@ -34,14 +36,7 @@ def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[s
             seeds = max(len(f.seeds) for f in figures.values())
     if said:
         said.append(common.how("all pairs of an order", seeds))
-    for control, side in ((OVERFITTED, "above"), (ROUND_0, "contains"), (OTHER_ROWS, "contains")):
-        for metric, figure in rows.get(control, {}).items():
-            if metric in settings.get("controls", []):
-                said.append(_control(control, side, metric, figure))
-    for name, figures in rows.items():
-        for metric, figure in figures.items():  # a metric begins with the name of its part
-            if metric.endswith("alignment, wrong site"):
-                said.append(_control(name, "not above", metric, figure))
+    said += _controls(rows, settings)
     of_claims = max((len(f.seeds) for of_row in rows.values() for f in of_row.values()), default=0)
     said += common.table(common.compared(rows, settings.get("claims", [])), of_claims)
     pairs = settings.get("errors", [])
@@ -54,12 +49,24 @@ def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[s
     return said
 
 
-def _control(name: str, side: str, metric: str, figure: Figure) -> str:
-    """A control to win must do so over the seeds; one to lose fails as soon as these models' rows tell."""
-    if side != "above" and np.ptp(figure.replicates) == 0 and figure.value == 0.5:
-        return f"Control {name}, {metric}: all rows score the same, so it cannot fail: no control."
-    i = resampling.interval(figure if side == "above" else resampling.of_rows(figure))
-    inside = i["low"] <= 0.5 <= i["high"]
-    held = {"above": i["low"] > 0.5, "contains": inside, "not above": i["low"] <= 0.5}[side]
-    asked = {"above": "wholly above 0.5", "contains": "0.5 inside", "not above": "not wholly above 0.5"}[side]
-    return f"Control {name}, {metric}: {resampling.shown(i)}, expected {asked}: {'held' if held else 'NOT HELD'}."
+def _controls(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[str]:
+    """Of each control the preset asks about, and of the wrong site of every alignment, whether it is as it must be."""
+    margin = settings.get("control_margin", common.CONTROL_MARGIN)
+    none, found = list[str](), list[tuple[str, Said]]()
+    asked = [
+        (name, must, metric)
+        for name, must in _MUST.items()
+        for metric in rows.get(name, {})
+        if metric in settings.get("controls", [])
+    ]
+    # A metric begins with the name of its part.
+    asked += [(name, "not won", m) for name, of in rows.items() for m in of if m.endswith("alignment, wrong site")]
+    for name, must, metric in asked:
+        figure, text = rows[name][metric], f"Control {name}, {metric}"
+        if must == "lost" and np.ptp(figure.replicates) == 0 and figure.value == common.CHANCE:
+            none.append(f"{text}: all rows score the same, so it cannot fail: no control.")
+            continue
+        i = resampling.interval(figure if must == "won" else resampling.of_rows(figure))
+        text += f": {resampling.shown(i)}, expected {common.expected(must, margin)}"
+        found.append((text, common.control(figure, must, margin)))
+    return [*none, *common.controls(found)]

@@ -10,7 +10,7 @@ of a hash of the row, which nothing can learn; there the attack must lose.
 | of the first round | the same from one round's messages |
 | members | AUROC of `alignment` on rows of a site beside rows of none, of the same kind; mean of kinds and sites |
 | loss, loss of round 0 | of the server's model, and of what it began with, on rows of no site, in nats |
-| epsilon | of a row, as the sites' ledgers would have it; of rows in the clear none |
+| epsilon at delta ..., were its noise not seeded | of a row, as the sites' ledgers would have it; of plain steps none |
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _measured(
     for name, weights in (("loss", knowledge.server or {}), ("loss of round 0", initial)):
         metrics[name] = task.evaluate(weights, [*cut.having, *cut.lacking], generate=False)["loss"]
     if dp := DpSgd.of(config.dp):
-        metrics["epsilon"] = noise_tables.epsilon_of(dp, config, settings["rows_a_site"])
+        metrics[noise_tables.unseeded(config.dp)] = noise_tables.epsilon_of(dp, config, settings["rows_a_site"])
     return metrics
 
 

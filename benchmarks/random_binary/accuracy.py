@@ -3,7 +3,8 @@
 | base | the model starts | its pictures |
 |---|---|---|
 | scratch | from a draw | as they are |
-| pre-trained | from training on a public part, which no client has, under a head drawn anew | as they are |
+| pre-trained | from training on a public part, which no client has, or from a named folder; under a head drawn anew |
+  as they are |
 | position | from a draw, without positions | faint, with a square whose place is the class: the control. With fixed
   position the model is blind to the order of patches, so it must lose |
 
@@ -36,7 +37,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from fedveil.benchmarks.common import pieces, resampling, verdicts
+from fedveil.benchmarks.common import data, pieces, resampling, verdicts
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.common.verdicts import Said
 from fedveil.benchmarks.random_binary import federated, figures
@@ -69,6 +70,12 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         }
         found = pieces.rows(options.pieces, measures, options.minutes)
     return outcome(found, settings, len(asked))
+
+
+def needs(settings: Settings) -> list[data.Need]:
+    """Pictures, and the folders with weights that bases name."""
+    named = [of["task.model"] for of in settings["bases"].values() if "task.model" in of]
+    return [data.Need(settings["data"], ("train", "test")), *map(data.Need, named)]
 
 
 def _asked(settings: Settings, options: Options) -> Iterator[tuple[str, str, int]]:

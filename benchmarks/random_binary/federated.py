@@ -1,7 +1,8 @@
 """One federation of the table of accuracy: a base, a method and a seed.
 
 A seed cuts the training pictures into a public part, on which the pre-trained base was trained in one place, and a part
-for the clients; every method runs the same federation in process from the same weights.
+for the clients; every method runs the same federation in process from the same weights. A base with a "task.model"
+starts from the weights in that folder of the data, under a head drawn anew.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def start(settings: Settings, vit: Settings, base: str, seed: int, options: Opti
         options: the device is read.
 
     Raises:
-        ConfigError: fewer pictures than the base asks for.
+        ConfigError: fewer pictures than the base asks for, or a folder whose model is another one than the preset's.
+        TaskError: a folder whose model does not load.
     """
     task, asked = _task(settings, {**vit, "method.name": "random_binary"}, seed, options), settings["bases"][base]
     public, members, test = _parts(settings, asked, task, seed)
@@ -69,6 +71,11 @@ def start(settings: Settings, vit: Settings, base: str, seed: int, options: Opti
         first = task.trainer(task.encode(public), rng.initial(seed, "pre-training"))
         other = task.initial(rng.initial(seed, "head"))  # the body was trained to fit the first one
         weights = _new_head(first.train(weights).weights, other)
+    if "task.model" in asked:
+        found = data.with_model({"task.model": asked["task.model"]})
+        kept = {k: v for k, v in vit.items() if k not in ("task.from-scratch", "task.classes")}
+        named = _task(settings, {**kept, **found, "method.name": "random_binary"}, seed, options)
+        weights = _of_folder(asked["task.model"], named.initial(rng.initial(seed, "weights")), weights)
     if asked.get("marked"):
         weights = without_positions(weights)
     table = Dataset.from_list([dict(example.values) for example in members])
@@ -131,6 +138,19 @@ def unpacked(right: str, rows: int) -> list[float]:
 def _new_head(trained: Weights, other: Weights) -> dict[str, torch.Tensor]:
     """The trained body under another head: pre-training leaves what it has seen, not the answer."""
     return {name: other[name] if name.startswith("classifier.") else w for name, w in trained.items()}
+
+
+def _of_folder(name: str, trained: Weights, other: Weights) -> dict[str, torch.Tensor]:
+    """`_new_head` of a model that must be the preset's, but for its classes. Raises ConfigError where it is not."""
+    shapes = ({n: tuple(w.shape) for n, w in of.items() if not n.startswith("classifier.")} for of in (trained, other))
+    mine, wanted = shapes
+    if apart := sorted(n for n in mine.keys() | wanted.keys() if mine.get(n) != wanted.get(n)):
+        at = apart[0]
+        raise ConfigError(
+            f"task.model {name}: expected the model of the preset, {at} of {wanted.get(at, 'no shape')}, found "
+            f"{mine.get(at, 'none')}; name a folder with that model, or mend settings.model"
+        )
+    return _new_head(trained, other)
 
 
 def _task(settings: Settings, sections: Settings, seed: int, options: Options) -> ImageClassification:

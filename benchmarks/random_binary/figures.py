@@ -9,7 +9,7 @@ from typing import Any
 
 
 def drawn(rows: Sequence[Mapping[str, Any]], laws: Mapping[str, Sequence[float]]) -> bytes:
-    """A PNG: a panel of accuracy by epoch for each base, and one of counts.
+    """A PNG: a panel of accuracy by epoch a base, and one of counts: of the base with the most methods in `laws`.
 
     Args:
         rows: each with base, method, curve (an interval for each epoch) and counts.
@@ -28,9 +28,11 @@ def drawn(rows: Sequence[Mapping[str, Any]], laws: Mapping[str, Sequence[float]]
             panel.fill_between(range(len(row["curve"])), low, high, alpha=0.12)
         panel.legend(fontsize=8)
         panel.grid(alpha=0.3)
-    shown = [row for row in rows if row["base"] == bases[0] and row["method"] in laws]
+    of_base = {base: [row for row in rows if row["base"] == base and row["method"] in laws] for base in bases}
+    counted = max(bases, key=lambda base: len(of_base[base]))
+    shown = of_base[counted]
     panel = canvas.add_subplot(
-        1, len(bases) + 1, len(bases) + 1, title=f"{bases[0]}: how often entries moved, and Eq. 13 (rings)",
+        1, len(bases) + 1, len(bases) + 1, title=f"{counted}: how often entries moved, and Eq. 13 (rings)",
         xlabel="epochs in which an entry moved", ylabel="share of entries", yscale="log", ylim=(1e-6, 2),
     )  # fmt: skip
     for i, row in enumerate(shown):

@@ -12,10 +12,8 @@ A figure is judged by how far it lies above its lost control (0.5, or the mean p
 | does not, and no gain above the preset's margin is in it | lost |
 | else | not decided |
 
-Over the views of an attack these words are corrected together (`common.verdicts`). A control to win must win over the
-seeds; one to lose fails as soon as the rows tell.
-
-An attack counts where it wins in the clear and with every mask off, and not on a wrong site, as in `fedveil audit`.
+Over the views of an attack these words are corrected together (`common.verdicts`). An attack counts where its controls
+are held, as there: it wins in the clear and with every mask off, beyond the margin, and not on a wrong site.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from fedveil.attacks.reconstruction.images import contact_sheet
 from fedveil.benchmarks.common import data, resampling, seeds
 from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.resampling import Figure
-from fedveil.benchmarks.common.verdicts import Said
+from fedveil.benchmarks.common.verdicts import Must, Said
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.benchmarks.secure import on_pictures, on_texts
 from fedveil.benchmarks.secure.twins import HIDDEN, SEEN
@@ -102,22 +100,40 @@ def judged(mine: Figure, control: Figure, margin: float) -> Said:
 
 def verdicts(figures: Figures, settings: Mapping[str, Any]) -> list[str]:
     """Sentences on each attack: its controls, what the secure run hides from it, and what stays."""
-    return [said for attack, of_rows in figures.items() for said in _verdicts(attack, of_rows, settings["margin"])]
+    controls = {attack: _controls(of_rows, settings["margin"]) for attack, of_rows in figures.items()}
+    held = iter(common.words([said for of in controls.values() for said in of]))
+    words = {attack: [next(held) for _ in of] for attack, of in controls.items()}
+    return [s for attack, of in figures.items() for s in _verdicts(attack, of, settings["margin"], words[attack])]
 
 
-def _verdicts(attack: str, figures: Mapping[str, Figure], margins: Mapping[str, float]) -> Sequence[str]:
-    psnr = on_pictures.MEAN in figures
-    control = figures[on_pictures.MEAN] if psnr else resampling.fixed(0.5)
-    margin, form = (margins["psnr"], ".1f") if psnr else (margins["auroc"], ".3f")
+def _lost(figures: Mapping[str, Figure], margins: Mapping[str, float]) -> tuple[Figure, float, str]:
+    """The figure of an attack that is lost, how far above it one that tells nothing may be, and a form for figures."""
+    if on_pictures.MEAN in figures:
+        return figures[on_pictures.MEAN], margins["psnr"], ".1f"
+    return resampling.fixed(common.CHANCE), margins["auroc"], ".3f"
+
+
+def _controls(figures: Mapping[str, Figure], margins: Mapping[str, float]) -> list[Said]:
+    """Of the two that must be won and, for membership, the one that must not be. The mean picture is chance itself."""
+    lost, margin, _ = _lost(figures, margins)
+    musts: dict[str, Must] = {"clear": "won", "every mask off": "won", on_texts.WRONG: "not won"}
+    return [common.control(figures[v], must, margin, lost) for v, must in musts.items() if v in figures]
+
+
+def _verdicts(
+    attack: str, figures: Mapping[str, Figure], margins: Mapping[str, float], controls: Sequence[str]
+) -> Sequence[str]:
+    lost, margin, form = _lost(figures, margins)
     views = (*HIDDEN, "sum")
-    found = dict(zip(views, common.words([judged(figures[v], control, margin) for v in views]), strict=True))
-    won = all(resampling.difference(figures[v], control)["low"] > 0 for v in ("clear", "every mask off"))
-    told = not psnr and resampling.interval(resampling.of_rows(figures[on_texts.WRONG]))["low"] > 0.5
+    found = dict(zip(views, common.words([judged(figures[v], lost, margin) for v in views]), strict=True))
+    failed = common.NOT_HELD in controls
+    stand = "they stand" if set(controls) == {common.HELD} else common.NOT_HELD if failed else common.OPEN
     shown = {name: resampling.shown(resampling.interval(figure), form) for name, figure in figures.items()}
+    psnr = on_pictures.MEAN in figures
     against = f"mean picture {shown[on_pictures.MEAN]} dB" if psnr else f"wrong site {shown[on_texts.WRONG]}"
     said = [
         f"{attack}, controls: clear {shown['clear']}, the secure run with every mask off {shown['every mask off']}, "
-        f"{against}: {'they stand' if won and not told else 'NOT HELD, the other figures of this attack say nothing'}."
+        f"{against}: {stand}{', the other figures of this attack say nothing' if stand != 'they stand' else ''}."
     ]
     means = {"lost": "at its lost control", "won": "WON: something shows", common.OPEN: common.OPEN}
     said += [f"{attack}, secure run, {name}: {shown[name]}: {means[found[name]]}." for name in HIDDEN]

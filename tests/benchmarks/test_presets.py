@@ -112,13 +112,30 @@ def test_cases_of_the_presets_have_a_model_and_a_name_of_their_own(name):
     cases = settings["settings"]["cases"]
     assert len({c["name"] for c in cases}) == len(cases)
     assert {c["model"] for c in cases} <= set(settings["settings"]["models"])
-    assert set(settings["quick"].get("skip", [])) <= {c["name"] for c in cases}
+    skipped = [set(part.get("skip", [])) for part in (settings["settings"], settings["quick"])]
+    assert set().union(*skipped) <= {c["name"] for c in cases}
+    assert not skipped[0] & skipped[1]  # a case that no form has
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_methods_and_claims_of_random_binary_exist_and_every_claim_has_its_rows(quick):
-    """In the quick form some bases have no rows, but the control has both, and seeds to decide it."""
-    found = preset("random_binary/accuracy")
+def test_a_masked_batch_stands_beside_one_without_masks(quick):
+    """Of the same size, searched as long: else nobody knows whether the mask hid it or the batch."""
+    settings = run.read("random_binary/adaptive", quick)["settings"]
+    asked = [case for case in settings["cases"] if case["name"] not in settings["skip"]]
+
+    def search(case):
+        return case.get("batch", 1), case.get("matching", {}), case["model"]
+
+    open_ = [search(case) for case in asked if case["method"].get("fields") == "rate = 0.0"]
+    masked = [case for case in asked if case.get("batch", 1) > 1 and case["method"].get("fields") != "rate = 0.0"]
+    assert masked
+    assert all(search(case) in open_ for case in masked)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "vit_small"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_methods_and_claims_of_random_binary_exist_and_every_claim_has_its_rows(name, quick):
+    found = preset(f"random_binary/{name}")
     settings = run._merged(found["settings"], found["quick"] if quick else {})
     for row in settings["methods"].values():
         strategies.create(row["name"], settings["fields"] + row.get("fields", ""))
@@ -128,6 +145,14 @@ def test_methods_and_claims_of_random_binary_exist_and_every_claim_has_its_rows(
         [(base, claim[side]) for side in ("row", "than")] for claim in settings["claims"] for base in claim["bases"]
     ]
     assert quick or all(set(pair) <= rows for pair in pairs)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_control_of_random_binary_has_both_rows_and_seeds_to_decide_it(quick):
+    """In the quick form some bases have no rows."""
+    found = preset("random_binary/accuracy")
+    settings = run._merged(found["settings"], found["quick"] if quick else {})
+    rows = {(base, method) for base, of in settings["bases"].items() for method in of["methods"]}
     (control,) = (c for c in settings["claims"] if c.get("control") and c["is"] == "lower")
     assert {("position", control["row"]), ("position", control["than"])} <= rows
     assert settings["bases"]["position"]["seeds"] >= resampling.SEEDS_TO_DECIDE

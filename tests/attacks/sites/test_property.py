@@ -64,6 +64,19 @@ def test_sites_are_not_ordered_by_what_nothing_can_learn(tmp_path):
     assert 0.3 < sum(found) / len(found) < 0.7
 
 
+def test_the_control_fails_where_its_property_goes_with_a_class(tmp_path):
+    """Of nine rows in ten such a hash says whether they are of the first class: by it sites are ordered."""
+    found = []
+    for seed in range(3):
+
+        def has(point, seed=seed):
+            drawn = hash((seed, int(point[0][0].view(torch.int32)))) % 10
+            return (point[1] == 0) == (drawn != 0)
+
+        found.append(concordance(estimates(attacked(tmp_path / str(seed), "fedavg", has)[0]), SHARES))
+    assert sum(found) / len(found) > 0.7
+
+
 def test_a_leaning_is_that_of_its_equations(tmp_path):
     """A naive twin: one row, one gradient, all tensors in one vector."""
     found, (view, knowledge, having, lacking) = attacked(tmp_path, "fedavg", is_first_class, rounds=1)

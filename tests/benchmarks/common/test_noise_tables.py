@@ -30,3 +30,8 @@ def test_a_row_has_its_score_over_seeds_and_its_costs():
     assert rows[0]["name"] == "a"
     assert rows[0]["metrics"]["loss"]["mean"] == pytest.approx(2.0)
     assert rows[0]["metrics"]["z"]["mean"] == 2.5
+
+
+def test_an_epsilon_of_seeded_noise_says_so():
+    dp = parse({"dp.clip": 1.0, "dp.noise": 1.0, "dp.delta": 1e-4}).dp
+    assert noise_tables.unseeded(dp) == "epsilon at delta 0.0001 (replace-one), were its noise not seeded"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -148,3 +150,67 @@ def test_the_rows_count_beside_the_seeds():
     assert resampling.p_value(rows) == pytest.approx(0.05, abs=0.02)  # two standard errors of a normal
     assert resampling.p_value(seeds) == pytest.approx(0.0742, abs=1e-3)  # t = 2 sqrt 3, two degrees of freedom
     assert resampling.p_value(both) > 1.3 * resampling.p_value(seeds)
+
+
+CONTROLS = [
+    ("won", (0.70, 0.71, 0.72), "held"), ("won", (0.40, 0.41, 0.42), "NOT HELD"),
+    ("won", (0.51, 0.52, 0.515), "NOT HELD"),  # it tells rows apart, by next to nothing
+    ("won", (0.51, 0.95, 0.70), "not decided"),
+    ("lost", (0.49, 0.50, 0.51), "held"), ("lost", (0.60, 0.61, 0.62), "NOT HELD"),
+    ("lost", (0.40, 0.41, 0.42), "NOT HELD"), ("lost", (0.53, 0.54, 0.55), "not decided"),
+    ("not won", (0.20, 0.21, 0.22), "held"), ("not won", (0.60, 0.61, 0.62), "NOT HELD"),
+    ("not won", (0.53, 0.54, 0.55), "not decided"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("must", "values", "word"), CONTROLS)
+def test_a_control_is_held_or_not_or_not_decided(must, values, word):
+    assert verdicts.words([verdicts.control(by_seed(*values, rows=0.008), must)]) == [word]
+
+
+def test_a_control_s_margin_and_chance_may_be_others():
+    psnr, mean = by_seed(14.0, 14.1, 14.2), by_seed(12.0, 12.1, 12.2)
+    assert verdicts.words([verdicts.control(psnr, "won", 1.0, mean), verdicts.control(psnr, "won", 3.0, mean)]) == [
+        "held", "NOT HELD",
+    ]  # fmt: skip
+    assert verdicts.expected("lost", 0.1) == "within 0.4 to 0.6"
+
+
+@pytest.fixture
+def _draws_once(monkeypatch):
+    """The same draws of rows are not drawn again for each figure."""
+    monkeypatch.setattr(resampling, "counts", functools.cache(resampling.counts))
+
+
+def drawn_controls(rng: np.random.Generator, seeds: int, shift: float) -> list[verdicts.Said]:
+    """Six controls to lose, AUROC of 60 members and 60 others; of each seed all attacks score the same rows."""
+    figures: list[list[Figure]] = [[] for _ in range(6)]
+    for _ in range(seeds):
+        mine, others = rng.normal(shift, 1, 60), rng.normal(0, 1, 60)
+        for of_attack in figures:
+            scores = [side + rng.normal(0, 0.7, 60) for side in (mine, others)]
+            of_attack.append(resampling.auroc(*scores, (1,), (2,)))
+    return [verdicts.control(resampling.over_seeds(of), "lost") for of in figures]
+
+
+@pytest.mark.usefixtures("_draws_once")
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_of_tables_whose_controls_are_at_chance_fewer_than_one_in_twenty_has_one_that_is_not_held(seeds):
+    rng = np.random.default_rng([seeds, 3])
+    said = [verdicts.words(drawn_controls(rng, seeds, 0.0)) for _ in range(100)]
+    assert np.mean([verdicts.NOT_HELD in words for words in said]) < 0.05
+
+
+@pytest.mark.usefixtures("_draws_once")
+def test_of_tables_whose_controls_lie_at_the_margin_fewer_than_one_in_twenty_has_one_that_is_held():
+    """Members 0.217 deviations higher: P(higher) = Phi(0.217 / sqrt(2 + 2 * 0.49)) = 0.55."""
+    rng = np.random.default_rng(5)
+    said = [verdicts.words(drawn_controls(rng, 5, 0.217)) for _ in range(100)]
+    assert np.mean([verdicts.HELD in words for words in said]) < 0.05
+
+
+@pytest.mark.usefixtures("_draws_once")
+def test_controls_that_tell_rows_apart_are_found():
+    rng = np.random.default_rng(7)
+    said = [verdicts.words(drawn_controls(rng, 5, 1.0)) for _ in range(20)]
+    assert all(words == [verdicts.NOT_HELD] * 6 for words in said)

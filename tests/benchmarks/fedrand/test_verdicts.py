@@ -19,33 +19,56 @@ def around(value: float, width: float = 0.01) -> Figure:
 @pytest.mark.parametrize(
     ("row", "value", "said"),
     [
-        ("overfitted FedAvg", 0.9, "expected wholly above 0.5: held."),
-        ("overfitted FedAvg", 0.5, "expected wholly above 0.5: NOT HELD."),
-        ("round 0", 0.5, "expected 0.5 inside: held."),
-        ("round 0", 0.7, "expected 0.5 inside: NOT HELD."),
-        ("other rows", 0.5, "expected 0.5 inside: held."),
-        ("other rows", 0.3, "expected 0.5 inside: NOT HELD."),
+        ("overfitted FedAvg", 0.9, "expected above 0.55: held."),
+        ("overfitted FedAvg", 0.56, "expected above 0.55: not decided."),
+        ("overfitted FedAvg", 0.5, "expected above 0.55: NOT HELD."),
+        ("round 0", 0.5, "expected within 0.45 to 0.55: held."),
+        ("round 0", 0.54, "expected within 0.45 to 0.55: not decided."),
+        ("round 0", 0.7, "expected within 0.45 to 0.55: NOT HELD."),
+        ("other rows", 0.5, "expected within 0.45 to 0.55: held."),
+        ("other rows", 0.46, "expected within 0.45 to 0.55: not decided."),
+        ("other rows", 0.3, "expected within 0.45 to 0.55: NOT HELD."),
     ],
 )
-def test_controls_are_judged_by_their_intervals(row, value, said):
+def test_controls_are_judged_by_their_margin(row, value, said):
     settings = {"methods": {}, "controls": ["loss"]}
-    (sentence,) = verdicts({row: {"loss": around(value), "other": around(0.1)}}, settings)
+    sentence, how = verdicts({row: {"loss": around(value), "other": around(0.1)}}, settings)
     assert sentence.startswith(f"Control {row}, loss: {value:.3f} [")
     assert sentence.endswith(said)
+    assert how == "Words on controls are corrected for 1 controls (Holm)."
+    wide = {"methods": {}, "controls": ["loss"], "control_margin": 0.25}
+    if row != "overfitted FedAvg":
+        assert verdicts({row: {"loss": around(value)}}, wide)[0].endswith("expected within 0.25 to 0.75: held.")
+
+
+def test_a_control_with_too_few_rows_is_not_decided():
+    """0.5 lies in the interval, and so does 0.6: it was called held."""
+    sentence, _ = verdicts({"round 0": {"loss": around(0.5, 0.05)}}, {"methods": {}, "controls": ["loss"]})
+    assert sentence.endswith("not decided.")
+
+
+def test_controls_of_a_table_are_corrected_together():
+    """Each of twenty alone is held."""
+    many = {"round 0": {f"m{i}": around(0.5, 0.02) for i in range(20)}}
+    alone = verdicts(many, {"methods": {}, "controls": ["m0"]})
+    together = verdicts(many, {"methods": {}, "controls": list(many["round 0"])})
+    assert alone[0].endswith(": held.")
+    assert all(said.endswith(": not decided.") for said in together[:20])
 
 
 def test_a_control_on_which_all_rows_score_the_same_is_none():
     (sentence,) = verdicts({"round 0": {"loss": resampling.fixed(0.5)}}, {"methods": {}, "controls": ["loss"]})
     assert sentence == "Control round 0, loss: all rows score the same, so it cannot fail: no control."
-    (apart,) = verdicts({"round 0": {"loss": resampling.fixed(1.0)}}, {"methods": {}, "controls": ["loss"]})
+    apart, _ = verdicts({"round 0": {"loss": resampling.fixed(1.0)}}, {"methods": {}, "controls": ["loss"]})
     assert apart.endswith("NOT HELD.")
 
 
 def test_a_wrong_site_may_lie_below_but_not_above():
-    below, above = (
-        verdicts({"M client": {"alignment, wrong site": around(v)}}, {"methods": {}})[0] for v in (0.3, 0.7)
+    below, near, above = (
+        verdicts({"M client": {"alignment, wrong site": around(v)}}, {"methods": {}})[0] for v in (0.3, 0.54, 0.7)
     )
-    assert below.endswith("held.")
+    assert below.endswith("expected below 0.55: held.")
+    assert near.endswith("not decided.")
     assert above.endswith("NOT HELD.")
 
 
@@ -65,9 +88,9 @@ def test_lower_is_better_turns_the_order_round():
 def test_a_control_to_win_does_so_over_the_seeds_and_one_to_lose_fails_by_its_rows():
     figure = resampling.over_seeds([around(v, 0.001) for v in (0.51, 0.7, 0.95)])
     settings = {"methods": {}, "controls": ["loss"]}
-    won, lost = verdicts({"overfitted FedAvg": {"loss": figure}, "round 0": {"loss": figure}}, settings)
-    assert won.endswith("expected wholly above 0.5: NOT HELD.")
-    assert lost.endswith("expected 0.5 inside: NOT HELD.")
+    won, lost, _ = verdicts({"overfitted FedAvg": {"loss": figure}, "round 0": {"loss": figure}}, settings)
+    assert won.endswith("expected above 0.55: not decided.")
+    assert lost.endswith("expected within 0.45 to 0.55: NOT HELD.")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +141,6 @@ def test_a_claim_about_what_is_not_measured_is_refused():
 
 
 def test_the_wrong_site_of_every_part_is_a_control():
-    (said,) = verdicts({"M client": {"CIFAR alignment, wrong site": around(0.7)}}, {"methods": {}})
+    said, _ = verdicts({"M client": {"CIFAR alignment, wrong site": around(0.7)}}, {"methods": {}})
     assert said.startswith("Control M client, CIFAR alignment, wrong site: ")
     assert said.endswith("NOT HELD.")

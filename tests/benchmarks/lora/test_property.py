@@ -7,7 +7,9 @@ import re
 import pytest
 
 from fedveil.benchmarks import run
+from fedveil.benchmarks.lora import property as benchmark
 from fedveil.benchmarks.lora.property import _Cut, _has
+from fedveil.benchmarks.run import Options
 from fedveil.contract.task import Example
 from fedveil.errors import ConfigError
 
@@ -43,3 +45,31 @@ def test_another_seed_gives_the_shares_to_other_sites():
 def test_too_few_rows_are_refused():
     with pytest.raises(ConfigError, match="rows_a_site: expected 20 for each of 5 sites"):
         _Cut.of(ROWS[:60], SETTINGS, 0, False)
+
+
+def judged(monkeypatch, row: str, value: float) -> str:
+    """The word of the preset's claim on concordance of that row beside 0.5, over five seeds that differ by little."""
+    rows = run.read("lora/property", False)["settings"]["rows"]
+    at = dict.fromkeys(rows, 0.8) | {row: value}
+    offs = (-0.02, -0.01, 0.0, 0.01, 0.02)
+    answers = [{name: {"concordance": at[name] + off, "members": 0.9 + off} for name in rows} for off in offs]
+    monkeypatch.setattr(benchmark.seeds, "run", lambda *_: answers)
+    said = benchmark.run(run.read("lora/property", False)["settings"], Options()).verdicts
+    (sentence,) = [s for s in said if s.startswith(f"concordance of {row} less 0.5: ")]
+    return sentence.rpartition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [(0.5, "holds here."), (0.3, "holds here."), (0.64, "not decided."), (0.8, "does not hold here.")],
+)
+def test_the_control_of_the_meaningless_property_can_fail(value, word, monkeypatch):
+    """An attack that orders sites by it reads something else off the uploads."""
+    assert judged(monkeypatch, "FedAvg, meaningless property", value) == word
+
+
+@pytest.mark.parametrize(
+    ("value", "word"), [(0.8, "holds here."), (0.51, "not decided."), (0.4, "does not hold here.")]
+)
+def test_the_control_that_the_attack_must_win_can_fail(value, word, monkeypatch):
+    assert judged(monkeypatch, "FedAvg", value) == word

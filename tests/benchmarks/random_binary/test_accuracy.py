@@ -82,6 +82,8 @@ def test_claims_are_judged_by_the_seeds_that_both_rows_have():
 def test_a_claim_that_is_wrong_does_not_hold():
     found = [piece(m, seed, right + seed) for m, right in {"plain": 100, "fixed": 200}.items() for seed in range(3)]
     assert said(found, [LOWER])[0].endswith("does not hold here.")
+    control = said(found, [LOWER | {"control": True}])[0]
+    assert control.endswith("a control, which must have it lower: does not hold here.")
     found = [piece(m, seed, right + seed) for m, right in {"plain": 200, "random": 202}.items() for seed in range(3)]
     assert said(found, [ALIKE])[0].endswith("holds here.")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import ViTConfig, ViTForImageClassification
 
 from fedveil.benchmarks.random_binary import accuracy, federated
 from fedveil.benchmarks.run import Options
 from fedveil.errors import ConfigError
+from tests.benchmarks.random_binary.noise import VIT
 from tests.benchmarks.random_binary.small import METHODS, section, settings
 
 BASES = {
@@ -40,6 +42,39 @@ def test_pre_training_leaves_no_head():
     assert {n: float(w[0]) for n, w in federated._new_head(trained, other).items()} == {
         "classifier.weight": 2.0, "vit.x": 1.0,
     }  # fmt: skip
+
+
+def saved(at, **more):
+    """A folder with a ViT and its weights; returns them."""
+    torch.manual_seed(5)
+    model = ViTForImageClassification(ViTConfig(**VIT | more, num_labels=7))
+    model.save_pretrained(at)
+    return dict(model.named_parameters())
+
+
+def test_a_base_may_start_from_a_folder_of_weights_under_a_head_of_its_own(tmp_path):
+    """That model has seven classes, and the table three."""
+    trained = saved(tmp_path / "trained-vit")
+    named = {"seeds": 1, "members": 8, "methods": ["random"], "task.model": "trained-vit"}
+    of = settings(bases={"named": named, "scratch": {"seeds": 1, "members": 8, "methods": ["random"]}})
+    assert [need.name for need in accuracy.needs(of)] == ["noise", "trained-vit"]
+    found, scratch = (federated.start(of, section(), base, 0, Options(device="cpu")).weights for base in of["bases"])
+    assert found.keys() == scratch.keys() == trained.keys()
+    for name, w in found.items():
+        assert torch.equal(w, (scratch if name.startswith("classifier.") else trained)[name]), name
+    row = federated.row(
+        of, section(), METHODS["random"], federated.start(of, section(), "named", 0, Options()), 0, Options()
+    )
+    assert len(row["curve"]) == 3
+
+
+def test_a_folder_with_another_model_is_refused(tmp_path):
+    saved(tmp_path / "trained-vit", num_hidden_layers=3)
+    of = settings(bases={"named": {"seeds": 1, "members": 8, "methods": [], "task.model": "trained-vit"}})
+    with pytest.raises(
+        ConfigError, match=r"task.model trained-vit: expected the model of the preset, vit\..+ found \("
+    ):
+        federated.start(of, section(), "named", 0, Options(device="cpu"))
 
 
 def test_a_row_has_a_point_an_epoch_and_counts_by_the_law(begun):

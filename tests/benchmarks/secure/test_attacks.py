@@ -90,14 +90,35 @@ def test_verdicts_say_what_hides_what_shows_and_what_stays():
     assert said(own_mask_off=between(0.4, 0.8))[2].endswith("not decided.")
 
 
-@pytest.mark.parametrize("changed", [{"clear": between(0.45, 0.6)}, {"every_mask_off": between(0.45, 0.6)}])
-def test_without_its_controls_an_attack_says_nothing(changed):
-    assert "NOT HELD" in said(**changed)[0]
+@pytest.mark.parametrize("name", ["clear", "every_mask_off"])
+@pytest.mark.parametrize(
+    ("low", "high", "stand"), [(0.45, 0.55, "NOT HELD"), (0.55, 0.65, "not decided"), (0.7, 0.8, "they stand")]
+)
+def test_an_attack_says_something_where_it_wins_beyond_the_margin(name, low, high, stand):
+    assert f": {stand}" in said(**{name: between(low, high)})[0]
 
 
-def test_a_wrong_site_that_is_won_is_no_lost_control():
-    figures = {name: between(0.9, 0.95) for name in SEEN} | {on_texts.WRONG: between(0.6, 0.7)}
-    assert "NOT HELD" in attacks.verdicts({"alignment": figures}, PRESET)[0]
+@pytest.mark.parametrize(
+    ("low", "high", "stand"), [(0.65, 0.7, "NOT HELD"), (0.45, 0.62, "not decided"), (0.3, 0.4, "they stand")]
+)
+def test_a_wrong_site_that_is_won_is_no_lost_control(low, high, stand):
+    figures = {name: between(0.9, 0.95) for name in SEEN} | {on_texts.WRONG: between(low, high)}
+    assert f": {stand}" in attacks.verdicts({"alignment": figures}, PRESET)[0]
+
+
+def test_pictures_are_won_beside_the_mean_picture():
+    mean = between(11.0, 12.0)
+    for clear, stand in ((between(60.0, 70.0), "they stand"), (between(11.0, 12.0), "NOT HELD")):
+        figures = {name: between(60.0, 70.0) for name in SEEN} | {"clear": clear, on_pictures.MEAN: mean}
+        assert f"mean picture 11.5 [11.0, 12.0] dB: {stand}" in attacks.verdicts({"direct": figures}, PRESET)[0]
+
+
+def test_controls_of_all_attacks_are_corrected_together():
+    """Each attack's alone stand."""
+    near = {name: between(0.63, 0.77) for name in SEEN} | {on_texts.WRONG: between(0.43, 0.57)}
+    assert "they stand" in attacks.verdicts({"a": near}, PRESET)[0]
+    together = attacks.verdicts({f"a{i}": near for i in range(9)}, PRESET)
+    assert all("not decided" in each for each in together if "controls" in each)
 
 
 def test_a_result_has_a_row_for_each_view_and_a_sheet(monkeypatch):
