@@ -113,9 +113,16 @@ def frequent(train: Sequence[EncodedImage], test: Sequence[EncodedImage]) -> Num
 
 
 def with_rate(chosen: Mapping[str, Any], rate: float, averaged: int) -> dict[str, Any]:
-    """A row of the preset at one learning rate, on both prompts, with its averaging."""
-    both = f"learning_rate = {rate!r}\nlearning_rate_local = {rate!r}\n"
-    return {**chosen, "averaged": averaged, "fields": chosen.get("fields", "") + "\n" + both}
+    """A row of the preset at one learning rate, on both prompts, with its averaging.
+
+    A baseline's is that of its noisy steps where the row's config has `dp.clip`, else that of its optimiser.
+    """
+    if chosen["name"] == "dp_fpl":
+        both = f"learning_rate = {rate!r}\nlearning_rate_local = {rate!r}\n"
+        return {**chosen, "averaged": averaged, "fields": chosen.get("fields", "") + "\n" + both}
+    config = chosen.get("config", {})
+    key = "dp.learning-rate" if "dp.clip" in config else "train.learning-rate"
+    return {**chosen, "averaged": averaged, "config": {**config, key: rate}}
 
 
 def _best(sites: Sites, validation: Rows, name: str, chosen: Mapping[str, Any], dark: bool) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from fedveil import strategies
 from fedveil.benchmarks.common import seeds
 from fedveil.benchmarks.dp_fpl import federated_prompts, learning
 from fedveil.benchmarks.run import Options
+from fedveil.config import parse
 from fedveil.contract.budget import Neighbours, Plan
 from fedveil.privacy import accounting
+from fedveil.privacy.dp_sgd import DpSgd
 from fedveil.strategies.dp_fpl import DpFpl
-from fedveil.strategies.promptfl import PromptFL
 from tests.benchmarks.dp_fpl.small import needs_data
 from tests.benchmarks.dp_fpl.small import settings as small
 
@@ -48,6 +49,16 @@ def test_a_rate_is_that_of_both_prompts():
     assert (made.rank, made.learning_rate, made.learning_rate_local, row["averaged"]) == (2, 3e-5, 3e-5, 4)
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [({}, {"train.learning-rate": 3e-5}), ({"dp.clip": 2.0}, {"dp.clip": 2.0, "dp.learning-rate": 3e-5})],
+)
+def test_a_baseline_s_rate_is_its_optimiser_s_or_its_noisy_steps(config, expected):
+    row = learning.with_rate({"name": "promptfl", "config": config}, 3e-05, 4)
+    assert row == {"name": "promptfl", "config": expected, "averaged": 4}
+    DpSgd.of(parse(row["config"]).dp)  # a rate without a clip would be refused
+
+
 def test_a_mean_of_models_is_taken_tensor_by_tensor():
     models = [{"prompt": torch.tensor([[1.0, 2.0]])}, {"prompt": torch.tensor([[2.0, 6.0]])}]
     assert federated_prompts.mean(models)["prompt"].tolist() == [[1.5, 4.0]]
@@ -56,14 +67,14 @@ def test_a_mean_of_models_is_taken_tensor_by_tensor():
 def test_runs_at_several_rates_cost_more_than_the_one_that_is_scored():
     plan = Plan(4, 1, 10, 10, Neighbours.REPLACE_ONE)
     method = DpFpl(noise_local=5.0, noise_global=5.0, epsilon=99.0)
-    done = SimpleNamespace(method=method, plans=[plan])
+    done = SimpleNamespace(claim=method, plans=[plan])
     four, twelve = (
         accounting.epsilon({("gaussian", 0, 0, 5.0 / math.sqrt(2)): n}, 1e-5, Neighbours.REPLACE_ONE) for n in (4, 12)
     )
     assert federated_prompts.epsilon_of(done, 1) == pytest.approx(four)
     assert federated_prompts.epsilon_of(done, 3) == pytest.approx(twelve)
     assert twelve > 1.5 * four
-    assert federated_prompts.epsilon_of(SimpleNamespace(method=PromptFL(), plans=[]), 3) == math.inf
+    assert federated_prompts.epsilon_of(SimpleNamespace(claim=None, plans=[]), 3) == math.inf
 
 
 def fake_sites(rates, test):
@@ -89,7 +100,7 @@ def test_the_rate_of_most_right_validation_rows_is_scored_on_test_rows_the_least
         asked.append((rate, is_dark, chosen["averaged"]))
         models, last = (dict.fromkeys(sites.names, (kind, rate)) for kind in ("mean", "last"))
         return SimpleNamespace(
-            task=None, models=models, last=last, costs={}, privacy="none", upload_bytes=7, method=None, plans=[]
+            task=None, models=models, last=last, costs={}, privacy="none", upload_bytes=7, claim=None, plans=[]
         )
 
     def right(task, weights, rows):
