@@ -16,6 +16,7 @@ from fedveil.benchmarks.dp_fpl import federated_prompts, learning
 from fedveil.benchmarks.run import Options
 from fedveil.config import parse
 from fedveil.contract.budget import Neighbours, Plan
+from fedveil.errors import ConfigError
 from fedveil.privacy import accounting
 from fedveil.privacy.dp_sgd import DpSgd
 from fedveil.strategies.dp_fpl import DpFpl
@@ -75,6 +76,21 @@ def test_runs_at_several_rates_cost_more_than_the_one_that_is_scored():
     assert federated_prompts.epsilon_of(done, 3) == pytest.approx(twelve)
     assert twelve > 1.5 * four
     assert federated_prompts.epsilon_of(SimpleNamespace(claim=None, plans=[]), 3) == math.inf
+
+
+def test_fewer_sites_have_the_rows_and_classes_of_all():
+    rows = {f"s{i}": [Row(i % 3, i), Row(i % 3, 10 + i)] for i in range(6)}
+    classes = {f"s{i}": frozenset({i % 3}) for i in range(6)}
+    sites = federated_prompts.Sites({}, {}, 0, Options(), rows, classes, [], None)
+    two = learning.merged(sites, 2)
+    numbers = [[row.number for row in of_site] for of_site in two.rows.values()]
+    assert numbers == [[0, 10, 2, 12, 4, 14], [1, 11, 3, 13, 5, 15]]
+    assert two.classes == {"s0": frozenset({0, 1, 2}), "s1": frozenset({0, 1, 2})}
+    assert learning.merged(sites, 3).classes == {f"s{i}": frozenset({i}) for i in range(3)}
+    assert learning.merged(sites, 6) == sites
+    for count in (0, 4, 7):
+        with pytest.raises(ConfigError, match="divides 6"):
+            learning.merged(sites, count)
 
 
 def fake_sites(rates, test):
@@ -156,10 +172,16 @@ def test_a_table_has_each_seed_s_rate_and_judges_its_claims_together(monkeypatch
 def test_a_whole_small_table():
     fields = "clipped = 'texts'\nadapter = { length = 2 }\nrank = 2\n"
     row = {"name": "dp_fpl", "fields": fields, "epsilon": 50.0, "control": True}
-    settings = small({"private": row}) | {"learning_rates": [0.001, 0.1], "validation": 4, "averaged": 2}
+    rows = {"private": row, "one site": {**row, "sites": 1}}
+    settings = small(rows) | {"learning_rates": [0.001, 0.1], "validation": 4, "averaged": 2}
     settings["config"] |= {"run.rounds": 2}
     found = learning.of_seed(settings, 0, Options())
-    assert list(found) == ["zero-shot", "most frequent class", "private", "private, noise only"]
+    assert list(found) == [
+        "zero-shot",
+        "most frequent class",
+        *(name + said for name in ("private", "one site") for said in ("", ", noise only")),
+    ]
+    assert found["one site"]["upload_bytes"] < 0.4 * found["private"]["upload_bytes"]
     assert all(0 <= each["figures"][learning.RIGHT][0] <= 100 for each in found.values())
     private = found["private"]
     assert private["learning_rate"] in (0.001, 0.1)
