@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from fedveil.benchmarks.common.forwarding import Dark
 from fedveil.benchmarks.common.resampling import Numbers
 from fedveil.benchmarks.run import Options
 from fedveil.config import RunConfig, parse
-from fedveil.contract.budget import Plan, stated
+from fedveil.contract.budget import Claim, Plan, stated
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Example, Share
@@ -35,6 +36,8 @@ from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.models.clip_towers import EncodedImage
 from fedveil.privacy import accounting
+from fedveil.privacy.claims import checked_claim, claim_of
+from fedveil.privacy.dp_sgd import DpSgd
 from fedveil.rows import partition
 from fedveil.rows import reading as files
 from fedveil.strategies.dp_fpl import DpFpl
@@ -88,7 +91,7 @@ class Federated:
         costs: "nominal epsilon" and the accountant's, by name; infinite where there is none.
         privacy: the same in words, with delta and relation.
         upload_bytes: of all messages.
-        method, plans: with its noise, and what the most asked sites' records are asked for.
+        claim, plans: with its noise, None where there is none; and what the most asked sites' records are asked for.
     """
 
     task: ClipPrompt
@@ -97,7 +100,7 @@ class Federated:
     costs: Mapping[str, float]
     privacy: str
     upload_bytes: int
-    method: Method
+    claim: Claim | None
     plans: Sequence[Plan]
 
 
@@ -159,19 +162,23 @@ def federate(
 ) -> Federated:
     """Runs one row of a table on these rows of the sites.
 
-    The row's `epsilon` is turned into noise: as much as it takes at the site where it takes most.
+    The row's `epsilon` is turned into noise: as much as it takes at the site where it takes most. A baseline's is
+    DP-SGD's, on the gradients of all that it trains, clipped together to the row's `dp.clip`.
 
     Args:
         chosen: the row, as the preset has it. With `averaged`, a model is the mean of that many last rounds'.
         dark: every gradient is zero, so that noise alone is left.
 
     Raises:
-        ConfigError: an epsilon for a method without a privacy budget.
+        ConfigError: an epsilon for a row without a claim of privacy, or a claim that its method cannot have.
     """
     task = prompt_task(sites, chosen)
     config = task.config
-    plans = _plans(config, rows, strategies.create(config.method.name, config.method.fields))
-    method = _with_noise(strategies.create(config.method.name, config.method.fields), chosen.get("epsilon"), plans)
+    method = strategies.create(config.method.name, config.method.fields)
+    checked_claim(method, config, has_row_gradients=_form(chosen) != "transport")
+    plans = _plans(config, rows, method)
+    method, config = _with_noise(method, config, chosen.get("epsilon"), plans)
+    claim = claim_of(method, config)
     exchange = Exchange(method, config.method.name, task.spec)
     initial = task.initial(rng.initial(sites.seed, "weights"))
 
@@ -186,8 +193,8 @@ def federate(
     done = federation(exchange, config, task, rows, initial, around=around)
     done.run(keep)
     models = {site: mean([models[site] for models in last]) for site in rows}
-    costs, words = _costs(method, plans)
-    return Federated(task, models, last[-1], costs, words, done.upload_bytes, method, plans)
+    costs, words = _costs(claim, plans)
+    return Federated(task, models, last[-1], costs, words, done.upload_bytes, claim, plans)
 
 
 def mean(models: Sequence[Weights]) -> Weights:
@@ -196,48 +203,68 @@ def mean(models: Sequence[Weights]) -> Weights:
 
 
 def _plans(config: RunConfig, rows: Mapping[str, Sequence[EncodedImage]], method: Method) -> list[Plan]:
-    """What the most asked sites' records are asked for; none where the method makes no claim.
+    """What the most asked sites' records are asked for; none where neither the method nor `dp.*` makes a claim.
 
     A site costs no more than one with at least as many steps and no more rows.
     """
-    if not isinstance(method, DpFpl):
+    if (claim := claim_of(method, config)) is None:
         return []
     train = config.train
     plans = []
     for of_site in rows.values():
         steps = 1
-        if getattr(method, "exchange", "batch") == "epoch":
+        if not isinstance(method, DpFpl) or method.exchange == "epoch":
             steps = per_sample.steps(len(of_site), train.batch_size, train.epochs, train.max_steps)
-        plans.append(Plan(config.run.rounds, steps, train.batch_size, len(of_site), method.budget.neighbours))
+        plans.append(Plan(config.run.rounds, steps, train.batch_size, len(of_site), claim.budget.neighbours))
     each = sorted(set(plans), key=lambda p: (-p.steps, p.examples))
     return [p for i, p in enumerate(each) if all(p.examples < q.examples for q in each[:i])]
 
 
-def _with_noise(method: Method, wished: float | None, plans: Sequence[Plan]) -> Method:
-    """The method with equal multipliers that are worth `wished` together, and that epsilon as its bound."""
+def _with_noise(
+    method: Method, config: RunConfig, wished: float | None, plans: Sequence[Plan]
+) -> tuple[Method, RunConfig]:
+    """The method, or `dp.*`, with the noise that is worth `wished`, and that epsilon as its bound.
+
+    DP-FPL has equal multipliers, which are worth `wished` together.
+    """
     if wished is None:
-        return method
-    if not isinstance(method, DpFpl):
-        found = type(method).__name__
-        raise ConfigError(f"epsilon: expected a method with a privacy budget, found {found}; leave epsilon out")
-
-    budget = method.budget
-
-    def noisy(z: float) -> DpFpl:
-        return replace(method, noise_local=z, noise_global=z, epsilon=wished)
-
+        return method, config
+    found = claim_of(method, config)
+    noisy: Callable[[float], DpFpl | DpSgd]
+    if isinstance(found, DpFpl):
+        noisy = partial(_noisy_prompts, found, wished)
+    elif isinstance(found, DpSgd):
+        noisy = partial(_noisy_steps, found, wished)
+    else:
+        raise ConfigError(
+            f"epsilon: expected DP-FPL or a row whose config has dp.clip, found {type(method).__name__} without; "
+            "set dp.clip, or leave epsilon out"
+        )
+    budget = found.budget
     z = max(
         accounting.multiplier_for(lambda z, p=plan: noisy(z).privacy_spent(p), wished, budget.delta, budget.neighbours)  # type: ignore[misc]
         for plan in plans
     )
-    return noisy(z)
+    with_noise = noisy(z)
+    if isinstance(with_noise, DpFpl):
+        return with_noise, config
+    dp = config.dp.model_copy(update={"noise": z, "epsilon": wished})
+    return method, config.model_copy(update={"dp": dp})
 
 
-def _costs(method: Method, plans: Sequence[Plan]) -> tuple[dict[str, float], str]:
-    if not isinstance(method, DpFpl):
+def _noisy_prompts(method: DpFpl, wished: float, z: float) -> DpFpl:
+    return replace(method, noise_local=z, noise_global=z, epsilon=wished)
+
+
+def _noisy_steps(steps: DpSgd, wished: float, z: float) -> DpSgd:
+    return replace(steps, noise=z, epsilon=wished)
+
+
+def _costs(claim: Claim | None, plans: Sequence[Plan]) -> tuple[dict[str, float], str]:
+    if claim is None:
         return {}, "epsilon infinite: no claim"
-    budget = method.budget
-    exact = max(accounting.epsilon(method.privacy_spent(p), budget.delta, budget.neighbours) for p in plans)
+    budget = claim.budget
+    exact = max(accounting.epsilon(claim.privacy_spent(p), budget.delta, budget.neighbours) for p in plans)
     nominal = budget.nominal if budget.nominal is not None else budget.epsilon
     costs = {"nominal epsilon": nominal, f"epsilon, {budget.neighbours.value}": exact}
     said = "none" if math.isinf(nominal) else f"{nominal:g}"
@@ -247,10 +274,10 @@ def _costs(method: Method, plans: Sequence[Plan]) -> tuple[dict[str, float], str
 
 def epsilon_of(done: Federated, times: int) -> float:
     """The accountant's epsilon of so many runs like this one on the same rows. It is infinite without a claim."""
-    if not isinstance(done.method, DpFpl):
+    if done.claim is None:
         return math.inf
-    budget, plans = done.method.budget, [replace(plan, rounds=times * plan.rounds) for plan in done.plans]
-    return max(accounting.epsilon(done.method.privacy_spent(p), budget.delta, budget.neighbours) for p in plans)
+    budget, plans = done.claim.budget, [replace(plan, rounds=times * plan.rounds) for plan in done.plans]
+    return max(accounting.epsilon(done.claim.privacy_spent(p), budget.delta, budget.neighbours) for p in plans)
 
 
 def right(task: ClipPrompt, weights: Weights, rows: Sequence[EncodedImage]) -> Numbers:

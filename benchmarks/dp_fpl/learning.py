@@ -3,7 +3,8 @@
 A seed cuts the training pictures over the sites, and each site keeps `validation` of its rows apart. Every row of the
 table runs once for each of `learning_rates`, which all rows share, and the run that is best on the sites' validation
 rows is the one that is scored. A model is the mean of its last `averaged` rounds': it comes after the noise, so it
-costs no epsilon. Rows of a result:
+costs no epsilon. A row with `sites` has that many instead of `clients`, each with the rows of several of them, so all
+rows of the table have the same pictures. Rows of a result:
 
 | row | which model |
 |---|---|
@@ -31,7 +32,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -43,11 +44,13 @@ from fedveil.benchmarks.dp_fpl.accuracy import ZERO
 from fedveil.benchmarks.dp_fpl.federated_prompts import Federated, Sites
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.contract.spec import Weights
+from fedveil.errors import ConfigError
 from fedveil.models.clip_towers import EncodedImage
 
 FREQUENT = "most frequent class"
 RIGHT, LAST = "right", "right, last round"
 Rows = Mapping[str, Sequence[EncodedImage]]
+_Row = TypeVar("_Row")
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
@@ -91,10 +94,31 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
         FREQUENT: {"figures": {RIGHT: _figure(always, sites)}, "costs": {}},
     }
     for name, chosen in settings["rows"].items():
-        rows[name] = _best(sites, validation, name, chosen, False)
+        count = chosen.get("sites", len(train))
+        fewer, kept = merged(sites, count), joined(validation, count)
+        rows[name] = _best(fewer, kept, name, chosen, False)
         if chosen.get("control", False):
-            rows[federated_prompts.blind(name)] = _best(sites, validation, name, chosen, True)
+            rows[federated_prompts.blind(name)] = _best(fewer, kept, name, chosen, True)
     return rows
+
+
+def merged(sites: Sites, count: int) -> Sites:
+    """`count` sites with the rows and classes of all. Raises ConfigError as `joined`."""
+    classes = joined({site: sorted(own) for site, own in sites.classes.items()}, count)
+    found = {site: frozenset(own) for site, own in classes.items()}
+    return replace(sites, rows=joined(sites.rows, count), classes=found)
+
+
+def joined(rows: Mapping[str, Sequence[_Row]], count: int) -> dict[str, list[_Row]]:
+    """The rows of all sites at `count` of them, those of equally many at each.
+
+    Raises:
+        ConfigError: no such number divides that of the sites.
+    """
+    names = list(rows)
+    if count < 1 or len(names) % count:
+        raise ConfigError(f"sites: expected a number that divides {len(names)} (clients), found {count}; mend the row")
+    return {names[i]: [row for name in names[i::count] for row in rows[name]] for i in range(count)}
 
 
 def parted(rows: Rows, kept_apart: int, seed: int) -> tuple[Rows, Rows]:
@@ -113,9 +137,16 @@ def frequent(train: Sequence[EncodedImage], test: Sequence[EncodedImage]) -> Num
 
 
 def with_rate(chosen: Mapping[str, Any], rate: float, averaged: int) -> dict[str, Any]:
-    """A row of the preset at one learning rate, on both prompts, with its averaging."""
-    both = f"learning_rate = {rate!r}\nlearning_rate_local = {rate!r}\n"
-    return {**chosen, "averaged": averaged, "fields": chosen.get("fields", "") + "\n" + both}
+    """A row of the preset at one learning rate, on both prompts, with its averaging.
+
+    A baseline's is that of its noisy steps where the row's config has `dp.clip`, else that of its optimiser.
+    """
+    if chosen["name"] == "dp_fpl":
+        both = f"learning_rate = {rate!r}\nlearning_rate_local = {rate!r}\n"
+        return {**chosen, "averaged": averaged, "fields": chosen.get("fields", "") + "\n" + both}
+    config = chosen.get("config", {})
+    key = "dp.learning-rate" if "dp.clip" in config else "train.learning-rate"
+    return {**chosen, "averaged": averaged, "config": {**config, key: rate}}
 
 
 def _best(sites: Sites, validation: Rows, name: str, chosen: Mapping[str, Any], dark: bool) -> dict[str, Any]:

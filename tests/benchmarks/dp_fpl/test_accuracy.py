@@ -70,10 +70,13 @@ def test_a_whole_small_table():
             "epsilon": 50.0,
             "control": True,
         },
+        "PromptFL, private": {"name": "promptfl", "config": {"dp.clip": 1.0}, "epsilon": 50.0, "control": True},
     }
     found = accuracy.of_seed(small(rows), 0, Options())
-    assert list(found) == ["zero-shot", "PromptFL", "private", "private, noise only"]
+    private = ("private", "PromptFL, private")
+    assert list(found) == ["zero-shot", "PromptFL", *(n + said for n in private for said in ("", ", noise only"))]
     assert all(0 <= found[n][side][0] <= 100 for n in found for side in accuracy.SIDES)
-    assert found["private"]["costs"]["nominal epsilon"] == 50.0
+    for name in private:
+        assert found[name]["costs"]["nominal epsilon"] == 50.0 >= found[name]["costs"]["epsilon, replace-one"] > 48
     assert found["private"]["upload_bytes"] > 3 * 16 * 96 * 4
     assert found["PromptFL"]["privacy"] == "epsilon infinite: no claim"

@@ -6,57 +6,129 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
+from fedveil import rng
 from fedveil.benchmarks.dp_fpl import federated_prompts
 from fedveil.benchmarks.run import Options
 from fedveil.config import parse
 from fedveil.contract.budget import Neighbours, Plan
 from fedveil.errors import ConfigError
+from fedveil.models.clip_towers import EncodedImage
 from fedveil.privacy import accounting
+from fedveil.privacy.claims import claim_of
+from fedveil.privacy.dp_sgd import DpSgd
 from fedveil.strategies.dp_fpl import DpFpl
 from fedveil.strategies.promptfl import PromptFL
 from tests.benchmarks.dp_fpl.small import needs_data
 from tests.benchmarks.dp_fpl.small import settings as small_settings
 
+PLANS = [Plan(5, 2, 8, rows, Neighbours.REPLACE_ONE) for rows in (20, 60)]
+PLAIN = parse({})
+STEPS = parse({"method.name": "promptfl", "dp.clip": 2.0, "dp.learning-rate": 0.5})
+
 
 @pytest.mark.slow
 def test_noise_is_what_the_wished_epsilon_takes_at_the_worst_site():
-    plans = [Plan(5, 2, 8, rows, Neighbours.REPLACE_ONE) for rows in (20, 60)]
-    method = federated_prompts._with_noise(DpFpl(), 3.0, plans)
-    costs, words = federated_prompts._costs(method, plans)
+    method, config = federated_prompts._with_noise(DpFpl(), PLAIN, 3.0, PLANS)
+    costs, words = federated_prompts._costs(method, PLANS)
     assert 0.97 * 3 < costs["epsilon, replace-one"] <= 3.0
     assert costs["nominal epsilon"] == 3.0
     assert words.startswith("nominal epsilon 3; epsilon ")
     assert words.endswith("at delta 1e-05 (replace-one)")
-    assert accounting.epsilon(method.privacy_spent(plans[1]), 1e-5, Neighbours.REPLACE_ONE) < 2.0
-    assert federated_prompts._with_noise(DpFpl(), None, plans) == DpFpl()
+    assert accounting.epsilon(method.privacy_spent(PLANS[1]), 1e-5, Neighbours.REPLACE_ONE) < 2.0
+    assert config is PLAIN
+    assert federated_prompts._with_noise(DpFpl(), PLAIN, None, PLANS) == (DpFpl(), PLAIN)
+
+
+def test_a_baseline_s_noise_is_what_the_same_epsilon_takes_and_grows_as_it_falls():
+    """At most ten steps of all rows: a Gaussian of z / sqrt(10), and a replaced row moves the sum by 2 C.
+
+    A baseline has one release a step; DP-FPL's two are worth one of z / sqrt(2) together.
+    """
+    found, plans = {}, [Plan(5, steps, 20, 20, Neighbours.REPLACE_ONE) for steps in (1, 2)]
+    for wished in (8.0, 3.0):
+        method, config = federated_prompts._with_noise(PromptFL(), STEPS, wished, plans)
+        assert method == PromptFL()
+        assert (config.dp.clip, config.dp.learning_rate, config.dp.epsilon) == (2.0, 0.5, wished)
+        by_hand = get_epsilon_gaussian(config.dp.noise / 10**0.5 / 2, 1e-5)
+        costs, words = federated_prompts._costs(claim_of(method, config), plans)
+        assert costs == {"nominal epsilon": wished, "epsilon, replace-one": pytest.approx(by_hand)}
+        assert 0.99 * wished < by_hand <= wished
+        assert words.startswith(f"nominal epsilon {wished:g}; epsilon ")
+        assert words.endswith(" at delta 1e-05 (replace-one)")
+        found[wished] = config.dp.noise
+    prompts, _ = federated_prompts._with_noise(DpFpl(exchange="epoch"), PLAIN, 3.0, plans)
+    assert found[3.0] == pytest.approx(prompts.noise_local / 2**0.5, rel=0.003)
+    assert found[3.0] > 1.5 * found[8.0]
 
 
 def test_only_sites_that_may_cost_most_are_accounted_for():
     """Of sites of 20, 40, 41 and 60 rows, with one epoch: more rows matter where they make more steps."""
     rows = {str(n): [None] * n for n in (60, 20, 41, 40)}
-    every, two = (
-        federated_prompts._plans(parse({"train.batch-size": 8, "train.max-steps": m, "run.rounds": 2}), rows, method)
-        for m, method in ((0, DpFpl(exchange="epoch")), (2, DpFpl(exchange="epoch")))
-    )
-    assert [(p.steps, p.examples) for p in every] == [(7, 60), (5, 40), (2, 20)]
-    assert [(p.steps, p.examples) for p in two] == [(2, 20)]
+    asked = {"train.batch-size": 8, "run.rounds": 2}
+    for method, dp in ((DpFpl(exchange="epoch"), {}), (PromptFL(), {"dp.clip": 1.0})):
+        every, two = (
+            federated_prompts._plans(parse({**asked, **dp, "train.max-steps": most}), rows, method) for most in (0, 2)
+        )
+        assert [(p.steps, p.examples) for p in every] == [(7, 60), (5, 40), (2, 20)]
+        assert [(p.steps, p.examples) for p in two] == [(2, 20)]
     (one,) = federated_prompts._plans(parse({"train.batch-size": 8}), rows, DpFpl())
     assert (one.rounds, one.steps, one.examples) == (5, 1, 20)
     assert federated_prompts._plans(parse({}), rows, PromptFL()) == []
 
 
-def test_the_published_noise_says_both_epsilons_and_a_baseline_none():
+def test_the_published_noise_says_both_epsilons_and_a_baseline_without_noise_none():
     plans = [Plan(100, 1, 32, 64, Neighbours.REPLACE_ONE)]
     costs, words = federated_prompts._costs(DpFpl(mode="code", epsilon=0.4, sampling="disjoint"), plans)
     assert costs["nominal epsilon"] == 0.4
     assert costs["epsilon, replace-one"] > 50
     assert words.endswith("against the server infinite")
-    assert federated_prompts._costs(PromptFL(), []) == ({}, "epsilon infinite: no claim")
-    quiet = DpFpl(noise_local=0.0)
-    assert federated_prompts._costs(quiet, plans)[0]["epsilon, replace-one"] == math.inf
-    with pytest.raises(ConfigError, match="privacy budget"):
-        federated_prompts._with_noise(PromptFL(), 1.0, [])
+    assert federated_prompts._costs(None, []) == ({}, "epsilon infinite: no claim")
+    for quiet in (DpFpl(noise_local=0.0), claim_of(PromptFL(), STEPS)):
+        assert federated_prompts._costs(quiet, plans)[0]["epsilon, replace-one"] == math.inf
+    with pytest.raises(ConfigError, match="dp.clip, found PromptFL without"):
+        federated_prompts._with_noise(PromptFL(), PLAIN, 1.0, [])
+
+
+@pytest.mark.parametrize(
+    ("row", "refused"),
+    [
+        ({"name": "fedotp", "config": {"dp.clip": 1.0}}, "no gradients of single rows"),
+        ({"name": "dp_fpl", "config": {"dp.clip": 1.0}}, "noise of its own"),
+    ],
+)
+def test_noisy_steps_are_refused_where_a_row_has_no_gradients_or_noise_of_its_own(row, refused):
+    with pytest.raises(ConfigError, match=refused):
+        federated_prompts.federate(one_site(), row, {}, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [("promptfl", ""), ("fedotp", ", form = 'sum'"), ("fedpgp", ", form = 'factored', rank = 1, contrast = 0.0")],
+)
+def test_a_baseline_trains_by_noisy_steps_and_its_control_sees_no_row(name, adapter):
+    """Clipping without noise: the control stays where it began, and the row goes elsewhere by at most the clip."""
+    config = {"dp.clip": 0.01, "dp.learning-rate": 0.5}
+    row = {"name": name, "fields": f"adapter = {{ length = 2{adapter} }}", "config": config}
+    sites = one_site()
+    rows = {"site-00": [EncodedImage(p[None] / p.norm(), i % 3) for i, p in enumerate(torch.eye(64)[:4])]}
+    seen, dark = (federated_prompts.federate(sites, row, rows, dark) for dark in (False, True))
+    start = seen.task.initial(rng.initial(0, "weights"))["prompt"]
+    assert torch.equal(dark.models["site-00"]["prompt"], start)
+    moved = float((seen.models["site-00"]["prompt"] - start).norm())
+    assert 0 < moved <= 0.5 * 0.01 * 2 * 1.001  # two steps of all rows
+    assert seen.claim == DpSgd(0.01, 0.0, 0.5)
+    assert seen.costs["epsilon, replace-one"] == math.inf
+
+
+def one_site() -> federated_prompts.Sites:
+    flat = {
+        "task.name": "clip-prompt", "task.model": "tiny", "task.class-names": "cat,dog,horse", "run.rounds": 1,
+        "train.batch-size": 4, "train.max-steps": 2, "train.epochs": 2,
+    }  # fmt: skip
+    return federated_prompts.Sites({}, flat, 0, Options(), {}, {}, [], None)
 
 
 @needs_data

@@ -14,10 +14,12 @@ from fedveil import strategies
 from fedveil.benchmarks.common import seeds
 from fedveil.benchmarks.dp_fpl import federated_prompts, learning
 from fedveil.benchmarks.run import Options
+from fedveil.config import parse
 from fedveil.contract.budget import Neighbours, Plan
+from fedveil.errors import ConfigError
 from fedveil.privacy import accounting
+from fedveil.privacy.dp_sgd import DpSgd
 from fedveil.strategies.dp_fpl import DpFpl
-from fedveil.strategies.promptfl import PromptFL
 from tests.benchmarks.dp_fpl.small import needs_data
 from tests.benchmarks.dp_fpl.small import settings as small
 
@@ -48,6 +50,16 @@ def test_a_rate_is_that_of_both_prompts():
     assert (made.rank, made.learning_rate, made.learning_rate_local, row["averaged"]) == (2, 3e-5, 3e-5, 4)
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [({}, {"train.learning-rate": 3e-5}), ({"dp.clip": 2.0}, {"dp.clip": 2.0, "dp.learning-rate": 3e-5})],
+)
+def test_a_baseline_s_rate_is_its_optimiser_s_or_its_noisy_steps(config, expected):
+    row = learning.with_rate({"name": "promptfl", "config": config}, 3e-05, 4)
+    assert row == {"name": "promptfl", "config": expected, "averaged": 4}
+    DpSgd.of(parse(row["config"]).dp)  # a rate without a clip would be refused
+
+
 def test_a_mean_of_models_is_taken_tensor_by_tensor():
     models = [{"prompt": torch.tensor([[1.0, 2.0]])}, {"prompt": torch.tensor([[2.0, 6.0]])}]
     assert federated_prompts.mean(models)["prompt"].tolist() == [[1.5, 4.0]]
@@ -56,14 +68,29 @@ def test_a_mean_of_models_is_taken_tensor_by_tensor():
 def test_runs_at_several_rates_cost_more_than_the_one_that_is_scored():
     plan = Plan(4, 1, 10, 10, Neighbours.REPLACE_ONE)
     method = DpFpl(noise_local=5.0, noise_global=5.0, epsilon=99.0)
-    done = SimpleNamespace(method=method, plans=[plan])
+    done = SimpleNamespace(claim=method, plans=[plan])
     four, twelve = (
         accounting.epsilon({("gaussian", 0, 0, 5.0 / math.sqrt(2)): n}, 1e-5, Neighbours.REPLACE_ONE) for n in (4, 12)
     )
     assert federated_prompts.epsilon_of(done, 1) == pytest.approx(four)
     assert federated_prompts.epsilon_of(done, 3) == pytest.approx(twelve)
     assert twelve > 1.5 * four
-    assert federated_prompts.epsilon_of(SimpleNamespace(method=PromptFL(), plans=[]), 3) == math.inf
+    assert federated_prompts.epsilon_of(SimpleNamespace(claim=None, plans=[]), 3) == math.inf
+
+
+def test_fewer_sites_have_the_rows_and_classes_of_all():
+    rows = {f"s{i}": [Row(i % 3, i), Row(i % 3, 10 + i)] for i in range(6)}
+    classes = {f"s{i}": frozenset({i % 3}) for i in range(6)}
+    sites = federated_prompts.Sites({}, {}, 0, Options(), rows, classes, [], None)
+    two = learning.merged(sites, 2)
+    numbers = [[row.number for row in of_site] for of_site in two.rows.values()]
+    assert numbers == [[0, 10, 2, 12, 4, 14], [1, 11, 3, 13, 5, 15]]
+    assert two.classes == {"s0": frozenset({0, 1, 2}), "s1": frozenset({0, 1, 2})}
+    assert learning.merged(sites, 3).classes == {f"s{i}": frozenset({i}) for i in range(3)}
+    assert learning.merged(sites, 6) == sites
+    for count in (0, 4, 7):
+        with pytest.raises(ConfigError, match="divides 6"):
+            learning.merged(sites, count)
 
 
 def fake_sites(rates, test):
@@ -89,7 +116,7 @@ def test_the_rate_of_most_right_validation_rows_is_scored_on_test_rows_the_least
         asked.append((rate, is_dark, chosen["averaged"]))
         models, last = (dict.fromkeys(sites.names, (kind, rate)) for kind in ("mean", "last"))
         return SimpleNamespace(
-            task=None, models=models, last=last, costs={}, privacy="none", upload_bytes=7, method=None, plans=[]
+            task=None, models=models, last=last, costs={}, privacy="none", upload_bytes=7, claim=None, plans=[]
         )
 
     def right(task, weights, rows):
@@ -145,10 +172,16 @@ def test_a_table_has_each_seed_s_rate_and_judges_its_claims_together(monkeypatch
 def test_a_whole_small_table():
     fields = "clipped = 'texts'\nadapter = { length = 2 }\nrank = 2\n"
     row = {"name": "dp_fpl", "fields": fields, "epsilon": 50.0, "control": True}
-    settings = small({"private": row}) | {"learning_rates": [0.001, 0.1], "validation": 4, "averaged": 2}
+    rows = {"private": row, "one site": {**row, "sites": 1}}
+    settings = small(rows) | {"learning_rates": [0.001, 0.1], "validation": 4, "averaged": 2}
     settings["config"] |= {"run.rounds": 2}
     found = learning.of_seed(settings, 0, Options())
-    assert list(found) == ["zero-shot", "most frequent class", "private", "private, noise only"]
+    assert list(found) == [
+        "zero-shot",
+        "most frequent class",
+        *(name + said for name in ("private", "one site") for said in ("", ", noise only")),
+    ]
+    assert found["one site"]["upload_bytes"] < 0.4 * found["private"]["upload_bytes"]
     assert all(0 <= each["figures"][learning.RIGHT][0] <= 100 for each in found.values())
     private = found["private"]
     assert private["learning_rate"] in (0.001, 0.1)
