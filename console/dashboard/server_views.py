@@ -12,7 +12,8 @@ from typing import Any
 
 from fedveil.console.dashboard import bounded
 from fedveil.console.dashboard.bounded import Place
-from fedveil.console.dashboard.later import Answer, Later
+from fedveil.console.dashboard.federations import Federations
+from fedveil.console.dashboard.later import Later
 from fedveil.console.dashboard.pages import NotFound, View, digest
 from fedveil.console.dashboard.parts import (
     DRAWING,
@@ -27,9 +28,6 @@ from fedveil.console.dashboard.parts import (
     verdict,
     when,
 )
-from fedveil.console.flower.command_line import Flower
-from fedveil.console.provisioning.federation import Members, registry
-from fedveil.console.provisioning.presence import why_absent
 from fedveil.console.report import disclosed, privacy, run_page
 from fedveil.console.runs import by_site, disclosure
 from fedveil.console.runs.folder import Run
@@ -38,8 +36,6 @@ from fedveil.errors import FedVeilError
 from fedveil.foreign import shown
 
 LINKS = (("", "Runs"), ("sites", "Sites"), ("logs", "Audit logs"))
-_ASK_FLOWER = 30.0  # seconds; a question costs a CPU-second
-_ANSWER_FLOWER = 10.0  # seconds that a page waits for the answer
 _MOST_KEPT = 64  # runs in memory
 _SUMMED = 50  # runs that the page of sites counts
 _CURVES = 12
@@ -58,6 +54,9 @@ class ServerViews:
     _kept: OrderedDict[str, tuple[object, Run]] = field(default_factory=OrderedDict)
     _lock: Any = field(default_factory=threading.Lock)
     _state: tuple[float, str] = (0.0, "")
+
+    def __post_init__(self) -> None:
+        self._members = Federations(self.federations, self.later)
 
     def view(self, path: Sequence[str]) -> View:
         """The page at a path. Raises NotFound, FedVeilError."""
@@ -83,10 +82,8 @@ class ServerViews:
         if time.monotonic() - self._state[0] > _POLL:
             places = bounded.runs(self.runs)
             files = [*bounded.logs(self.runs, places.values()).values()]
-            files += [registry(folder) / "members.json" for folder in self.federations]
             seen = [bounded.stamp_of(place) for place in places.values()], bounded.stamp(files), self.later.answered
-            asked = int(time.time() / _ASK_FLOWER) if self.federations else 0
-            self._state = (time.monotonic(), digest((seen, asked)))
+            self._state = (time.monotonic(), digest((seen, self._members.seen())))
         return self._state[1]
 
     def _place(self, key: str) -> Place:
@@ -137,52 +134,20 @@ class ServerViews:
             "is_full": len(places) >= bounded.MOST_RUNS,
             "facts": {"runs": len(places), "running": states["running"], "completed": states["completed"],
                       "failed or died": sum(states.values()) - states["running"] - states["completed"]},
-            "federations": [self._members(folder) for folder in self.federations],
+            "federations": self._members.all(),
             "logs": [(name, verdict(self.later, file)) for name, file in self._log_files().items()],
         }  # fmt: skip
         return View("home.html", "Runs", about)
 
     def _log_files(self) -> dict[str, Path]:
         files = bounded.logs(self.runs, bounded.runs(self.runs).values())
-        controls = {f"control of {folder.name}": folder / "server" / "control-log.jsonl" for folder in self.federations}
-        return files | {name: file for name, file in controls.items() if bounded.stamp([file])}
-
-    def _online(self, folder: Path) -> Answer[dict[str, str]]:
-        about = int(time.time() / _ASK_FLOWER)
-        ask = lambda: Flower(folder.absolute() / "server" / "flower").nodes()  # noqa: E731
-        return self.later.ask(("nodes", folder), about, ask, _ANSWER_FLOWER)
-
-    def _members(self, folder: Path) -> dict[str, Any]:
-        try:
-            return self._of_members(folder)
-        except (FedVeilError, OSError, KeyError, TypeError, AttributeError) as error:
-            said = f"Its registry cannot be read: {shown(error if isinstance(error, FedVeilError) else repr(error))}"
-            return {"asked": False, "name": folder.name, "rows": [], "said": said, "online": 0, "of": 0}
-
-    def _of_members(self, folder: Path) -> dict[str, Any]:
-        members, online = Members(folder), self._online(folder)
-        rows, count = [], 0
-        for site, entry in sorted(members.sites.items()):
-            why = why_absent(entry, online.value or {})
-            # An answer from before says nothing of a site that came since: no advice is made of it.
-            is_old = online.value is None or (why and not online.is_new)
-            unknown = bool(is_old) and entry["state"] == "registered"
-            is_online = not why and not unknown
-            count += is_online
-            shown_state: object = state("online") if is_online else state("not known" if unknown else "not online")
-            until = str(entry.get("until", ""))[:10]
-            rows.append([site, shown_state, entry["state"], until or None, "" if unknown else why])
-        said = f"Flower does not answer: {online.why}" if online.why else ""
-        if not said and not online.is_new:
-            said = "Flower is being asked." if online.value is None else f"{online.since}; Flower is being asked."
-        name, asked = members.federation.name, online.value is not None
-        return {"asked": asked, "name": name, "rows": rows, "said": said, "online": count, "of": len(rows)}
+        return files | self._members.logs()
 
     def _sites(self) -> View:
         places = list(bounded.runs(self.runs).values())[:_SUMMED]
         found, broken = self._read(places)
         last = self._last_uploads()
-        online = {row[0]: row[1] for folder in self.federations for row in self._members(folder)["rows"]}
+        online = {row[0]: row[1] for federation in self._members.all() for row in federation["rows"]}
         sums: dict[str, list[int]] = {}
         why: dict[str, tuple[str, str]] = {}
         for place, run in found:

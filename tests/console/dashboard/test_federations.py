@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fedveil.console.dashboard import server_views
+from fedveil.console.dashboard import federations
 from fedveil.console.flower.processes import LaunchError
 from fedveil.console.main import main
 from fedveil.console.provisioning.federation import Members
@@ -46,9 +46,9 @@ class Flower:
 
 @pytest.fixture
 def flower(monkeypatch):
-    monkeypatch.setattr(server_views, "Flower", Flower)
+    monkeypatch.setattr(federations, "Flower", Flower)
     monkeypatch.setattr(Flower, "asked", 0)
-    monkeypatch.setattr(server_views, "_ASK_FLOWER", 1e12)
+    monkeypatch.setattr(federations, "_ASK_FLOWER", 1e12)
     return monkeypatch
 
 
@@ -84,8 +84,8 @@ def test_where_flower_does_not_answer_that_is_said_and_nobody_is_called_offline(
 def test_a_page_that_nobody_watched_gives_no_advice_from_an_old_answer(pilot, runs, flower):
     """A site that came since stands in none."""
     client, now = opened(runs, pilot), [1_800_000_000.0]
-    flower.setattr(server_views.time, "time", lambda: now[0])
-    flower.setattr(server_views, "_ASK_FLOWER", 30.0)
+    flower.setattr(federations.time, "time", lambda: now[0])
+    flower.setattr(federations, "_ASK_FLOWER", 30.0)
     flower.setattr(Flower, "says", {})
     assert "fedveil members sync" in rows(client.get(f"{client.base}/").text)["north"]
     now[0] += 1200
@@ -93,7 +93,7 @@ def test_a_page_that_nobody_watched_gives_no_advice_from_an_old_answer(pilot, ru
     assert rows(client.get(f"{client.base}/").text)["north"].split()[:2] == ["online", "registered"]
     now[0] += 1200
     flower.setattr(Flower, "nodes", lambda self: time.sleep(1) or {"22": "online"})
-    flower.setattr(server_views, "_ANSWER_FLOWER", 0.05)
+    flower.setattr(federations, "_ANSWER_FLOWER", 0.05)
     text = client.get(f"{client.base}/").text
     assert re.search(r"As of \d\d:\d\d:\d\d UTC; Flower is being asked\.", text)
     assert rows(text)["south"].split()[:2] == ["not", "known"]
