@@ -25,6 +25,7 @@ from fedveil.console.dashboard.parts import (
     log_rows,
     plain,
     state,
+    underway,
     verdict,
     when,
 )
@@ -126,9 +127,9 @@ class ServerViews:
                 link(self.base, ("runs", place.key), place.key), _protected(run), state(word),
                 f"{run.rounds_done} of {plain(run.status.get('rounds', '?'))}", run.final.get("loss"), len(run.sites),
                 run.upload_bytes, when(run.config.get("started", "")), when(run.status.get("ended", "")),
-                shown(run.status.get("reason") or "", 300)])  # fmt: skip
+                _now(run, word) or shown(run.status.get("reason") or "", 300)])  # fmt: skip
         head = ["run", "method", "state", "rounds", "test loss", "sites", "bytes up", "started (UTC)",
-                "ended (UTC)", "why"]  # fmt: skip
+                "ended (UTC)", "now, or why"]  # fmt: skip
         about = {
             "head": head, "rows": rows, "broken": broken, "folder": str(self.runs),
             "is_full": len(places) >= bounded.MOST_RUNS,
@@ -228,7 +229,7 @@ class ServerViews:
         failed = [[site, round_, why] for round_, site, why in every]
         total = status.get("rounds") if type(status.get("rounds")) is int else 0
         about = {
-            "run": run, "place": place, "state": state(word), "word": word if word in STATES else "failed",
+            "run": run, "place": place, "state": state(word), "underway": _now(run, word), "word": word if word in STATES else "failed",
             "last": by_site.last_attempt(run), "last_table": disclosed.last_attempt(run),
             "reason": shown(status.get("reason") or "", 1000), "total": total,
             "task": config.get("task.name", "unknown task"), "model": config.get("task.model", "?"),
@@ -252,6 +253,11 @@ def _claims(run: Run) -> bool:
     config = run.config.get("config", {})
     fields = str(run.config.get("method", {}).get("fields"))
     return bool(config.get("dp.noise") or config.get("dp.epsilon") or "epsilon" in fields)
+
+
+def _now(run: Run, word: str) -> str:
+    """Where the round of a run that goes on is; "" of another run."""
+    return underway(run.folder) if word == "running" else ""
 
 
 def _protected(run: Run) -> str:

@@ -20,6 +20,7 @@ import pytest
 from fedveil.console.dashboard.opened import of_server, of_site
 from fedveil.console.dashboard.serving import Server
 from tests.console.conftest import write_run
+from tests.console.dashboard.test_pages import goes_on
 from tests.console.dashboard.test_site_pages import state  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.browser
@@ -127,6 +128,22 @@ def test_a_run_that_goes_on_is_followed_and_what_was_open_stays_open(serve, page
     assert page.locator("progress").get_attribute("value") == "3"
     page.locator("#hold").click()
     until(page, "document.querySelector('progress').value === 4")
+
+
+def test_the_seconds_of_a_round_go_on_by_themselves_until_paused(serve, page, runs):
+    goes_on(runs)
+    opened(page, serve(of_runs(runs)), "runs/goes-on")
+    seconds = "Number(document.querySelector('[data-step]').textContent)"
+    first, seen = page.evaluate(seconds), page.evaluate("document.getElementById('main').dataset.state")
+    assert 41 <= first < 60
+    until(page, f"{seconds} >= {first + 3}")
+    assert page.evaluate("document.getElementById('main').dataset.state") == seen  # no page was fetched for it
+    page.locator("#hold").click()
+    held = page.evaluate(seconds)
+    page.wait_for_timeout(2500)
+    assert page.evaluate(seconds) == held
+    page.locator("#hold").click()
+    until(page, f"{seconds} >= {held + 3}")
 
 
 def test_the_keyboard_reaches_everything_and_shows_where_it_is(serve, page, runs):
