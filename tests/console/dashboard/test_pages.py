@@ -107,9 +107,9 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     assert "epsilon infinite" in text
 
 
-def goes_on(runs, **about) -> None:
+def goes_on(runs, name, **about) -> None:
     """A run of `runs` that goes on, and where its round is."""
-    run = write_run(runs, "goes-on", state="running")
+    run = write_run(runs, name, state="running")
     now = time.time()
     said = {"round": 3, "attempt": 0, "phase": "round", "since": now - 41.2, "deadline_seconds": 600.0, "quorum": 2}
     said |= {"asked": 4, "accepted": 1, "failed": 1, "waiting": [EVIL, "west"], "reasons": {}, "until": now + 259.9}
@@ -126,10 +126,11 @@ AWAITED = (
 @pytest.mark.parametrize(
     ("about", "words"),
     [({}, UNDER_WAY), ({"phase": "waiting", "there": 1, "refused": {EVIL: "its policy"}}, AWAITED),
-     ({"accepted": 3}, "all 4 have answered; the server adds up and scores"), ({"since": -1e300}, r"2 of 4 [^<]*, west \(10{5}")],
+     ({"accepted": 3}, "all 4 have answered; the server adds up and scores"),
+     ({"since": -1e300}, r"2 of 4 [^<]*, west \(10{5}")],
 )  # fmt: skip
 def test_where_a_round_is_stands_below_the_state_and_in_the_list(runs, about, words):
-    goes_on(runs, **about)
+    goes_on(runs, "goes-on", **about)
     client = opened(runs)
     run, home = client.get(f"{client.base}/runs/goes-on").text, client.get(f"{client.base}/").text
     assert re.search(f'<p class="now">Round under way: {words}', run)
@@ -140,7 +141,7 @@ def test_where_a_round_is_stands_below_the_state_and_in_the_list(runs, about, wo
 
 @pytest.mark.parametrize("about", [{"phase": "done"}, {"asked": "x"}, {"waiting": 3}])
 def test_where_nothing_says_where_a_round_is_the_page_says_nothing(runs, about):
-    goes_on(runs, **about)
+    goes_on(runs, "goes-on", **about)
     client = opened(runs)
     assert "Round under way" not in client.get(f"{client.base}/runs/goes-on").text
 
