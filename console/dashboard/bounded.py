@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -37,30 +37,48 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True)
 class Place:
-    """A run's folder. `key`: its name in a URL: that of the folder, behind its group's and ":" where it has one."""
+    """A run's folder.
+
+    Attributes:
+        key: its name in a URL: that of the folder, behind its group's and ":" where it has one.
+        federation: whose run it is, where folders of several are shown; its name and ":" begin the key.
+    """
 
     key: str
     folder: Path
     changed: float
+    federation: str = ""
+
+    @property
+    def name(self) -> str:
+        """The key without the federation."""
+        return self.key.removeprefix(f"{self.federation}:") if self.federation else self.key
 
 
-def runs(folder: Path) -> dict[str, Place]:
-    """The runs in a folder and in its folders, by key, the newest first; no link is followed."""
+def runs(folders: Mapping[str, Path]) -> dict[str, Place]:
+    """The runs in these folders and in their folders, by key, the newest first; no link is followed.
+
+    `folders`: by federation, "" where there is one folder.
+    """
     found: dict[str, Place] = {}
-    for child in _folders(folder):
-        for place in [child] if _is_run(child) else [below for below in _folders(child) if _is_run(below)]:
-            parts = place.relative_to(folder).parts
-            changed = max(about.st_mtime for about in _regular(place, _STATUS).values())
-            found.setdefault(":".join(parts), Place(":".join(parts), place, changed))
+    for federation, folder in folders.items():
+        for child in _folders(folder):
+            for place in [child] if _is_run(child) else [below for below in _folders(child) if _is_run(below)]:
+                key = ":".join((*filter(None, [federation]), *place.relative_to(folder).parts))
+                changed = max(about.st_mtime for about in _regular(place, _STATUS).values())
+                found.setdefault(key, Place(key, place, changed, federation))
     newest = sorted(found.values(), key=lambda place: (-place.changed, place.key))
     return {place.key: place for place in newest[:MOST_RUNS]}
 
 
-def logs(folder: Path, places: Iterable[Place]) -> dict[str, Path]:
-    """The audit logs beside the runs, by what they are called in a URL."""
-    parents = dict.fromkeys([folder, *(place.folder.parent for place in places)])
-    files = {"runs" if parent == folder else parent.name: parent / audit_log.NAME for parent in parents}
-    return {name: file for name, file in files.items() if stamp([file])}
+def logs(folders: Mapping[str, Path], places: Iterable[Place]) -> dict[str, tuple[str, Path]]:
+    """The audit logs beside the runs, by what they are called in a URL: whose federation's, and the file."""
+    beside = [(place.federation, place.folder.parent) for place in places]
+    found = {}
+    for federation, parent in dict.fromkeys([*folders.items(), *beside]):
+        name = "runs" if parent == folders[federation] else parent.name
+        found[f"{federation}:{name}" if federation else name] = federation, parent / audit_log.NAME
+    return {name: (federation, file) for name, (federation, file) in found.items() if stamp([file])}
 
 
 def run(place: Place) -> Run:

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from starlette.types import ASGIApp
 
 from fedveil.console.dashboard import server_views, site_views
+from fedveil.console.dashboard.federations import named
 from fedveil.console.dashboard.gate import Entry
 from fedveil.console.dashboard.pages import Site, app
 from fedveil.console.dashboard.serving import serve
-from fedveil.console.provisioning.federation import Members
 from fedveil.errors import ConfigError
 
 Ending = Callable[[], bool]
 
 
-def server(runs: Path, federations: Sequence[Path], host: str, port: int) -> int:
-    """Serves the runs in a folder. Raises ConfigError where a federation, the address or the port cannot be."""
-    for folder in federations:
-        Members(folder)  # there, or an error that names it
-    return serve(host, port, lambda entry, ending: of_server(runs, federations, entry, ending))
+def server(runs: Path | None, federations: Sequence[Path], host: str, port: int) -> int:
+    """Serves the runs in a folder. Raises ConfigError where a federation, the address or the port cannot be.
+
+    `runs`: None for those that lie in the federations.
+    """
+    names = named(federations)
+    return serve(host, port, lambda entry, ending: of_server(folders(runs, names), names, entry, ending))
+
+
+def folders(runs: Path | None, federations: Mapping[str, Path]) -> dict[str, Path]:
+    """The folders of runs to show, by federation; "" where there is one, or whose runs they are is not known."""
+    own = {name: folder / "runs" for name, folder in federations.items()}
+    if runs is None:
+        if not any(folder.is_dir() for folder in own.values()):
+            return {"": Path("runs")}
+        return own if len(own) > 1 else {"": next(iter(own.values()))}
+    is_own = [name for name, folder in own.items() if len(own) > 1 and folder.resolve() == runs.resolve()]
+    return {is_own[0] if is_own else "": runs}
 
 
 def site(state_dir: Path, policy: str, key_file: str, host: str, port: int) -> int:
@@ -31,8 +44,8 @@ def site(state_dir: Path, policy: str, key_file: str, host: str, port: int) -> i
     return serve(host, port, lambda entry, ending: of_site(state_dir, policy, key_file, entry, ending))
 
 
-def of_server(runs: Path, federations: Sequence[Path], entry: Entry, ending: Ending) -> ASGIApp:
-    """The pages about runs and federations, without the gate before them."""
+def of_server(runs: Mapping[str, Path], federations: Mapping[str, Path], entry: Entry, ending: Ending) -> ASGIApp:
+    """The pages about runs and federations, by federation each, without the gate before them."""
     views = server_views.ServerViews(runs, federations, entry.base)
     return app(Site("FedVeil", server_views.LINKS, views.view, views.state), entry, ending)
 

@@ -16,6 +16,7 @@ from fedveil.console.dashboard import bounded
 from fedveil.console.dashboard.later import Later
 from fedveil.console.report.figures import Curve, svg
 from fedveil.console.report.page import Figure, Html, fold, join, table, tag, text
+from fedveil.console.runs.progress import counted
 from fedveil.errors import StateError
 from fedveil.foreign import shown
 from fedveil.records import audit_log
@@ -38,6 +39,7 @@ _OWN = (
 _FAILURES = ("failed", "refused", "withheld")
 _HASH = re.compile(r"(\d+:)?[0-9a-f]{40,}")
 _WORDS = 600  # characters of one value of a log
+_SECONDS_DIGITS = 7  # of a number of seconds that the page counts on
 _MOST_POINTS = 2000  # of a curve
 DRAWING = threading.Lock()  # matplotlib's settings are one for all threads
 STATES = {"completed": "completed", "running": "running", "online": "completed"}
@@ -86,6 +88,15 @@ def link(base: str, path: Sequence[str], words: object) -> Html:
 def state(word: str) -> Html:
     """A state in its colour, beside the word itself."""
     return tag("span", word, f"tag {STATES.get(word, 'failed')}")
+
+
+def underway(folder: Path) -> Html:
+    """Where a run's round is, with seconds that the page counts on by itself; "" where nothing says so."""
+    found = counted(folder)
+    seconds: object = found.seconds
+    if found.seconds.isdecimal() and len(found.seconds) <= _SECONDS_DIGITS:
+        seconds = Html(f'<span data-step="{found.step:d}">{found.seconds}</span>')
+    return join([text(found.before), text(seconds), text(found.after)], "")
 
 
 def failures(count: int) -> object:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedveil.console.dashboard import bounded
 from fedveil.console.dashboard.bounded import Place
-from fedveil.console.dashboard.later import Answer, Later
+from fedveil.console.dashboard.federations import Federations
+from fedveil.console.dashboard.later import Later
 from fedveil.console.dashboard.pages import NotFound, View, digest
 from fedveil.console.dashboard.parts import (
     DRAWING,
@@ -24,12 +25,10 @@ from fedveil.console.dashboard.parts import (
     log_rows,
     plain,
     state,
+    underway,
     verdict,
     when,
 )
-from fedveil.console.flower.command_line import Flower
-from fedveil.console.provisioning.federation import Members, registry
-from fedveil.console.provisioning.presence import why_absent
 from fedveil.console.report import disclosed, privacy, run_page
 from fedveil.console.runs import by_site, disclosure
 from fedveil.console.runs.folder import Run
@@ -38,8 +37,6 @@ from fedveil.errors import FedVeilError
 from fedveil.foreign import shown
 
 LINKS = (("", "Runs"), ("sites", "Sites"), ("logs", "Audit logs"))
-_ASK_FLOWER = 30.0  # seconds; a question costs a CPU-second
-_ANSWER_FLOWER = 10.0  # seconds that a page waits for the answer
 _MOST_KEPT = 64  # runs in memory
 _SUMMED = 50  # runs that the page of sites counts
 _CURVES = 12
@@ -49,15 +46,24 @@ _NOT_IN_LOG = "not in the log"
 
 @dataclass
 class ServerViews:
-    """What is shown of the runs in a folder, and of federations as `fedveil provision` made them."""
+    """What is shown of the runs in folders, and of federations as `fedveil provision` made them.
 
-    runs: Path
-    federations: Sequence[Path]
+    Attributes:
+        runs: folders by federation; "" where there is one, or whose runs they are is not known.
+        federations: folders by what they are called.
+        base: what every path begins with.
+    """
+
+    runs: Mapping[str, Path]
+    federations: Mapping[str, Path]
     base: str
     later: Later = field(default_factory=Later)
     _kept: OrderedDict[str, tuple[object, Run]] = field(default_factory=OrderedDict)
     _lock: Any = field(default_factory=threading.Lock)
     _state: tuple[float, str] = (0.0, "")
+
+    def __post_init__(self) -> None:
+        self._members = Federations(self.federations, self.later)
 
     def view(self, path: Sequence[str]) -> View:
         """The page at a path. Raises NotFound, FedVeilError."""
@@ -82,11 +88,9 @@ class ServerViews:
         """Of everything that the pages show; looked up at most once a second, however many ask."""
         if time.monotonic() - self._state[0] > _POLL:
             places = bounded.runs(self.runs)
-            files = [*bounded.logs(self.runs, places.values()).values()]
-            files += [registry(folder) / "members.json" for folder in self.federations]
-            seen = [bounded.stamp_of(place) for place in places.values()], bounded.stamp(files), self.later.answered
-            asked = int(time.time() / _ASK_FLOWER) if self.federations else 0
-            self._state = (time.monotonic(), digest((seen, asked)))
+            files = bounded.stamp(file for _, file in bounded.logs(self.runs, places.values()).values())
+            seen = [bounded.stamp_of(place) for place in places.values()], files, self.later.answered
+            self._state = (time.monotonic(), digest((seen, self._members.seen())))
         return self._state[1]
 
     def _place(self, key: str) -> Place:
@@ -126,93 +130,61 @@ class ServerViews:
             word = shown(run.status.get("state", "unknown"), 20)
             states[word] += 1
             rows.append([
-                link(self.base, ("runs", place.key), place.key), _protected(run), state(word),
-                f"{run.rounds_done} of {plain(run.status.get('rounds', '?'))}", run.final.get("loss"), len(run.sites),
-                run.upload_bytes, when(run.config.get("started", "")), when(run.status.get("ended", "")),
-                shown(run.status.get("reason") or "", 300)])  # fmt: skip
-        head = ["run", "method", "state", "rounds", "test loss", "sites", "bytes up", "started (UTC)",
-                "ended (UTC)", "why"]  # fmt: skip
+                *self._federation(place), link(self.base, ("runs", place.key), place.name), _protected(run),
+                state(word), f"{run.rounds_done} of {plain(run.status.get('rounds', '?'))}", run.final.get("loss"),
+                len(run.sites), run.upload_bytes, when(run.config.get("started", "")),
+                when(run.status.get("ended", "")),
+                _now(run, word) or shown(run.status.get("reason") or "", 300)])  # fmt: skip
+        head = [*self._column(), "run", "method", "state", "rounds", "test loss", "sites", "bytes up", "started (UTC)",
+                "ended (UTC)", "now, or why"]  # fmt: skip
         about = {
-            "head": head, "rows": rows, "broken": broken, "folder": str(self.runs),
+            "head": head, "rows": rows, "broken": broken, "folder": ", ".join(map(str, self.runs.values())),
             "is_full": len(places) >= bounded.MOST_RUNS,
             "facts": {"runs": len(places), "running": states["running"], "completed": states["completed"],
                       "failed or died": sum(states.values()) - states["running"] - states["completed"]},
-            "federations": [self._members(folder) for folder in self.federations],
+            "federations": self._members.all(),
             "logs": [(name, verdict(self.later, file)) for name, file in self._log_files().items()],
         }  # fmt: skip
         return View("home.html", "Runs", about)
 
+    def _column(self) -> list[str]:
+        """The federation's, where there are several."""
+        return ["federation"] if len(self.federations) > 1 else []
+
+    def _federation(self, place: Place) -> list[str]:
+        return [self._members.whose(place.federation) or "not known"] if self._column() else []
+
     def _log_files(self) -> dict[str, Path]:
         files = bounded.logs(self.runs, bounded.runs(self.runs).values())
-        controls = {f"control of {folder.name}": folder / "server" / "control-log.jsonl" for folder in self.federations}
-        return files | {name: file for name, file in controls.items() if bounded.stamp([file])}
-
-    def _online(self, folder: Path) -> Answer[dict[str, str]]:
-        about = int(time.time() / _ASK_FLOWER)
-        ask = lambda: Flower(folder.absolute() / "server" / "flower").nodes()  # noqa: E731
-        return self.later.ask(("nodes", folder), about, ask, _ANSWER_FLOWER)
-
-    def _members(self, folder: Path) -> dict[str, Any]:
-        try:
-            return self._of_members(folder)
-        except (FedVeilError, OSError, KeyError, TypeError, AttributeError) as error:
-            said = f"Its registry cannot be read: {shown(error if isinstance(error, FedVeilError) else repr(error))}"
-            return {"asked": False, "name": folder.name, "rows": [], "said": said, "online": 0, "of": 0}
-
-    def _of_members(self, folder: Path) -> dict[str, Any]:
-        members, online = Members(folder), self._online(folder)
-        rows, count = [], 0
-        for site, entry in sorted(members.sites.items()):
-            why = why_absent(entry, online.value or {})
-            # An answer from before says nothing of a site that came since: no advice is made of it.
-            is_old = online.value is None or (why and not online.is_new)
-            unknown = bool(is_old) and entry["state"] == "registered"
-            is_online = not why and not unknown
-            count += is_online
-            shown_state: object = state("online") if is_online else state("not known" if unknown else "not online")
-            until = str(entry.get("until", ""))[:10]
-            rows.append([site, shown_state, entry["state"], until or None, "" if unknown else why])
-        said = f"Flower does not answer: {online.why}" if online.why else ""
-        if not said and not online.is_new:
-            said = "Flower is being asked." if online.value is None else f"{online.since}; Flower is being asked."
-        name, asked = members.federation.name, online.value is not None
-        return {"asked": asked, "name": name, "rows": rows, "said": said, "online": count, "of": len(rows)}
+        return {name: file for name, (_, file) in files.items()} | self._members.logs()
 
     def _sites(self) -> View:
         places = list(bounded.runs(self.runs).values())[:_SUMMED]
         found, broken = self._read(places)
-        last = self._last_uploads()
-        online = {row[0]: row[1] for folder in self.federations for row in self._members(folder)["rows"]}
-        sums: dict[str, list[int]] = {}
-        why: dict[str, tuple[str, str]] = {}
+        last, online = self._last_uploads(), self._members.online()
+        sums: dict[tuple[str, str], list[int]] = {}
+        why: dict[tuple[str, str], tuple[str, str]] = {}
         for place, run in found:
             for site in by_site.of(run):
-                sums.setdefault(site.name, [0] * 6)
+                of = self._members.whose(place.federation), site.name
                 figures = (1, site.asked, site.accepted, len(site.failures), site.up, site.down)
-                sums[site.name] = [a + b for a, b in zip(sums[site.name], figures, strict=True)]
+                sums[of] = [a + b for a, b in zip(sums.get(of, [0] * 6), figures, strict=True)]
                 if site.failures:
                     round_, reason = site.failures[-1]
-                    why.setdefault(site.name, (f"{place.key}, round {round_ + 1}", shown(reason)))
+                    why.setdefault(of, (f"{place.key}, round {round_ + 1}", shown(reason)))
         rows = [
-            [name, *([online.get(name, "not known")] if self.federations else []),
-             when(last[name]) if name in last else _NOT_IN_LOG if figures[2] else None,
+            [*([of[0] or "not known"] if self._column() else []), of[1],
+             *([online.get(of, "not known")] if self.federations else []),
+             when(last[of]) if of in last else _NOT_IN_LOG if figures[2] else None,
              *figures[:3], failures(figures[3]), *figures[4:],
-             ": ".join(why.get(name, ()))]
-            for name, figures in sorted(sums.items())
+             ": ".join(why.get(of, ()))]
+            for of, figures in sorted(sums.items())
         ]  # fmt: skip
-        head = [
-            "site",
-            *(["online"] if self.federations else []),
-            "last upload (UTC)",
-            "runs",
-            "asked",
-            "accepted",
-            "refused or failed",
-            "bytes up",
-        ]
+        head = [*self._column(), "site", *(["online"] if self.federations else []), "last upload (UTC)", "runs",
+                "asked", "accepted", "refused or failed", "bytes up", "bytes down", "last reason"]  # fmt: skip
         spent = [(place.key, self._privacy(place, run)) for place, run in found if _claims(run)]
         about = {
-            "head": [*head, "bytes down", "last reason"],
+            "head": head,
             "rows": rows,
             "broken": broken,
             "count": "the newest run" if len(found) == 1 else f"the newest {len(found)} runs",
@@ -220,13 +192,15 @@ class ServerViews:
         }
         return View("sites.html", "Sites", about)
 
-    def _last_uploads(self) -> dict[str, str]:
-        """The time of each site's last upload that the ends of the logs tell of."""
-        found: dict[str, str] = {}
-        for file in bounded.logs(self.runs, bounded.runs(self.runs).values()).values():
+    def _last_uploads(self) -> dict[tuple[str, str], str]:
+        """The time of the last upload of each (federation, site) that the ends of the logs tell of."""
+        found: dict[tuple[str, str], str] = {}
+        places = bounded.runs(self.runs)
+        for federation, file in bounded.logs(self.runs, places.values()).values():
             for line in bounded.tail(file, bounded.MOST_BYTES):
                 if line.get("event") == "accepted" and isinstance(line.get("site"), str):
-                    found[line["site"]] = max(found.get(line["site"], ""), shown(line.get("time", ""), 40))
+                    of = self._members.whose(federation), line["site"]
+                    found[of] = max(found.get(of, ""), shown(line.get("time", ""), 40))
         return found
 
     def _privacy(self, place: Place, run: Run) -> list[str]:
@@ -263,7 +237,8 @@ class ServerViews:
         failed = [[site, round_, why] for round_, site, why in every]
         total = status.get("rounds") if type(status.get("rounds")) is int else 0
         about = {
-            "run": run, "place": place, "state": state(word), "word": word if word in STATES else "failed",
+            "run": run, "place": place, "state": state(word), "underway": _now(run, word),
+            "word": word if word in STATES else "failed",
             "last": by_site.last_attempt(run), "last_table": disclosed.last_attempt(run),
             "reason": shown(status.get("reason") or "", 1000), "total": total,
             "task": config.get("task.name", "unknown task"), "model": config.get("task.model", "?"),
@@ -287,6 +262,11 @@ def _claims(run: Run) -> bool:
     config = run.config.get("config", {})
     fields = str(run.config.get("method", {}).get("fields"))
     return bool(config.get("dp.noise") or config.get("dp.epsilon") or "epsilon" in fields)
+
+
+def _now(run: Run, word: str) -> str:
+    """Where the round of a run that goes on is; "" of another run."""
+    return underway(run.folder) if word == "running" else ""
 
 
 def _protected(run: Run) -> str:

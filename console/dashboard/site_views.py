@@ -15,7 +15,7 @@ from fedveil.console.dashboard.later import Later
 from fedveil.console.dashboard.pages import NotFound, View, digest
 from fedveil.console.dashboard.parts import LOG_HEAD, failures, log_rows, rounds_from_1, verdict, when
 from fedveil.console.report.page import tag
-from fedveil.console.runs.noted import noted
+from fedveil.console.runs.noted import federation, noted
 from fedveil.console.runs.spent import Standing, names, standing
 from fedveil.console.runs.workers import WorkerStatus, last_failures, workers
 from fedveil.contract.budget import stated
@@ -82,7 +82,7 @@ class SiteViews:
         doing, why = self._workers()
         sites, ledgers = self._names(found), [self._ledger(name, file) for name, file in self._ledgers().items()]
         about: dict[str, Any] = {
-            "sites": ", ".join(sites), "folder": str(self.state_dir),
+            "sites": ", ".join(sites), "federation": self._federation(sites), "folder": str(self.state_dir),
             "verdict": verdict(self.later, self._log) if stamp else None,
             "left": [], "refusals": [], "facts": {}, "known": found is not None,
             "old": f"{left.since}; the lines since are being read." if left and found and not left.is_new else "",
@@ -112,6 +112,13 @@ class SiteViews:
         noted_ = [file.stem for file in self.state_dir.expanduser().glob("*.toml")]
         logged = [site for _, site in found.runs] if found else []
         return [shown(name, 80) for name in sorted({*noted_, *logged, *self._ledgers()} - {""})][:_MOST_NAMES]
+
+    def _federation(self, sites: list[str]) -> str:
+        """Of what they are sites: `fedveil site start --kit` notes it."""
+        found = {site: federation(self.state_dir, site) or "not known" for site in sites}
+        if len(set(found.values())) <= 1:
+            return next(iter(found.values()), "not known")
+        return ", ".join(f"{of} ({site})" for site, of in found.items())
 
     def _ledger(self, name: str, file: Path) -> list[object]:
         asked = self.later.ask(

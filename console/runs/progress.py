@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,45 +26,70 @@ _NAMED = 3  # sites in a line
 _LINE_SECONDS = 60.0  # between two lines of a round where there is no terminal
 
 
+@dataclass(frozen=True)
+class Counted:
+    """Where a round is, in words with a number of seconds among them: `before`, `seconds`, `after`.
+
+    Attributes:
+        seconds: "" where the words have none.
+        step: what a second adds to them: 1, or -1 where they run out.
+    """
+
+    before: str = ""
+    seconds: str = ""
+    after: str = ""
+    step: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.before}{self.seconds}{self.after}"
+
+
 def underway(folder: Path, now: float | None = None) -> str:
     """Where the round under way is: "2 of 4 have answered, waiting for south (41 s of 600)"; "" where nothing says so.
 
     `now`: seconds since 1970.
     """
+    return str(counted(folder, now))
+
+
+def counted(folder: Path, now: float | None = None) -> Counted:
+    """The same, with its seconds apart."""
     try:
-        said = progress_of(folder)
+        said, now = progress_of(folder), time.time() if now is None else now
         asked, done = int(said["asked"]), int(said["accepted"]) + int(said["failed"])
         since, deadline = float(said["since"]), float(said["deadline_seconds"])
         phase, waiting = said["phase"], [shown(site, 80) for site in list(said["waiting"])[:_NAMED]]
         if phase == "waiting":
-            return _awaited(said, time.time() if now is None else now)
+            return _awaited(said, now)
         if phase != "round" or not asked:
-            return ""
-        seconds = f"{max(0.0, (time.time() if now is None else now) - since):.0f}"
+            return Counted()
         if done >= asked:
             then = "the sites open shares of the masks, then the server" if said.get("unseen") is True else "the server"
-            return f"all {asked} have answered; {then} adds up and scores"
+            return Counted(f"all {asked} have answered; {then} adds up and scores")
         more = f" and {asked - done - len(waiting)} more" if asked - done > len(waiting) else ""
-        return (
-            f"{done} of {asked} have answered, waiting for {', '.join(waiting)}{more} ({seconds} s of {deadline:.0f})"
-        )
+        words = f"{done} of {asked} have answered, waiting for {', '.join(waiting)}{more} ("
+        return Counted(words, _whole(now - since), f" s of {deadline:.0f})")
     except (ValueError, KeyError, TypeError, OverflowError):  # none yet, or another's
-        return ""
+        return Counted()
 
 
-def _awaited(said: Row, now: float) -> str:
+def _whole(seconds: float) -> str:
+    return f"{max(0.0, seconds):.0f}"
+
+
+def _awaited(said: Row, now: float) -> Counted:
     """What a round waits for before anybody is asked. Raises as `underway` catches."""
     if "until" not in said:
-        return "waiting for sites"
-    left = max(0.0, float(said["until"]) - now)
-    words = f"waiting for sites: {int(said['there'])} of {int(said['quorum'])} take part ({left:.0f} s left)"
+        return Counted("waiting for sites")
+    before = f"waiting for sites: {int(said['there'])} of {int(said['quorum'])} take part ("
+    left = _whole(float(said["until"]) - now)
     refused = {shown(site, 80): shown(by, 80) for site, by in list(dict(said["refused"]).items())[:_NAMED]}
     if not refused:
-        return words
+        return Counted(before, left, " s left)", -1)
     more = f" and {len(said['refused']) - _NAMED} more" if len(said["refused"]) > _NAMED else ""
     step = "mend it and submit again, or resume" if "its policy" in refused.values() else "see its log"
     named = "; ".join(f"{site}, refused by {by}" for site, by in refused.items())
-    return f"{words}; not waited for: {named}{more}; {step}"
+    return Counted(before, left, f" s left); not waited for: {named}{more}; {step}", -1)
 
 
 class _Bar(Progress):

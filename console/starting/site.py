@@ -20,7 +20,7 @@ from fedveil.console.flower.processes import Processes, environment
 from fedveil.console.flower.programs import supernode
 from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare
 from fedveil.console.provisioning import checks, policy_checks, slurm, unpacked
-from fedveil.console.runs import sealing
+from fedveil.console.runs import noted, sealing
 from fedveil.console.starting import online, running
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.foreign import meant, shown
@@ -45,6 +45,7 @@ class Start:
         ca, key: files: whom to trust as the server, and this site's private key.
         node: its node config; every path in it is absolute.
         poll_seconds: the first wait of its SuperNode between two questions.
+        federation: its name as the kit has it; "" without a kit.
     """
 
     superlink: str
@@ -52,6 +53,7 @@ class Start:
     key: Path
     node: Site
     poll_seconds: float
+    federation: str = ""
 
 
 def settled(
@@ -79,7 +81,8 @@ def settled(
     if not wired and "signing-key" not in given:
         node = node.model_copy(update={"signing_key": ""})  # for secure aggregation, which such a site takes no part in
     ca, key, poll = Path(both.get("ca", "")), Path(both.get("key", "")), float(both.get("poll-seconds", pace.DEFAULT))
-    found = Start(str(both.get("superlink", "")), ca.absolute(), key.absolute(), node, poll)
+    federation = str(about.get("federation", ""))
+    found = Start(str(both.get("superlink", "")), ca.absolute(), key.absolute(), node, poll, federation)
     _require_files(found, given, kit, wired)
     if node.signing_key:
         read_key(Path(node.signing_key))
@@ -103,7 +106,8 @@ def of_kit(folder: Path) -> dict[str, Any]:
     """What a kit says of the connection, by the names of the options. Raises ConfigError."""
     kit = unpacked.read(folder)
     files = {"ca": folder / "ca.crt", "key": folder / "keys" / "node.key"}
-    return {"superlink": kit.superlink, "name": kit.site, "poll-seconds": kit.poll_seconds, **files}
+    about = {"superlink": kit.superlink, "name": kit.site, "poll-seconds": kit.poll_seconds}
+    return {**about, "federation": kit.federation, **files}
 
 
 def _node(given: Mapping[str, Any], kits: Site, name: str, permit_everything: bool) -> Site:
@@ -201,6 +205,7 @@ def prepared(start: Start) -> tuple[Path, dict[str, str]]:
     running.state_folder(state)
     config = state / f"{name}.toml"
     config.write_text(toml(start.node.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    noted.note_federation(state, name, start.federation)
     (state / "logs").mkdir(mode=0o700, exist_ok=True)
     env = alone({**environment(state / "flower"), pace.VARIABLE: str(start.poll_seconds)}, state / "guard")
     return config, guarded(env, state / "guard", require_policy=bool(start.node.policy))

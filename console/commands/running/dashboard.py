@@ -15,11 +15,11 @@ from fedveil.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument(
-        "folder", type=Path, nargs="?", help="run.dir of the runs; default: runs, in --federation if it is there"
+        "folder", type=Path, nargs="?", help="run.dir of the runs; default: runs, in each --federation if there is one"
     )
     parser.add_argument(
         "--federation", type=Path, action="append", default=[], metavar="FOLDER",
-        help="what fedveil provision made: shows its sites too; repeatable",
+        help="what fedveil provision made: shows its sites too; repeatable, each with its runs",
     )  # fmt: skip
     parser.add_argument("--port", type=int, default=8050, metavar="N", help="default: 8050; 0 = any that is free")
     parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1, and nothing else")
@@ -32,5 +32,4 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"FOLDER: expected a folder of runs, found none at {args.folder}; name the run.dir of yours")
     from fedveil.console.dashboard.opened import server
 
-    own = [folder / "runs" for folder in args.federation if (folder / "runs").is_dir()]
-    return server(args.folder or (own[0] if own else Path("runs")), args.federation, args.host, args.port)
+    return server(args.folder, args.federation, args.host, args.port)

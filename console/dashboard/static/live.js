@@ -18,10 +18,22 @@
     const focus = inside().indexOf(document.activeElement);
     const moved = [...main.querySelectorAll(".wide")].map((one) => one.scrollLeft);
     main.replaceChildren(...fresh.childNodes);
+    count();
     main.dataset.state = fresh.dataset.state;
     for (const one of main.querySelectorAll("details > summary")) one.parentElement.open = open.has(one.textContent);
     [...main.querySelectorAll(".wide")].forEach((one, i) => { one.scrollLeft = moved[i] || 0; });
     if (focus >= 0 && inside()[focus]) inside()[focus].focus({ preventScroll: true });
+  }
+
+  // Seconds of a round that goes on: counted on from what stood there when this part of the page came.
+  const began = new WeakMap();
+  function count() {
+    for (const one of main.querySelectorAll("[data-step]")) {
+      if (!began.has(one)) began.set(one, [Number(one.textContent), performance.now()]);
+      const [from, at] = began.get(one);
+      const past = Math.floor((performance.now() - at) / 1000);
+      if (!held && !broken) one.textContent = Math.max(0, from + Number(one.dataset.step) * past);
+    }
   }
 
   async function refresh() {
@@ -52,6 +64,8 @@
     say(source.readyState === EventSource.CLOSED ? "not live: reload the page" : "not live: asking again");
   });
 
+  count();
+  setInterval(count, 500);
   hold.hidden = false;
   hold.addEventListener("click", () => {
     held = !held;

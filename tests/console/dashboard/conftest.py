@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from fedveil.console.dashboard.federations import named
 from fedveil.console.dashboard.gate import Entry, Gate
-from fedveil.console.dashboard.opened import of_server, of_site
+from fedveil.console.dashboard.opened import folders, of_server, of_site
 from fedveil.console.runs.folder import load
 from fedveil.records import audit_log
 from tests.console.conftest import write_run
@@ -29,8 +30,9 @@ def client_of(app_of) -> TestClient:
     return client
 
 
-def opened(runs: Path, *federations: Path) -> TestClient:
-    return client_of(lambda entry: of_server(runs, federations, entry, lambda: False))
+def opened(runs: Path | None, *federations: Path) -> TestClient:
+    found = named(federations)
+    return client_of(lambda entry: of_server(folders(runs, found), found, entry, lambda: False))
 
 
 def opened_site(state: Path, policy: str = "") -> TestClient:
@@ -45,11 +47,11 @@ def runs(tmp_path) -> Path:
     write_run(folder, "fedrand", state="failed", site_names=("north", "south", "west", "east"))
     write_run(folder / "demo", "fedqsn")
     for run in (folder / "fedavg", folder / "fedrand", folder / "demo" / "fedqsn"):
-        _log(run)
+        log_of(run)
     return folder
 
 
-def _log(run: Path) -> None:
+def log_of(run: Path) -> None:
     """The lines of the audit log that belong to the run's attempts."""
     log = run.parent / audit_log.NAME
     sizes = {(m["round"], m["site"]): m["bytes"] for m in load(run).messages if m["direction"] == "up"}

@@ -17,14 +17,18 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.console.dashboard.opened import of_server, of_site
+from fedveil.console.dashboard.federations import named
+from fedveil.console.dashboard.opened import folders, of_server, of_site
 from fedveil.console.dashboard.serving import Server
 from tests.console.conftest import write_run
+from tests.console.dashboard.test_federations import flower, pilot, two  # noqa: F401  # fixtures
+from tests.console.dashboard.test_pages import goes_on
 from tests.console.dashboard.test_site_pages import state  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.browser
 
 WIDTHS = (390, 1280)
+NOWHERE = "runs/nowhere"  # a page that is not there
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +63,19 @@ def serve():
 
 @pytest.fixture
 def page(chromium):
-    """A page that fails the test where it breaks its own policy, or its script fails."""
+    """A page that fails the test where it breaks its own policy, or its script fails; a 404 asked for is no failure."""
     context = chromium.new_context()
     made, wrong = context.new_page(), []
     made.on("pageerror", lambda error: wrong.append(str(error)))
-    made.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    made.on("console", lambda said: wrong.append(said.text) if is_error(said) else None)
     made.on("dialog", lambda dialog: wrong.append(dialog.message))
     yield made
     context.close()
     assert wrong == []
+
+
+def is_error(said) -> bool:
+    return said.type == "error" and not (said.location["url"].endswith(f"/{NOWHERE}") and "404" in said.text)
 
 
 def opened(page, server: Server, path: str = "") -> None:
@@ -86,18 +94,26 @@ def until(page, expression: str) -> None:
 
 
 def of_runs(folder: Path):
-    return lambda entry, ending: of_server(folder, (), entry, ending)
+    return lambda entry, ending: of_server({"": folder}, {}, entry, ending)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_page_fits_and_is_readable(serve, page, runs, hostile, state, scheme, width):  # noqa: F811
+def test_every_page_fits_and_is_readable(serve, page, runs, hostile, state, two, scheme, width):  # noqa: F811
+    refused = {"east": "its policy", "west": "its ledger"}
+    goes_on(two[0] / "runs", "waits", phase="waiting", there=1, waiting=[], refused=refused)
+    goes_on(two[1] / "runs", "goes-on", waiting=["south", "west"])
+    names = named(two)
+    federated = serve(lambda entry, ending: of_server(folders(None, names), names, entry, ending))
     site = serve(lambda entry, ending: of_site(state, "", "", entry, ending))
     server, other = serve(of_runs(runs)), serve(of_runs(hostile))
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 844})
     paths = {"runs": "", "run": "runs/fedrand", "sites": "sites", "log": "logs/runs", "report": "runs/fedrand/report"}
     pages = [(server, name, path) for name, path in paths.items()]
+    paths = {"home": "", "waits": "runs/pilot%3Awaits", "goes-on": "runs/trial%3Agoes-on", "federated-sites": "sites",
+             "logs": "logs", "control": "logs/trial%3Aruns", "error": NOWHERE}  # fmt: skip
+    pages += [(federated, name, path) for name, path in paths.items()]
     pages += [(site, "site", ""), (site, "site-log", "log"), (other, "hostile", "sites")]
     for one, name, path in pages:
         opened(page, one, path)
@@ -127,6 +143,22 @@ def test_a_run_that_goes_on_is_followed_and_what_was_open_stays_open(serve, page
     assert page.locator("progress").get_attribute("value") == "3"
     page.locator("#hold").click()
     until(page, "document.querySelector('progress').value === 4")
+
+
+def test_the_seconds_of_a_round_go_on_by_themselves_until_paused(serve, page, runs):
+    goes_on(runs, "goes-on")
+    opened(page, serve(of_runs(runs)), "runs/goes-on")
+    seconds = "Number(document.querySelector('[data-step]').textContent)"
+    first, seen = page.evaluate(seconds), page.evaluate("document.getElementById('main').dataset.state")
+    assert 41 <= first < 60
+    until(page, f"{seconds} >= {first + 3}")
+    assert page.evaluate("document.getElementById('main').dataset.state") == seen  # no page was fetched for it
+    page.locator("#hold").click()
+    held = page.evaluate(seconds)
+    page.wait_for_timeout(2500)
+    assert page.evaluate(seconds) == held
+    page.locator("#hold").click()
+    until(page, f"{seconds} >= {held + 3}")
 
 
 def test_the_keyboard_reaches_everything_and_shows_where_it_is(serve, page, runs):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from fedveil.console.dashboard import bounded
 from fedveil.records import audit_log
 from tests.console.conftest import REFUSED_BYTES, write_run
-from tests.console.dashboard.conftest import opened
+from tests.console.dashboard.conftest import EVIL, opened
 
 
 class Page(HTMLParser):
@@ -103,6 +105,45 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     assert "expected a norm of at most 1e+06, found 3.2e+07" in last
     assert "no reply within 900 s" in last
     assert "epsilon infinite" in text
+
+
+def goes_on(runs, name, **about) -> None:
+    """A run of `runs` that goes on, and where its round is."""
+    run = write_run(runs, name, state="running")
+    now = time.time()
+    said = {"round": 3, "attempt": 0, "phase": "round", "since": now - 41.2, "deadline_seconds": 600.0, "quorum": 2}
+    said |= {"asked": 4, "accepted": 1, "failed": 1, "waiting": [EVIL, "west"], "reasons": {}, "until": now + 259.9}
+    (run / "progress.json").write_text(json.dumps(said | about))
+
+
+UNDER_WAY = r'2 of 4 have answered, waiting for &lt;script[^<]*, west \(<span data-step="1">4[1-9]</span> s of 600\)'
+AWAITED = (
+    r'waiting for sites: 1 of 2 take part \(<span data-step="-1">25\d</span> s left\); not waited for: '
+    r"&lt;script.*?, refused by its policy; mend it"
+)
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [({}, UNDER_WAY), ({"phase": "waiting", "there": 1, "refused": {EVIL: "its policy"}}, AWAITED),
+     ({"accepted": 3}, "all 4 have answered; the server adds up and scores"),
+     ({"since": -1e300}, r"2 of 4 [^<]*, west \(10{5}")],
+)  # fmt: skip
+def test_where_a_round_is_stands_below_the_state_and_in_the_list(runs, about, words):
+    goes_on(runs, "goes-on", **about)
+    client = opened(runs)
+    run, home = client.get(f"{client.base}/runs/goes-on").text, client.get(f"{client.base}/").text
+    assert re.search(f'<p class="now">Round under way: {words}', run)
+    assert re.search(f'<td data-label="now, or why">{words}', home)
+    assert "<script>alert" not in run + home
+    assert client.get(f"{client.base}/runs/fedrand").text.count('class="now"') == 0
+
+
+@pytest.mark.parametrize("about", [{"phase": "done"}, {"asked": "x"}, {"waiting": 3}])
+def test_where_nothing_says_where_a_round_is_the_page_says_nothing(runs, about):
+    goes_on(runs, "goes-on", **about)
+    client = opened(runs)
+    assert "Round under way" not in client.get(f"{client.base}/runs/goes-on").text
 
 
 def test_sites_over_all_runs(runs):

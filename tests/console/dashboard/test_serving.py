@@ -21,7 +21,7 @@ from fedveil.console.main import main
 @pytest.fixture
 def server(runs, monkeypatch):
     monkeypatch.setattr(serving, "_IDLE_SECONDS", 1.0)
-    made = Server(0, lambda entry, ending: of_server(runs, (), entry, ending))
+    made = Server(0, lambda entry, ending: of_server({"": runs}, {}, entry, ending))
     thread = threading.Thread(target=made.run, daemon=True)
     thread.start()
     made.thread = thread

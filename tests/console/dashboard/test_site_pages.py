@@ -9,6 +9,7 @@ import pytest
 
 from fedveil.client_app.site.private import ledger_of
 from fedveil.console.dashboard import site_views
+from fedveil.console.runs.noted import federation, note_federation
 from fedveil.console.runs.workers import WorkerStatus
 from fedveil.contract.budget import Budget, Neighbours
 from fedveil.privacy import accounting
@@ -121,3 +122,25 @@ def test_an_empty_state_folder_is_no_error(tmp_path):
     client = opened_site(tmp_path)
     assert "Nothing has left yet." in home(client)
     assert client.get(f"{client.base}/log").status_code == 404
+
+
+def test_the_site_page_names_the_federation_as_text_and_within_bounds(state):
+    assert "Federation: not known. From" in home(opened_site(state))
+    note_federation(state, "north", "pilot")
+    assert "Federation: pilot. From" in home(opened_site(state))
+    note_federation(state, "north", "")  # started without a kit since
+    assert "Federation: not known. From" in home(opened_site(state))
+    (state / "north.federation").write_bytes((EVIL + ESCAPES).encode() + b"\xff" + b"x" * 1_000_000)
+    text = home(opened_site(state))
+    is_whole(text)
+    assert "Federation: &lt;script&gt;alert(271828)" in text
+    assert "x" * 250 not in text
+    (state / "south.toml").write_text('site = "south"\n')
+    note_federation(state, "north", "pilot")
+    note_federation(state, "south", "trial")
+    assert "Federation: pilot (north), trial (south). From" in home(opened_site(state))
+    note_federation(state.parent, "x", "outside")
+    assert federation(state, "../x") == ""
+    (state / "south.federation").unlink()
+    (state / "south.federation").mkdir()
+    assert "Federation: pilot (north), not known (south). From" in home(opened_site(state))

@@ -19,6 +19,7 @@ from fedveil.client_app.site.node_config import Site
 from fedveil.console.flower.keys import new_ca, write_certificate, write_server
 from fedveil.console.flower.processes import Processes
 from fedveil.console.main import main
+from fedveil.console.runs import noted
 from fedveil.console.starting import running
 from fedveil.console.starting import site as site_start
 from fedveil.errors import ConfigError
@@ -65,6 +66,7 @@ def test_everything_comes_from_the_kit(kit, capsys, monkeypatch):
         "site": "north", "data": f"{kit}/data", "data-set": "north", "state-dir": f"{kit}/state",
         "policy": f"{kit}/site-policy.toml", "signing-key": f"{kit}/keys/signing.key",
     }  # fmt: skip
+    assert noted.federation(kit / "state", "north") == "pilot"  # for the site's page; Flower is not given it
 
 
 def test_options_go_before_the_kit_and_are_relative_to_where_one_stands(kit, capsys, monkeypatch, tmp_path):

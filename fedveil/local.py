@@ -1,0 +1,144 @@
+"""A federation in one process, from a run config and the folders of its sites: for research, and for notebooks.
+
+    from fedveil.local import Local
+
+    local = Local.of({"method.name": "fedrand", "run.rounds": 2}, {"north": "rows/north", "south": "rows/south"})
+    local.run()
+    local.evaluate("rows/test")                   # the server's model
+    local.evaluate("rows/test", site="north")     # that of one site
+    local.federation.upload_bytes                 # what has crossed the wire
+
+Neither Flower nor any other process takes part, and no site has a policy or a ledger of its own. What is encoded,
+drawn and added up is what a run over gRPC encodes, draws and adds up (`fedveil.federation.inprocess`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from fedveil import rng, strategies, tasks
+from fedveil.config import RunConfig, parse
+from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.task import Rows, Share, Task
+from fedveil.contract.trainer import Trainer
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.wire.tap import Tap
+
+# What only a run with a server or sites of its own does; a value here would be passed over.
+_ELSEWHERE = (
+    "task.data", "task.evaluation", "task.server-data", "evaluate.keep", "evaluate.patience", "evaluate.held-out",
+    "cohort.norm-factor", "run.resume", "run.signature", "run.tap",
+)  # fmt: skip
+
+
+@final
+@dataclass(frozen=True)
+class Local:
+    """A server and its sites in this process. `of` makes one.
+
+    Attributes:
+        config: the run config, checked.
+        method: what is shared and what stays, with its fields.
+        task: base model, adapter, data and scores; all sites use this one.
+        federation: the server's state, the sites' private states, bytes and reports of each round.
+    """
+
+    config: RunConfig
+    method: Method
+    task: Task
+    federation: Federation
+
+    @classmethod
+    def of(
+        cls,
+        config: Mapping[str, object] | RunConfig,
+        sites: Mapping[str, str | Path],
+        device: str = "cpu",
+        tap: Tap | None = None,
+    ) -> Local:
+        """Loads the base model and every site's rows; no round has run.
+
+        Args:
+            config: as for `fedveil submit`: {"method.name": "fedrand", "run.rounds": 2}. Keys left out have their
+                defaults.
+            sites: each site's folder or file of rows, by name. Sites that name the same one divide its rows among them,
+                as task.partition says.
+            device: on which all sites train, one after the other: "cpu", "cuda", "auto".
+            tap: keeps every message, for attacks; None keeps none.
+
+        Raises:
+            ConfigError: a key or value of the run config is wrong, or asks for what does not happen in one process; or
+                there is no site.
+            TaskError: a base model, a folder, a column or a row is missing.
+        """
+        found = config if isinstance(config, RunConfig) else parse(config)
+        _require_local(found)
+        if not sites:
+            raise ConfigError("sites: expected a folder of rows for each site, by its name, found none")
+        method = strategies.create(found.method.name, found.method.fields)
+        task = tasks.load(found, method.adapter, device)
+        rows = _rows(task, {name: Path(folder).expanduser() for name, folder in sites.items()})
+
+        def trainer_for(site: str, ctx: RoundContext) -> Trainer:
+            return task.trainer(rows[site], ctx.rng("batches"), round_=ctx.round)
+
+        initial = task.initial(rng.initial(found.run.seed, "weights"))
+        state = method.init(task.spec, initial, rng.initial(found.run.seed, "method init"))
+        exchange = Exchange(method, found.method.name, task.spec)
+        share = found.cohort.max_share
+        federation = Federation(exchange, found, trainer_for, list(rows), state, tap=tap, max_share=share)
+        return cls(found, method, task, federation)
+
+    def run(self, on_round: Callable[[Local, int], None] | None = None) -> None:
+        """All rounds of the config; `on_round` is called with this federation and the round, from 0, after each."""
+        self.federation.run(lambda _, round_: on_round(self, round_) if on_round else None)
+
+    def evaluate(
+        self, data: str | Path, site: str | None = None, split: str = "test", generate: bool = False
+    ) -> dict[str, float]:
+        """Scores of the model as it is now: always "loss"; with `generate` also of what it writes.
+
+        Args:
+            data: folder or file of rows.
+            site: whose own model is scored, for a method by which sites have one; None = the server's.
+            split: which rows of the folder.
+            generate: whether texts are generated, which takes longer.
+
+        Raises:
+            ConfigError: there is no such site, or it has no model of its own.
+            TaskError: the folder, the split or a column is missing.
+        """
+        if site is not None and site not in self.federation.sites:
+            raise ConfigError(f"site: expected one of {', '.join(self.federation.sites)}, found {site!r}")
+        views = self.federation.deployed(site)
+        view = "server" if site is None else "client"
+        if view not in views:
+            raise ConfigError(
+                f"site: expected a site with a model of its own, found {site}, which has {', '.join(views)} alone: by "
+                f"{self.config.method.name} no site keeps one, or it has not trained yet; leave site out"
+            )
+        weights = {name: views[view][name] for name in self.task.spec}
+        return self.task.evaluate(weights, self.task.examples(Path(data).expanduser(), split), generate)
+
+
+def _rows(task: Task, folders: Mapping[str, Path]) -> dict[str, Rows]:
+    """Each site's rows, prepared; those of a folder that several name are divided."""
+    shared, used, found = Counter(folders.values()), Counter[Path](), dict[str, Rows]()
+    for name, folder in folders.items():
+        share = Share(used[folder], shared[folder]) if shared[folder] > 1 else None
+        found[name] = task.prepare(folder, "train", share).rows
+        used[folder] += 1
+    return found
+
+
+def _require_local(config: RunConfig) -> None:
+    given, plain = config.flat(), RunConfig().flat()
+    for key in _ELSEWHERE:
+        if given[key] != plain[key]:
+            raise ConfigError(f"{key}: expected {plain[key]!r} in one process, found {given[key]!r}; submit such a run")

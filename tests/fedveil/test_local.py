@@ -1,0 +1,66 @@
+"""The public way to a federation in Python: the same weights as the long way, and errors that say what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import create_autospec
+
+import pytest
+
+from fedveil import places, rng, strategies, tasks
+from fedveil.config import parse
+from fedveil.contract.task import Prepared, Share, Task
+from fedveil.errors import ConfigError, TaskError
+from fedveil.federation.exchange import Exchange
+from fedveil.federation.inprocess import Federation
+from fedveil.local import Local, _rows
+
+CONFIG = {"method.name": "fedrand", "run.rounds": 1, "run.deterministic": True, "train.max-steps": 2,
+          "evaluate.max-examples": 4, "task.max-examples": 60}  # fmt: skip
+DATA = places.folder("data/e2e")
+
+
+def by_hand() -> Federation:
+    config = parse(CONFIG)
+    method = strategies.create("fedrand", "")
+    task = tasks.load(config, method.adapter, "cpu")
+    rows = {name: task.prepare(DATA, "train", Share(i, 2)).rows for i, name in enumerate("ab")}
+    state = method.init(task.spec, task.initial(rng.initial(0, "weights")), rng.initial(0, "method init"))
+    trainer_for = lambda site, ctx: task.trainer(rows[site], ctx.rng("batches"), round_=ctx.round)  # noqa: E731
+    return Federation(Exchange(method, "fedrand", task.spec), config, trainer_for, ["a", "b"], state, max_share=0.5)
+
+
+def test_it_ends_with_the_weights_of_the_long_way_and_scores_them():
+    local, seen = Local.of(CONFIG, {"a": DATA, "b": str(DATA)}), []
+    local.run(lambda now, round_: seen.append((now is local, round_)))
+    assert seen == [(True, 0)]
+    other = by_hand()
+    other.run()
+    ours, theirs = local.federation.deployed()["server"], other.deployed()["server"]
+    assert {name: ours[name].tolist() for name in ours} == {name: theirs[name].tolist() for name in theirs}
+    assert local.federation.upload_bytes == other.upload_bytes > 0
+    assert local.evaluate(DATA)["loss"] != local.evaluate(DATA, site="a")["loss"]
+    with pytest.raises(ConfigError, match="site: expected one of a, b, found 'c'"):
+        local.evaluate(DATA, site="c")
+
+
+def test_rows_are_divided_among_sites_that_name_the_same_folder_alone():
+    task = create_autospec(Task, instance=True)
+    task.prepare.side_effect = lambda data, split, share: Prepared([(str(data), split, share)], lambda: ())
+    found = _rows(task, {"a": Path("x"), "b": Path("y"), "c": Path("x")})
+    assert found == {
+        "a": [("x", "train", Share(0, 2))], "b": [("y", "train", None)], "c": [("x", "train", Share(1, 2))],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "sites", "error", "words"),
+    [({"method.nam": "fedavg"}, {"a": DATA}, ConfigError, "method.nam"),
+     ({}, {}, ConfigError, "sites: expected a folder of rows for each site"),
+     ({"evaluate.keep": "best"}, {"a": DATA}, ConfigError, "evaluate.keep: expected 'last' in one process"),
+     ({"run.tap": True}, {"a": DATA}, ConfigError, "run.tap: expected False in one process"),
+     ({}, {"a": "/nowhere"}, TaskError, "/nowhere")],
+)  # fmt: skip
+def test_what_cannot_be_is_said_before_anything_is_loaded(config, sites, error, words):
+    with pytest.raises(error, match=words):
+        Local.of(CONFIG | config, sites)
