@@ -43,8 +43,10 @@ def test_every_cell_of_a_notebook_runs(notebook, monkeypatch, tmp_path):
         exec(compile(source, f"{notebook.name}[{number}]", "exec"), names)
     if notebook.stem == "federation":
         assert names["losses"][-1] < names["losses"][0]
-        assert 0 < names["federation"].upload_bytes < names["federation"].download_bytes
+        assert 0 < names["local"].federation.upload_bytes < names["local"].federation.download_bytes
 
 
-def test_there_is_one():
-    assert NOTEBOOKS
+def test_a_federation_is_fifteen_lines_as_its_title_says():
+    first = cells(ROOT / "docs" / "notebooks" / "federation.ipynb")[0]
+    assert "local.run(" in first
+    assert len([line for line in first.splitlines() if line.strip()]) <= 15
