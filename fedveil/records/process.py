@@ -24,6 +24,7 @@ from typing import Any
 from fedveil.errors import OutOfMemoryError, StateError
 
 LOCK = "lock"
+TOLD_TO_END = "interrupted: its ServerApp was told to end"  # so a run's reason begins, after `flwr stop` or a signal
 TEMPORARY = "FEDVEIL_TEMPORARY"  # in the environment of a ServerApp whose federation goes with whoever started it
 _CGROUPS = Path("/sys/fs/cgroup")
 LOWER = "give the server more memory, or lower evaluate.max-examples, or use a smaller or a quantized base"
