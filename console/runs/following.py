@@ -151,8 +151,8 @@ def closing(folder: Path) -> list[str]:
     lines = [f"rounds: {run.rounds_done} of {rounds}" + (f"; last scores: {scores}" if scores else "")]
     lines += [shown(run.of_round, 200)] if run.of_round else []
     if (folder / "final").is_dir():
-        lines.append(f"model: {shown((folder / 'final').absolute(), 1000)}")
-    return [*lines, f"next: fedveil report {shown(folder, 1000)}"]
+        lines.append(f"model: {shlex.quote(shown((folder / 'final').absolute(), 1000))}")
+    return [*lines, f"next: fedveil report {shlex.quote(shown(folder, 1000))}"]
 
 
 def until_ended(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import time
 
 import pytest
@@ -16,7 +17,7 @@ from fedveil.console.provisioning.presence import why_absent
 from fedveil.console.report import run_page
 from fedveil.console.runs import folder as folders
 from fedveil.console.runs.folder import load
-from fedveil.console.runs.following import until_ended
+from fedveil.console.runs.following import closing, until_ended
 from fedveil.console.runs.progress import RunProgress, stage
 from fedveil.console.terminal import terminal
 from fedveil.records import process
@@ -257,3 +258,13 @@ def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, t
 def test_why_a_member_is_not_online(state, flower, words):
     entry = {"state": state} | ({} if state == "invited" else {"node": "7", "until": "2026-05-01T00:00:00+00:00"})
     assert re.search(words, why_absent(entry, {"7": flower} if flower else {"8": "online"}))
+
+
+def test_what_is_printed_to_be_pasted_is_quoted(make_run, tmp_path):
+    parent = tmp_path / "my runs; x"
+    folder = make_run(method="fedavg")
+    (folder / "final").mkdir()
+    parent.mkdir()
+    *_, model, step = closing(folder.rename(parent / "fedavg"))
+    assert shlex.split(model) == ["model:", str(parent / "fedavg" / "final")]
+    assert shlex.split(step) == ["next:", "fedveil", "report", str(parent / "fedavg")]
