@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import signal
 import time
 from collections.abc import Mapping
@@ -148,7 +149,8 @@ def resume_command(folder: Path) -> str:
     """What goes on with the run of a folder, as a sentence."""
     if os.environ.get(TEMPORARY):
         return "its federation was a temporary one: start the run anew"
-    return f"resume it: fedveil submit --federation FOLDER --config {folder.absolute() / 'resume.toml'}"
+    config = shlex.quote(str(folder.absolute() / "resume.toml"))
+    return f"resume it: fedveil submit --federation FOLDER --config {config}"
 
 
 def _number(value: object) -> int:

@@ -268,3 +268,4 @@ def test_what_is_printed_to_be_pasted_is_quoted(make_run, tmp_path):
     *_, model, step = closing(folder.rename(parent / "fedavg"))
     assert shlex.split(model) == ["model:", str(parent / "fedavg" / "final")]
     assert shlex.split(step) == ["next:", "fedveil", "report", str(parent / "fedavg")]
+    assert shlex.split(process.resume_command(parent))[-1] == str(parent / "resume.toml")
