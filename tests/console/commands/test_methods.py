@@ -65,7 +65,7 @@ def test_measured_figures_are_the_committed_ones_and_no_others():
         f"attack {told['mean']:.2f} [{told['low']:.2f}, {told['high']:.2f}]"
     )
     assert "the base's: the server has no other; attack" in found["fedsa_lora"]
-    assert found["fedavg"].endswith(", 1.00]")  # an AUROC's interval ends there
+    assert found["rolora"].endswith(", 1.00]")  # an AUROC's interval ends there
     assert found["fedqsn"] == "-"
 
 
