@@ -61,6 +61,30 @@ def needs(preset: Mapping[str, Any]) -> list[data.Need]:
 def look(name: str, options: Options, results: Path) -> Ready:
     """Folders, packages, device and time of one preset; `results` is the folder of results. Raises ConfigError."""
     preset = run.read(name, options.quick)
+    there, missing = _found(preset)
+    from fedveil.models import loading  # torch
+
+    kind = options.device.partition(":")[0]
+    try:
+        kind = loading.pick_device(options.device).type
+        there.append(f"device: {kind}")
+    except ConfigError as error:
+        missing.append(f"{error}. A GPU needs its driver, and a torch that is built for it")
+    return Ready(there, missing, time_of(name, preset["settings"], options, results, kind))
+
+
+def require(name: str, options: Options) -> None:
+    """Raises ConfigError where a folder or package of a preset is missing; it says where each one comes from."""
+    if missing := _found(run.read(name, options.quick))[1]:
+        quick = " --quick" if options.quick else ""
+        raise ConfigError(
+            f"{name}: expected all that it reads, found that {len(missing)} are missing: {'; '.join(missing)}; "
+            f"fedveil bench {name}{quick} --dry-run looks again and runs nothing"
+        )
+
+
+def _found(preset: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Folders and packages that are there, and those that are missing, each with the way to it."""
     there: list[str] = []
     missing: list[str] = []
     for need in needs(preset):
@@ -71,15 +95,7 @@ def look(name: str, options: Options, results: Path) -> Ready:
     for package in getattr(run.runner(preset), "PACKAGES", ()):
         if importlib.util.find_spec(package) is None:
             missing.append(f"package {package}: expected it, found none. From: {SOURCES[package]}")
-    from fedveil.models import loading  # torch
-
-    kind = options.device.partition(":")[0]
-    try:
-        kind = loading.pick_device(options.device).type
-        there.append(f"device: {kind}")
-    except ConfigError as error:
-        missing.append(f"{error}. A GPU needs its driver, and a torch that is built for it")
-    return Ready(there, missing, time_of(name, preset["settings"], options, results, kind))
+    return there, missing
 
 
 def time_of(name: str, settings: Mapping[str, Any], options: Options, results: Path, device: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import errno
 import importlib
 import math
 import os
@@ -31,6 +32,7 @@ from fedveil.errors import ConfigError, FedVeilError
 from fedveil.foreign import shown
 
 DOCUMENTATION = "https://github.com/fedveil/fedveil/tree/main/docs"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _TOGETHER = 1.0  # seconds within which signals count as one
 # The groups, in the order of a newcomer's needs. A folder that is not named here comes last.
 _GROUPS = {
@@ -51,11 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, interrupt)
     try:
         whole = parser(given[0] if given else "")
-        arguments = whole.parse_args(given)
+        try:
+            arguments = whole.parse_args(given)
+        finally:
+            print(end="", flush=True)  # what --help printed: its errors are said below, not at the interpreter's end
         if "run" not in arguments:  # no command was given
             whole.print_help(sys.stderr)
             return 2
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        print(end="", flush=True)  # not sys.stdout, which is None where it was closed
+        return code
     except FedVeilError as error:
         print(f"error: {shown(' '.join(str(error).split()), 4000)}", file=sys.stderr)
         return 2
@@ -64,13 +71,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"interrupted: {str(error) or 'everything that was started is stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fedveil methods | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()
         return 141
     except OSError as error:
+        if error.errno in _FULL:
+            _leave_stdout()
+            where = f"{shown(error.filename)}: " if error.filename else ""
+            what = os.strerror(error.errno).lower()
+            print(f"error: {where}{what}; free space where this writes, then give the command again", file=sys.stderr)
+            return 2
         if error.filename is None:  # not about a file or folder of the user's
             raise
         print(f"error: {error.filename}: {(error.strerror or 'cannot be used').lower()}; name another", file=sys.stderr)
         return 2
+
+
+def _leave_stdout() -> None:
+    """What standard output could not take goes nowhere: the interpreter's end would try once more, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def commands() -> dict[str, Path]:

@@ -105,7 +105,7 @@ def reason(error: BaseException, folder: Path) -> str:
     """The reason for status.json: what happened, what to lower, and the command that resumes the run, if one does."""
     said = str(error) if isinstance(error, FedVeilError) else f"{type(error).__name__}: {error}"
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
-        said = "interrupted: its ServerApp was told to end"  # Flower answers a signal by SystemExit: 0
+        said = process.TOLD_TO_END  # Flower answers a signal by SystemExit: 0
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:

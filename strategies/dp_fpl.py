@@ -24,6 +24,9 @@ factorisation that is made anew at every step.
 With J = dT/dP, C = clip_texts and z^-2 = z_L^-2 + z_G^-2:
     D_G = J^T (sum_i clip_C(d_i x_i^T) + N(0, (z C)^2)) / B;  D_u = D_G v^T,  D_v = u^T D_G,  D_L by Eq. 4
 
+A client shares: the noised gradient of a shared prompt, or the prompt's noised change. With it stays: a private prompt;
+single rows are hidden up to an epsilon.
+
 The client learns: p_G of every round it takes part in. The server learns: each client's noised D_G, or with
 `exchange = "epoch"` its noised change of p_G; and the number of its rows. In the modes paper and code it learns D_G
 without noise and adds the noise to the mean: the clients have to trust it.

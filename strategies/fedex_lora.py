@@ -20,6 +20,9 @@ the base, so that the new model is the mean of the clients' models.
     R_{t+1} = R_t + D_t                                                                            (4, server and site)
     R_{t+1} + B_{t+1} A_{t+1} = R_t + sum_i (n_i / m_t) B_i A_i                                    (5: it is exact)
 
+A client shares: both LoRA factors; what their mean loses goes into the base. With it stays: a copy of what went into
+the base.
+
 The client learns: A_t, B_t and R_t of every round it takes part in; of the others' products only their mean.
 The server learns: each client's trained A and B in full, and n_i; under secure aggregation the sums of A, B and B A.
 

@@ -15,6 +15,9 @@ factors in full precision and sends them quantised block by block; the clients t
     A_{t+1} = A_t + eta sum_k n_k Delta_k / sum_k n_k, and B alike                 update = "delta"
     A_{t+1} = Q(A_t) + eta sum_k n_k Delta_k / sum_k n_k, and B alike              update = "replace"
 
+A client shares: what its training changed in the LoRA factors that it got. With it stays: nothing; the server keeps the
+exact factors, and sends them rounded to a few levels.
+
 The client learns: the quantised factors of every round it takes part in. It has the frozen base in clear.
 The server learns: each client's update, in full.
 

@@ -21,6 +21,9 @@ never leaves the site.
     A_{r+1} = sum_k (n_k / m_r) A^k, and B likewise  (3, on the server)
     W       = W_0 + s B A                            (4, the server's model: the private factor is 1 everywhere)
 
+A client shares: one pair of factors a layer. With it stays: a second pair, whose product scales that of the first entry
+by entry.
+
 The client learns: A and B of every round it takes part in.
 The server learns: each client's trained A and B, in full, and n_k. It learns nothing of the private pair directly, but
 the gradient of A and B depends on it.

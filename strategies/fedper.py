@@ -20,6 +20,8 @@ The pairs of the top layers are shared; after a first round over all layers, the
 
 A layer's number is the first whole number between the dots of a tensor's name: 3 in "model.layers.3.mlp.lora_A".
 
+A client shares: the LoRA factors of the top layers; all layers in round 0. With it stays: the lower layers.
+
 The client learns: W_T of every round it takes part in, and W_L,1 (in round 0 the initial weights).
 The server learns: in round 0 everything that a client trained; in later rounds its trained top layers and n_k.
 

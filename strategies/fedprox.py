@@ -18,6 +18,8 @@ FedAvg, in which a term of the loss pulls each client's weights back to those th
 
 The term is added once a step, whatever train.accumulate is. With LoRA it pulls A and B each, not their product.
 
+A client shares: all trained weights, which a term of the loss pulls back to those received. With it stays: nothing.
+
 The client learns: the global weights of every round it takes part in.
 The server learns: each client's trained weights, in full, as under FedAvg. They are nearer to what it sent.
 

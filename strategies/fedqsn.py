@@ -20,6 +20,9 @@ are missing, either in every round or in one, and the rest is rounded to a few l
 
 A column is an output feature. Q acts on the matrices of attention and MLP layers, in blocks over the visible columns.
 
+A client shares: what its training changed in the proxy that it got. With it stays: nothing; the server keeps its model,
+and sends that proxy: some columns are missing, the rest is rounded to a few levels.
+
 The client learns: its proxies, and so which columns are missing; over the rounds it sees all columns that the server
 does not mask.
 The server learns: each client's update of the visible columns, in full.

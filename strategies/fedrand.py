@@ -18,6 +18,8 @@ gets, and the B factors it gets.
     send A^(k) if a_k = 1 else B^(k), after E local epochs on both                      (Algorithm 2)
     A_{r+1} = sum_{a_k=1} n_k / (alpha m_r) A^(k),  B_{r+1} = sum_{a_k=0} n_k / (beta m_r) B^(k)   (Algorithm 1)
 
+A client shares: one LoRA factor, drawn anew by the client in each round. With it stays: the other factor.
+
 The client learns: A_r and B_r (with `downlink = "selected"` only the factor it shares).
 The server learns: one trained factor of each client and round, which factor it is, and n_k. It never gets a pair of one
 participation; but when a client shares A after it shared B, the server knows its B up to one participation.

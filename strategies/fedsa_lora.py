@@ -15,6 +15,8 @@ Both LoRA factors are trained. A is shared, B stays at the site: every client ha
     A_{t+1} = sum_i (n_i / m_t) A_i                                                    (2, server)
     W_i = W_0 + scale B_i A_{t+1}                                                      (3, the model of client i)
 
+A client shares: one trained LoRA factor, A. With it stays: the other one, B.
+
 The client learns: A_t of every round it takes part in.
 The server learns: each client's trained A in full, and n_i. It never gets a B.
 

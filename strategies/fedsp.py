@@ -15,6 +15,9 @@ compares itself with it. The server sends a few layers of its model and no other
     P <- sum_k n_k P_k / sum_k n_k;  m likewise with proxy = "shared"
     deployed: M with P
 
+A client shares: a deep prefix, trained on a proxy that repeats a few layers. With it stays: the proxy; the server keeps
+its model's other layers.
+
 The client learns: P of every round it takes part in, and once m_0 as distilled: `cells` layers, embeddings, norms and
 head. With proxy = "shared" it learns the mean of m in every round.
 The server learns: each client's P_k; with proxy = "shared" its m_k too.

@@ -19,6 +19,8 @@ One LoRA factor is drawn once and never trained: A. Clients train and share B al
 Under `dp.*`, noise in A and noise in B meet in a product where both are trained. Here a step's noise is in B alone, and
 the bound C on a row's gradient is B's alone.
 
+A client shares: one LoRA factor, B; the other one, A, is never trained. With it stays: nothing.
+
 The client learns: A_0, and B_t of every round it takes part in.
 The server learns: each client's trained B in full and n_i, and with A_0, which it drew, the client's whole model.
 

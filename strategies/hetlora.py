@@ -16,6 +16,8 @@ Sites have ranks of their own. The server cuts its factors to a site's rank, and
     (A_k, B_k) <- local epochs on both                                              (2, client)
     A = sum_k (S_k / sum_j S_j) [A_k; 0],  B = sum_k (S_k / sum_j S_j) [B_k, 0]     (3, server)
 
+A client shares: both LoRA factors, of a rank that may be the site's own. With it stays: nothing.
+
 The client learns: the first r_k rows of A and columns of B of every round it takes part in.
 The server learns: each client's trained A_k and B_k in full, and n_k.
 

@@ -19,6 +19,8 @@ RoLoRA alternates over rounds, so the mean of the products is exact; here it alt
 `aggregation_gap` of `fedveil.algebra.factors` measures by how much. Under `dp.*` each step's noise is in one factor,
 whose gradient alone the bound C clips: a step never multiplies noise of A with noise of B.
 
+A client shares: both LoRA factors, trained in turns, a step each. With it stays: nothing.
+
 The client learns: (A_t, B_t) of every round it takes part in.
 The server learns: each client's trained A and B in full, and n_i, as under FedAvg.
 

@@ -17,6 +17,9 @@ client multiplies its gradient entry by entry with a random binary mask and send
     updates of one entry in m epochs by N clients ~ Binomial(m, 1 - R^N); locked: m with probability 1 - R^N, else 0
                                                 (Eq. 13, corrected: it is printed with R^{n(1-f)} for R^{n(m-f)})
 
+A client shares: the entries of its gradient that a random mask lets through; masks are drawn for each batch or epoch,
+or once. With it stays: the other entries.
+
 The client learns: the weights of every round it takes part in.
 The server learns: each client's surviving gradient entries, bit for bit, and which they are. Masks are public: explicit
 bits, a key that the server expands, or visible zeros. Several masks of one client together leave out almost no entry.

@@ -18,6 +18,8 @@ One LoRA factor is trained and shared in a round, the other one in the next: B i
 By (3) the mean of the products is exact in every round, as in FFA-LoRA; but over two rounds both factors are learnt.
 All clients train the same factor in a round: FedRand's clients draw theirs, and keep the other one.
 
+A client shares: the LoRA factor that the round trains: B, then A. With it stays: nothing.
+
 The client learns: (A_t, B_t) of every round it takes part in.
 The server learns: each client's trained factor of the round in full, and n_i. It sent the other factor, so it has
 the client's whole model.

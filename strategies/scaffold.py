@@ -21,6 +21,8 @@ Every step of a client is corrected by how its own gradient differs from the mea
 
 The correction is the gradient of the linear term <c - c_i, y>, which is added to the loss of every step.
 
+A client shares: all trained weights, and the change of a gradient that corrects its steps. With it stays: nothing.
+
 The client learns: x and c of every round it takes part in; c is the mean of the last gradients of all clients.
 The server learns: each client's trained weights in full, n_i, and the change of c_i. As c_i is the sum of its changes,
 that is g_i(x), the plain gradient of one batch at weights that it chose: more than under FedAvg, and what gradient

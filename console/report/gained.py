@@ -16,12 +16,12 @@ from fedveil.attacks.side_by_side import Attacked, Common
 from fedveil.config import parse
 from fedveil.console import samples
 from fedveil.console.report import run_page, trade, trade_picture
+from fedveil.console.report.left import FIGURES, PICTURE, REPORT, SUMMARY
 from fedveil.console.runs import summary
 from fedveil.console.runs.folder import Run, load
 from fedveil.foreign import shown
 from fedveil.records.files import write_atomic
 
-PICTURE = "picture.svg"
 _ROWS, _BY_HEART = 80, 12  # members and non-members of an attack, and members of its overfitted control
 # In a file of its own the picture takes the reader's light or dark, as it takes the page's inside of one.
 _OWN = (
@@ -85,15 +85,16 @@ def _save(folder: Path, audit: Audit) -> str:
 
 
 def write(out: Path, runs: Sequence[Run]) -> None:
-    """Writes summary.json and report.html into the folder `out`; of several runs PICTURE and its figures as JSON."""
-    summary.write(out / "summary.json", "demo", runs)
-    run_page.write(out / "report.html", runs)
+    """Writes SUMMARY and REPORT into the folder `out`; of several runs PICTURE and its figures as JSON."""
+    summary.write(out / SUMMARY, "demo", runs)
+    run_page.write(out / REPORT, runs)
     arms = [trade.arm(run) for run in runs]
-    (out / PICTURE).unlink(missing_ok=True)  # of an earlier demo
+    for name in (PICTURE, FIGURES):
+        (out / name).unlink(missing_ok=True)  # of an earlier demo
     if picture := trade_picture.svg(arms):
         (out / PICTURE).write_text(alone(picture))
         figures = json.dumps([asdict(arm) for arm in arms], indent=1)
-        (out / PICTURE).with_suffix(".json").write_text(figures + "\n")
+        (out / FIGURES).write_text(figures + "\n")
 
 
 def alone(svg: str) -> str:

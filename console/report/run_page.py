@@ -103,10 +103,11 @@ def _texts(runs: Sequence[Run]) -> list[Html]:
 def _alert(run: Run) -> Html:
     state, reason = str(run.status.get("state", "unknown")), str(run.status.get("reason") or "").strip(" :.")
     done = f"{run.rounds_done} of {run.status.get('rounds', '?')} rounds done"
-    words = {"running": "is still running", "died": "died", "failed": "failed"}.get(state, f"has state {state}")
+    words = {"running": "is still running", "stopped": "was stopped", "died": "died", "failed": "failed"}
+    became = words.get(state, f"has state {state}")
     return tag(
         "p",
-        f"{run.name} {words}, {done}{': ' if reason else ''}{reason}. The figures below are what it has so far.",
+        f"{run.name} {became}, {done}{': ' if reason else ''}{reason}. The figures below are what it has so far.",
         "alert",
     )
 

@@ -37,13 +37,13 @@ def svg(arms: Sequence[Arm], name: str = "trade") -> str:
                 -0.04, y - 0.34, a.name, transform=panels[0].get_yaxis_transform(), weight="bold", va="center"
             )
 
-        _legend(figure)
+        _legend(figure, bool(_in_band(arms)))
 
     return drawn(name, (5.6, 1.75 + 0.72 * len(arms)), f"What was gained. {_told(arms)}", draw)
 
 
-def _legend(figure: Any) -> None:
-    """What the marks are, for who meets the picture alone."""
+def _legend(figure: Any, inside: bool) -> None:
+    """What the marks are, for who meets the picture alone. `inside`: whether there are arms of `_in_band`."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -56,6 +56,9 @@ def _legend(figure: Any) -> None:
         Patch(color=_BLUE, alpha=_BAND, lw=0, label="rows never seen"),
         Patch(color=_ORANGE, alpha=_HEART, lw=0, label="rows known by heart"),
     ]  # fmt: skip
+    if inside:
+        of = Line2D([], [], marker="o", color=_ORANGE, linestyle=":", fillstyle="none", label="told, within the band")
+        marks.append(of)
     figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
 
 
@@ -90,7 +93,7 @@ def _quality(axes: Any, arms: Sequence[Arm]) -> None:
 def _attacker(axes: Any, arms: Sequence[Arm]) -> None:
     told = [a for a in arms if a.told]
     if told:
-        low, high = min(a.lost[0] for a in told), max(a.lost[1] for a in told)
+        low, high = _never_seen(told)
         axes.axvspan(100 * low, 100 * high, color=_BLUE, alpha=_BAND, lw=0)
         low, high = min(a.won[0] for a in told), max(a.won[1] for a in told)
         axes.axvspan(100 * min(low, 0.985), 100 * high, color=_ORANGE, alpha=_HEART, lw=0)
@@ -101,10 +104,22 @@ def _attacker(axes: Any, arms: Sequence[Arm]) -> None:
             continue
         value, low, high = (100 * x for x in a.auroc)
         colour = _ORANGE if a.told.verdict == "above" else _BLUE
-        axes.plot((low, high), (y, y), color=colour, linewidth=2)
-        axes.plot((value,), (y,), "o", markersize=8, color=colour)
+        is_open = a in _in_band(arms)
+        axes.plot((low, high), (y, y), color=colour, linewidth=2, linestyle=":" if is_open else "-")
+        axes.plot((value,), (y,), "o", markersize=8, color=colour, fillstyle="none" if is_open else "full")
         axes.annotate(a.words, (value, y), (0, -13), textcoords="offset points", ha="center", va="center")
     axes.set(title="Told to an attacker", xlim=(32, 101), xlabel="% right, \u2190 better (50: coin)")
+
+
+def _never_seen(told: Sequence[Arm]) -> tuple[float, float]:
+    """The band of the control on which the attack must lose, over all arms."""
+    return min(a.lost[0] for a in told), max(a.lost[1] for a in told)
+
+
+def _in_band(arms: Sequence[Arm]) -> list[Arm]:
+    """Arms that show membership by a figure no higher than what the attack finds where there is none."""
+    told = [a for a in arms if a.told]
+    return [a for a in told if a.told and a.told.verdict == "above" and a.auroc[0] <= _never_seen(told)[1]]
 
 
 def _bytes(axes: Any, arms: Sequence[Arm]) -> None:
@@ -120,11 +135,15 @@ def caption(arms: Sequence[Arm]) -> str:
     first = next((a for a in arms if a.told), None)
     if first is None or first.told is None:
         return "Quality: open circle untrained, full circle after the last round. No attack is shown."
+    inside = ", ".join(a.name for a in _in_band(arms[:MOST_ARMS]))
+    weak = (
+        f" An open one ({inside}) lies within the blue band: as much is found where there is nothing." if inside else ""
+    )
     which = "the mean over the sites" if first.over_sites() else "its strongest finding"
     return (
         "Quality: open circle untrained, full circle after the last round, on rows that no site has. An attacker who "
         "reads what the server gets is shown a row that a site trained on and one that it did not "
         f"({first.told.attack}, {which}, 95 %). Blue band: the same attack on models that never saw the rows. "
         "Orange band: on rows known by heart. An orange point shows membership; a blue one was not told from guessing, "
-        "which proves no safety. One run each: no result to cite."
+        f"which proves no safety.{weak} One run each: no result to cite."
     )

@@ -27,7 +27,8 @@ class Run:
     Attributes:
         folder: where it lies; its last part is the run's name.
         config: config.json; {} where the run failed before it had a valid config.
-        status: status.json; its state is "died" where that says "running" and the process is no more.
+        status: status.json; its state is "died" where that says "running" and the process is no more, and "stopped"
+            where it failed because it was told to end.
         attempts: the lines of metrics.jsonl that are attempts at a round, in order. What came of those with "void" is
             not in the model, for the run was resumed from before them; what they sent was sent all the same.
         before: scores of the initial model, by view; {} where there are none.
@@ -205,7 +206,18 @@ def config_of(folder: Path) -> Row:
 def status_of(folder: Path) -> Row:
     """What has become of the run in `folder`, from its small files alone. Raises as `load`."""
     _require_run(folder)
-    return _status(folder)
+    status = _json(folder / "status.json")
+    if status.get("state") == "running" and process.is_dead(folder):
+        status = _json(folder / "status.json")  # its last word may have come in between
+        if status.get("state") == "running":
+            about = status.get("process")
+            why = process.ending(about if isinstance(about, dict) else {})
+            reason = f"its ServerApp ended without a word: {why}; {process.resume_command(folder)}"
+            return status | {"state": "died", "reason": reason}
+    reason = str(status.get("reason") or "")
+    if status.get("state") == "failed" and reason.startswith(process.TOLD_TO_END):
+        return status | {"state": "stopped", "reason": reason.partition(": ")[2]}
+    return status
 
 
 def _require_run(folder: Path) -> None:
@@ -230,19 +242,6 @@ def _attempts(rows: list[Row]) -> list[Row]:
         elif row["round"] >= 0:
             found.append(row)
     return found
-
-
-def _status(folder: Path) -> Row:
-    status = _json(folder / "status.json")
-    if status.get("state") != "running" or not process.is_dead(folder):
-        return status
-    status = _json(folder / "status.json")  # its last word may have come in between
-    if status.get("state") != "running":
-        return status
-    about = status.get("process")
-    why = process.ending(about if isinstance(about, dict) else {})
-    reason = f"its ServerApp ended without a word: {why}; {process.resume_command(folder)}"
-    return status | {"state": "died", "reason": reason}
 
 
 def json_lines(file: Path) -> list[Row]:

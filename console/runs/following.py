@@ -16,7 +16,7 @@ from rich.console import Console
 from fedveil.console.flower.command_line import Flower
 from fedveil.console.flower.processes import LaunchError, named_error
 from fedveil.console.runs.folder import load, status_of
-from fedveil.console.runs.progress import RunProgress
+from fedveil.console.runs.progress import RunProgress, stage
 from fedveil.errors import FedVeilError
 from fedveil.foreign import shown
 
@@ -24,6 +24,7 @@ _POLL_SECONDS = 0.5
 _ASK_SECONDS = 10.0  # a question to Flower costs a CPU-second
 _REASON_CHARACTERS = 2000  # its end is the command that resumes the run
 _OURS = "fedveil.errors."
+_BY_FOLDER = {"completed": 0, "failed": 1, "stopped": 3}  # by status.json
 _BY_FLOWER = {"finished:completed": 0, "finished:failed": 1, "finished:stopped": 3}
 _TOLD = re.compile(r"\bfedveil: (.{1,1000})$", re.MULTILINE)  # by server_app/app.py
 _MOST_TOLD = 5  # lines
@@ -55,7 +56,7 @@ class Followed:
         """Prints until the run has ended; the exit code says how, as `until_ended`. `timeout`: seconds; 0 = none."""
         try:
             with self._stack:
-                code, word = until_ended(self._read, self._ask, timeout, self._log)
+                code, word = until_ended(self._read, self._ask, timeout, self._log, where=self._where)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the run goes on; {self.by_hand()}") from None
         except LaunchError as error:
@@ -64,6 +65,11 @@ class Followed:
         for line in closing(self.folder) if self.folder else self._told():
             print(line)
         return code
+
+    def _where(self, status: dict[str, Any]) -> str:
+        if self.folder is None:
+            return f"Flower says {shown(self._said or 'nothing', 40)}, and no run folder here is the run's"
+        return stage(status, self.folder)
 
     def _filled(self, word: str) -> str:
         """With the federation's folder in a command that resumes the run; the ServerApp cannot know it."""
@@ -145,8 +151,8 @@ def closing(folder: Path) -> list[str]:
     lines = [f"rounds: {run.rounds_done} of {rounds}" + (f"; last scores: {scores}" if scores else "")]
     lines += [shown(run.of_round, 200)] if run.of_round else []
     if (folder / "final").is_dir():
-        lines.append(f"model: {shown((folder / 'final').absolute(), 1000)}")
-    return [*lines, f"next: fedveil report {shown(folder, 1000)}"]
+        lines.append(f"model: {shlex.quote(shown((folder / 'final').absolute(), 1000))}")
+    return [*lines, f"next: fedveil report {shlex.quote(shown(folder, 1000))}"]
 
 
 def until_ended(
@@ -156,6 +162,7 @@ def until_ended(
     log: Callable[[], str] = lambda: "",
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
+    where: Callable[[dict[str, Any]], str] = stage,
 ) -> tuple[int, str]:
     """The exit code (0 completed, 1 failed, 3 stopped, 4 still going), and why in words.
 
@@ -164,21 +171,20 @@ def until_ended(
         ask: what Flower says of the run, "" where it cannot be asked.
         timeout: seconds; 0 = none.
         log: what the run has printed, "" where that cannot be had.
+        where: what is under way, in words, from status.json.
     """
     started, asked = clock(), clock() - _ASK_SECONDS
     status: dict[str, Any] = {}
     while True:
         status = read()
-        if (state := status.get("state")) in ("completed", "failed"):
-            if state == "failed" and _why(status).startswith("interrupted") and ask() == "finished:stopped":
-                return 3, f"stopped: {_why(status)}"  # flwr stop ends the ServerApp by a signal
-            return int(state == "failed"), f"{state}: {_why(status)}".removesuffix(": ")
+        if (state := status.get("state")) in _BY_FOLDER:
+            return _BY_FOLDER[state], f"{state}: {_why(status)}".removesuffix(": ")
         died = status.get("state") == "died"
         if died or clock() - asked >= _ASK_SECONDS:
             said, asked = ask(), clock()
             if said.startswith("finished"):
                 status = read()  # its last word may have come in between
-                if status.get("state") in ("completed", "failed"):
+                if status.get("state") in _BY_FOLDER:
                     continue
                 if status and not died and said == "finished:completed":
                     return 1, "failed: Flower has finished it, and its own status.json does not say that it completed"
@@ -188,8 +194,7 @@ def until_ended(
         if died:
             return 1, f"died: {_why(status)}"
         if timeout and clock() - started >= timeout:
-            about = {key: value for key, value in status.items() if key != "process"}
-            return 4, f"still going after {timeout:g} s: {shown(about or 'no status yet')}"
+            return 4, f"still going after {timeout:g} s: {where(status)}"
         sleep(_POLL_SECONDS)
 
 

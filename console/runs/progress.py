@@ -77,6 +77,22 @@ def _whole(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f}"
 
 
+def stage(status: Row, folder: Path | None = None) -> str:
+    """The round under way and where it is: "round 2 of 5; 2 of 4 have answered, ..."; what it says of a run as a whole.
+
+    Args:
+        status: status.json, with the last round that began, counted from 0, and -1 before the first.
+        folder: the run's, which knows where the round is; None = not known.
+    """
+    if not status:
+        return "it has written no status yet"
+    number, rounds = status.get("round"), shown(status.get("rounds", "?"), 20)
+    words = f"before round 1 of {rounds}"
+    if isinstance(number, int) and number >= 0:
+        words = f"round {shown(number + 1, 20)} of {rounds}"
+    return "; ".join(filter(None, (words, underway(folder) if folder else "")))
+
+
 def _awaited(said: Row, now: float) -> Counted:
     """What a round waits for before anybody is asked. Raises as `underway` catches."""
     if "until" not in said:

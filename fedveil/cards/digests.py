@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from fedveil.cards.card import Base
 from fedveil.models import tiny
 
 _MOST_FILES = 1000
-_ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 
 def of_file(file: Path) -> str:
@@ -35,11 +33,6 @@ def of_base(task: str, model: str) -> Base:
         return Base()
     files = sorted(path for path in folder.rglob("*") if path.is_file())[:_MOST_FILES]
     return Base(revision=revision, files={path.relative_to(folder).as_posix()[-300:]: of_file(path) for path in files})
-
-
-def is_on_the_hub(model: str) -> bool:
-    """Whether a base is named as the Hub names one, "owner/name", and is no folder here: a path would tell more."""
-    return bool(_ON_THE_HUB.fullmatch(model)) and not Path(model).expanduser().exists()
 
 
 def _folder(task: str, model: str) -> tuple[Path | None, str]:

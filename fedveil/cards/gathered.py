@@ -16,6 +16,7 @@ from fedveil.cards.card import Anchors, Audited, Card, Digests, RunFacts, Sent, 
 from fedveil.config import RunConfig
 from fedveil.contract.method import Method
 from fedveil.errors import StateError
+from fedveil.models import named
 from fedveil.records import audit_log, disclosed
 
 
@@ -96,7 +97,7 @@ def _facts(run: Recorded, task: str, base: str) -> RunFacts:
         method=short(method["name"]),
         version=int(method["version"]),
         fields={short(key): text(value) for key, value in method["fields"].items()},
-        base=short(Path(base).name if "/" in base and not digests.is_on_the_hub(base) else base),
+        base=short(named.published(base, task)),
         rounds=run.rounds,
         started=short(run.about.get("started", "")),
         written=datetime.now(UTC).isoformat(timespec="seconds"),

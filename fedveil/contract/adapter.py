@@ -31,7 +31,7 @@ class Attached:
     Attributes:
         model: a transformers model.
         names: of every trained tensor, by the spec's name, its name in `model`; none where it lies beside the model.
-        base: task.model of the run: the model's folder or hub id, or "tiny".
+        base: what the files call the model that the run began with: `fedveil.models.named.published`.
         processor: its tokenizer, or its processor of images; None where it came without one.
     """
 

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import signal
 import time
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from typing import Any
 from fedveil.errors import OutOfMemoryError, StateError
 
 LOCK = "lock"
+TOLD_TO_END = "interrupted: its ServerApp was told to end"  # so a run's reason begins, after `flwr stop` or a signal
 TEMPORARY = "FEDVEIL_TEMPORARY"  # in the environment of a ServerApp whose federation goes with whoever started it
 _CGROUPS = Path("/sys/fs/cgroup")
 LOWER = "give the server more memory, or lower evaluate.max-examples, or use a smaller or a quantized base"
@@ -147,7 +149,8 @@ def resume_command(folder: Path) -> str:
     """What goes on with the run of a folder, as a sentence."""
     if os.environ.get(TEMPORARY):
         return "its federation was a temporary one: start the run anew"
-    return f"resume it: fedveil submit --federation FOLDER --config {folder.absolute() / 'resume.toml'}"
+    config = shlex.quote(str(folder.absolute() / "resume.toml"))
+    return f"resume it: fedveil submit --federation FOLDER --config {config}"
 
 
 def _number(value: object) -> int:

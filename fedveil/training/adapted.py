@@ -19,7 +19,7 @@ from fedveil.contract.adapter import Adapter, Attached, Mount
 from fedveil.contract.spec import Spec, TensorSpec, Weights
 from fedveil.contract.task import Rows, Task, TaskInfo, Watch, unwatched
 from fedveil.errors import ConfigError
-from fedveil.models import library, loading, memory
+from fedveil.models import library, loading, memory, named
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.rng import Stream
 from fedveil.rows.batches import AnyBatch
@@ -175,7 +175,8 @@ class AdaptedTask(Task):
     def attached(self) -> Attached:
         """The model with its adapter, for whoever writes it to files."""
         base = self.base
-        return Attached(base.model, self._own_names, self.config.task.model, base.processor or base.tokenizer)
+        name = named.published(self.config.task.model, self.config.task.name)
+        return Attached(base.model, self._own_names, name, base.processor or base.tokenizer)
 
     @override
     def save(self, weights: Weights, folder: Path) -> None:

@@ -227,3 +227,26 @@ def test_the_command_ends_with_1_where_something_is_missing_and_with_2_where_the
     assert "quick --device cpu: ready\n" in capsys.readouterr().out
     assert main(["bench", "fedqsn/nothing", "--dry-run"]) == 2
     assert {file.name: file.stat().st_mtime_ns for file in (ROOT / "benchmarks" / "results").iterdir()} == before
+
+
+def test_a_real_run_without_its_data_says_where_each_folder_comes_from_and_trains_nothing(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
+    name = "fedqsn/table1"
+    monkeypatch.setattr(run.runner(run.read(name, False)), "run", None)
+    assert main(["bench", name, "--quick", "--out", str(tmp_path / "x.json")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.endswith(f"; fedveil bench {name} --quick --dry-run looks again and runs nothing\n")
+    lacking = {need.name for need in ready.needs(run.read(name, True))} - BUNDLED
+    assert lacking
+    for folder in lacking:
+        assert f"data {folder}: expected" in error
+        assert ready.SOURCES[folder] in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_preset_whose_data_are_here_is_run(monkeypatch):
+    monkeypatch.setattr(data, "look", lambda need: f"{need.name}: here")
+    ready.require("fedqsn/table1", Options(quick=True))

@@ -1,5 +1,6 @@
 import argparse
 import dataclasses
+import errno
 import subprocess
 import sys
 import tomllib
@@ -124,3 +125,45 @@ def test_the_help_says_where_the_documents_are_that_messages_name(capsys):
     with pytest.raises(SystemExit):
         main.main(["--help"])
     assert main.DOCUMENTATION in capsys.readouterr().out
+
+
+# What a command prints by itself may still be in a buffer when it has ended.
+FEW = "from fedveil.console import main; from fedveil.console.commands.trying import methods"
+FEW += "; methods.run = lambda args: print('few') or 0; raise SystemExit(main.main(['methods']))"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["-m", "fedveil.console.main", *words.split()] for words in ("methods", "--help", "methods --help")]
+    + [["-c", FEW]],
+)
+def test_a_full_disk_is_one_line_and_no_traceback(given):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, *given], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    words = "error: no space left on device; free space where this writes, then give the command again\n"
+    assert (done.returncode, done.stderr) == (2, words)
+
+
+@pytest.mark.parametrize(
+    "error,words",
+    [
+        (OSError(errno.ENOSPC, "x"), "error: no space left on device; free space where this writes"),
+        (OSError(errno.EDQUOT, "x", "/a/\x1bb"), r"error: /a/\x1bb: disk quota exceeded; free space where this writes"),
+    ],
+)
+def test_a_file_without_room_is_one_line(error, words, monkeypatch, capsys):
+    def full(args):
+        raise error
+
+    monkeypatch.setattr(methods, "run", full)
+    assert main.main(["methods"]) == 2
+    assert capsys.readouterr().err == f"{words}, then give the command again\n"
+
+
+def test_an_error_of_the_system_that_no_file_has_is_not_hidden(monkeypatch):
+    def broken(args):
+        raise OSError(errno.EINVAL, "x")
+
+    monkeypatch.setattr(methods, "run", broken)
+    with pytest.raises(OSError, match="x"):
+        main.main(["methods"])

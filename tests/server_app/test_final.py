@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -68,9 +69,30 @@ def test_peft_loads_final_with_the_logits_of_the_run(name, fields, tmp_path):
     )
     assert not torch.allclose(found, plain, atol=1e-2)
     said = json.loads((tmp_path / "run" / "final" / "adapter_config.json").read_text())
-    assert said["base_model_name_or_path"] == "tiny"
+    assert said["base_model_name_or_path"] == "fedveil/tiny-text-generation"
     if name == "fedpara":
         assert said["r"] == 4
+
+
+@pytest.mark.parametrize(
+    "fields,file,key",
+    [
+        ("adapter = {rank = 2}", "adapter_config.json", "base_model_name_or_path"),
+        ('adapter = {kind = "prefix", length = 4, cells = 2}', "adapter.json", "base"),
+        ('adapter = {kind = "all"}', None, None),
+    ],
+)
+def test_no_file_of_final_tells_where_the_base_lies_here(fields, file, key, tmp_path):
+    own = tmp_path / "secret-project" / "llama"
+    shutil.copytree(tiny.folder("text-generation"), own)
+    ended(
+        tmp_path, **{"method.name": "fedavg", "method.fields": fields, "task.model": f"{own}/", "task.max-tokens": 32}
+    )
+    files = list((tmp_path / "run" / "final").iterdir())
+    assert len(files) >= 3
+    assert not [found.name for found in files if b"secret-project" in found.read_bytes()]
+    if file:
+        assert json.loads((tmp_path / "run" / "final" / file).read_text())[key] == "llama"
 
 
 def test_transformers_loads_final_of_a_run_over_all_weights(tmp_path):

@@ -1,7 +1,7 @@
 """`fedveil status`: lists runs and, on the server, which sites are online.
 
-A line a run, with the cause where it failed. The exit code is 1 where a run failed, went silent or cannot be read, or
-where a registered site is not online.
+A line a run, with the cause where it failed or was stopped. The exit code is 1 where a run failed, died, went silent or
+cannot be read, or where a registered site is not online; a run that somebody stopped is no failure.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def runs(folder: Path, now: float | None = None) -> tuple[list[str], bool]:
         quiet = (now or time.time()) - max(f.stat().st_mtime for f in file.parent.iterdir())
         if state == "running" and quiet > _SILENT_SECONDS:
             state = "silent"
-        well &= state in ("running", "completed")
+        well &= state in ("running", "completed", "stopped")
         done = f"{found.rounds_done}/{shown(found.status.get('rounds', '?'), 20)} rounds"
         why = found.status.get("reason") or _last_failures(found.attempts) or found.of_round
         why = _silent(quiet) if state == "silent" else shown(why)

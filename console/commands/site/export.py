@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         state_dir / audit_log.NAME, "exported", {"run": store.folder.parent.name, "file": str(args.out.absolute())}
     )
     print(f"{args.out}: the model of site {args.site}; it holds what the site kept back, so treat it as its rows")
+    print("it has no privacy card: the run's, in its final/, is of the model for all sites, and says nothing of this")
     return 0
 
 

@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         pieces=file.with_suffix(".pieces.jsonl"),
         minutes=args.minutes,
     )
+    if args.minutes != 0:  # else nothing is trained, and a table of earlier runs may need no rows
+        ready.require(args.preset, options)
     result, files = benchmarks.run_preset(args.preset, options)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n")

@@ -28,6 +28,7 @@ from rich.console import Console
 
 from fedveil import config, places
 from fedveil.console.flower.local_federation import Ended, LocalFederation, LocalSite
+from fedveil.console.report import left as left_by
 from fedveil.console.run_config import overrides
 from fedveil.console.runs import folder as runs
 from fedveil.console.runs import summary, workers
@@ -125,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"All {args.sites} sites online after {time.monotonic() - started:.1f} s")
         if words := _drawn(args.sites, float(settings.get("cohort.fraction", 1.0))):
             console.print(words, soft_wrap=True)
+        left_by.forget(out)
         for arm in arms:
             failed = not _run_arm(federation, console, out, arm, args.rounds, settings)
             if failed:
@@ -229,7 +231,7 @@ def _results(console: Console, out: Path, arms: list[Arm], measured: list[Future
     console.print(summary.table(found))
     for line in gained.said(found):
         console.print(line, style="bold", soft_wrap=True)
-    picture = out / gained.PICTURE
+    picture = out / left_by.PICTURE
     drawn = picture if picture.is_file() else "none: it sets runs beside each other of which an attack can be judged"
     console.print(f"Picture: {drawn}\nReport:  {out / 'report.html'}", soft_wrap=True)
     console.print(f"Summary: {out / 'summary.json'}", soft_wrap=True)

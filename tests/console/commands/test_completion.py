@@ -8,6 +8,7 @@ import pytest
 
 from fedveil.console.commands.trying import completion
 from fedveil.console.main import commands, main
+from tests.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +43,7 @@ def test_zsh_gets_bashs_function_behind_its_own_line(capsys):
     assert capsys.readouterr().out.startswith("autoload -U +X bashcompinit")
     assert main(["completion", "bash"]) == 0
     assert capsys.readouterr().out.startswith("_fedveil() {")
+
+
+def test_the_page_of_deployment_names_it():
+    assert 'eval "$(fedveil completion bash)"' in (ROOT / "docs" / "deploy.md").read_text()

@@ -14,8 +14,9 @@ from fedveil.attacks.findings import Audit
 from fedveil.attacks.side_by_side import Attacked
 from fedveil.cards import card, words
 from fedveil.console.commands.trying import demo
+from fedveil.console.flower.processes import Processes
 from fedveil.console.main import main
-from fedveil.console.report import gained
+from fedveil.console.report import gained, left
 from fedveil.console.terminal import terminal
 from fedveil.errors import StateError
 from fedveil.federation import cohort
@@ -179,3 +180,58 @@ def test_an_interrupted_demo_says_what_it_waits_for_and_begins_no_other_attack()
     assert "an attack under way ends first" in console.file.getvalue()
     with demo._aside(console, []) as aside:
         assert aside.submit(int, 7).result() == 7
+
+
+def test_what_an_earlier_demo_left_goes_when_its_runs_are_replaced_and_what_is_anothers_stays(tmp_path, monkeypatch):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    own = ["superlink.log", "site-7.log", "register-site-7.log"]
+    for name in (*own, "mine.log", "site-x.log", "notes.txt"):
+        (logs / name).write_text("earlier")
+    for name in ("report.html", "summary.json", "picture.svg", "picture.json", "mine.html"):
+        (tmp_path / name).write_text("earlier")
+
+    class Broken(FakeFederation):
+        def run(self, *args):
+            assert not (tmp_path / "report.html").exists()  # before a run takes the earlier one's place
+            raise StateError("no run today")
+
+    monkeypatch.setattr(demo, "LocalFederation", Broken)
+    assert main(["demo", "--methods", "fedrand", "--out", str(tmp_path)]) == 2
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["logs", "mine.html"]
+    assert sorted(file.name for file in logs.iterdir()) == ["mine.log", "notes.txt", "site-x.log"]
+
+
+def test_a_demo_that_cannot_start_takes_nothing_away_and_a_link_is_not_followed(tmp_path, monkeypatch):
+    class Never(FakeFederation):
+        def __enter__(self):
+            raise StateError("no port")
+
+    (tmp_path / "report.html").write_text("earlier")
+    monkeypatch.setattr(demo, "LocalFederation", Never)
+    assert main(["demo", "--methods", "fedrand", "--out", str(tmp_path)]) == 2
+    assert (tmp_path / "report.html").read_text() == "earlier"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "superlink.log").touch()
+    (tmp_path / "logs").symlink_to(tmp_path / "elsewhere")
+    left.forget(tmp_path)
+    assert (tmp_path / "elsewhere" / "superlink.log").is_file()
+
+
+def test_the_names_that_go_are_those_that_a_federation_gives_its_logs(tmp_path):
+    processes = Processes(tmp_path)
+    for name in ("superlink", "site-0", "site-12", "register-site-3"):
+        assert left._LOG.fullmatch(processes.log(name).name)
+
+
+class FakeFederation:
+    """A federation of which nothing starts."""
+
+    def __init__(self, sites):
+        self.sites = {site.name: site for site in sites}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *of):
+        return None

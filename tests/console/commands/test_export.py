@@ -69,7 +69,10 @@ def test_a_private_prompt_is_joined_with_the_shared_one(tmp_path, capsys):
     config, weights = made(tmp_path / "run", **PROMPTS)
     private = State({"prompt": torch.randn(weights["prompt"].shape, generator=torch.Generator().manual_seed(1))})
     store(tmp_path).save("0001", "", private)
-    assert export(tmp_path) == 0, capsys.readouterr().err
+    assert export(tmp_path) == 0
+    assert (
+        "\nit has no privacy card: the run's, in its final/, is of the model for all sites" in capsys.readouterr().out
+    )
     found = load_file(tmp_path / "out" / "adapter.safetensors")["prompt"]
     method = strategies.create(config.method.name, config.method.fields)
     assert torch.equal(found, method.deployed(State(weights), private)["client"]["prompt"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import json
+import re
 
 import pytest
 
@@ -12,16 +14,18 @@ from fedveil import strategies
 from fedveil.console.commands.trying import methods
 from fedveil.console.main import main
 from fedveil.console.terminal import markdown
+from fedveil.errors import StateError
+from tests.conftest import ROOT
 
 
-def cells(column: int) -> dict[str, str]:
-    table = methods._compared()
-    names, found = (list(table.columns[i].cells) for i in (0, column))
-    return dict(zip(names, found, strict=True))
+def cells(column: str) -> dict[str, str]:
+    table = methods._compared(methods._committed()[0])
+    found = {str(each.header): list(each.cells) for each in table.columns}
+    return dict(zip(found["method"], found[column], strict=True))
 
 
 def test_every_method_says_what_the_server_learns():
-    learns = cells(1)
+    learns = cells("the server learns")
     assert set(learns) == set(strategies.names())
     assert "see its page" not in learns.values()
     assert learns["fedavg"] == "each client's trained weights, in full"
@@ -29,17 +33,55 @@ def test_every_method_says_what_the_server_learns():
 
 def test_bytes_are_of_the_largest_message_by_the_layout():
     """FedRand sends one factor: of the example's layers A has 5 + 7 + 3 of 29 columns, and B fewer."""
-    down, up = cells(3), cells(4)
+    down, up = cells("down"), cells("up")
     assert (down["fedavg"], up["fedavg"], down["fedrand"]) == ("100 %", "100 %", "100 %")
     assert up["fedrand"] == "52 %"  # A's 5 + 7 + 3 of 29
     assert up["random_binary"] == "varies"
 
 
 def test_only_what_makes_a_claim_has_a_guarantee(capsys, monkeypatch):
-    assert {name for name, word in cells(2).items() if word.startswith("epsilon")} == {"dp_fpl"}
+    assert {name for name, word in cells("guarantee").items() if word.startswith("epsilon")} == {"dp_fpl"}
     monkeypatch.setenv("COLUMNS", "120")
     assert main(["methods", "--table"]) == 0
     assert "fedveil methods NAME" in capsys.readouterr().out
+
+
+def test_what_a_client_shares_and_keeps_is_what_the_readme_says():
+    rows = re.findall(r"^\| [^|]*`(\w+)` \| ([^|]+) \| ([^|]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    told = {name: f"{shares} / {stays}" for name, shares, stays in rows if name in strategies.names()}
+    assert set(told) == set(strategies.names())
+    assert cells("a client shares / stays with it") == told
+
+
+def test_measured_figures_are_the_committed_ones_and_no_others():
+    result = json.loads((ROOT / "benchmarks" / "results" / "lora_attacks.json").read_text())
+    rows = {row["name"]: row["metrics"] for row in result["rows"]}
+    found = cells("measured")
+    names = {name for name, cell in found.items() if cell != "-"}
+    assert len(names) == sum(name.endswith(" server") for name in rows)
+    loss, told = rows["FedRand server"]["Caltech test loss"], rows["FedRand client"]["Caltech alignment"]
+    assert found["fedrand"] == (
+        f"loss {loss['mean']:.2f} [{loss['low']:.2f}, {loss['high']:.2f}]; "
+        f"attack {told['mean']:.2f} [{told['low']:.2f}, {told['high']:.2f}]"
+    )
+    assert "the base's: the server has no other; attack" in found["fedsa_lora"]
+    assert found["rolora"].endswith(", 1.00]")  # an AUROC's interval ends there
+    assert found["fedqsn"] == "-"
+
+
+def test_without_a_checkout_nothing_is_measured_and_a_file_that_is_no_result_is_said(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(methods.places, "checkout", lambda: None)
+    assert set(cells("measured").values()) == {"-"}
+    assert main(["methods", "--table"]) == 0
+    assert "docs/results.md" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(methods.places, "checkout", lambda: tmp_path)
+    assert methods._committed()[0] == {}
+    file = tmp_path / "benchmarks" / "results" / "lora_attacks.json"
+    file.parent.mkdir(parents=True)
+    for text in ("{", "[]", "{}", '{"rows": [3]}', '{"rows": [{"name": "round 0", "metrics": {}}]}'):
+        file.write_text(text)
+        with pytest.raises(StateError, match="expected a result of fedveil bench lora/attacks"):
+            methods._committed()
 
 
 @pytest.mark.parametrize(

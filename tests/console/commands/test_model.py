@@ -14,12 +14,14 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from fedveil import rng, strategies, tasks
+from fedveil.cards import written as cards
 from fedveil.config import parse
 from fedveil.console.main import main
 from fedveil.contract.method import ServerTrained, State
 from fedveil.models import library, tiny
 from fedveil.records.state import load_state, save_state
 from tests.conftest import ROOT
+from tests.fedveil.cards.made import card
 
 DATA = ROOT / "data" / "e2e"
 SEEING = {"task.name": "vision-language", "task.max-tokens": 64, "evaluate.max-new-tokens": 5}
@@ -78,6 +80,26 @@ def test_a_merged_folder_writes_in_transformers_what_generate_writes(fields, tmp
     assert len(changed) < len(text)
     assert text.startswith(changed)
     assert "OUT: expected a new or empty folder" in refused(capsys, "merge", run, tmp_path / "whole")
+
+
+def test_the_card_goes_with_a_merged_model_without_the_signatures_of_other_files(tmp_path, capsys):
+    run = made(tmp_path / "run", **{"method.name": "fedavg", "method.fields": "adapter = {rank = 2}"})
+    assert said(capsys, "merge", run, tmp_path / "bare").splitlines() == [
+        str(tmp_path / "bare"), f"without a privacy card, for the run has none; fedveil card make {run} writes it",
+    ]  # fmt: skip
+    (run / "final" / "adapter_config.json").write_text("{}")
+    cards.write(run / "final", card(tmp_path))
+    (run / "final" / "privacy.dsse.json").write_text("{}")
+    assert said(capsys, "merge", run, tmp_path / "whole") == str(tmp_path / "whole")
+    for name in ("privacy.json", "PRIVACY.md"):
+        assert (tmp_path / "whole" / name).read_bytes() == (run / "final" / name).read_bytes()
+    page = (tmp_path / "whole" / "README.md").read_text()
+    assert "Loaded with transformers: `from_pretrained(folder)`" in page
+    assert "library_name: transformers" in page
+    assert not (tmp_path / "whole" / "privacy.dsse.json").exists()
+    (run / "final" / "privacy.json").write_text("{}")
+    assert "expected a privacy card of version 1" in refused(capsys, "merge", run, tmp_path / "third")
+    assert not (tmp_path / "third").exists()
 
 
 def test_pictures_are_captioned_and_asked_about(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import time
 
 import pytest
@@ -16,10 +17,11 @@ from fedveil.console.provisioning.presence import why_absent
 from fedveil.console.report import run_page
 from fedveil.console.runs import folder as folders
 from fedveil.console.runs.folder import load
-from fedveil.console.runs.following import until_ended
-from fedveil.console.runs.progress import RunProgress
+from fedveil.console.runs.following import closing, until_ended
+from fedveil.console.runs.progress import RunProgress, stage
 from fedveil.console.terminal import terminal
 from fedveil.records import process
+from fedveil.server_app import ending
 
 
 def ended(states, said=(), timeout=0.0, printed=""):
@@ -44,7 +46,7 @@ def ended(states, said=(), timeout=0.0, printed=""):
 
 RUNNING, DONE, FAILED = {"state": "running"}, {"state": "completed"}, {"state": "failed", "reason": "round 1: too few"}
 LONG = {"state": "failed", "reason": "x" * 900 + "resume it: fedveil submit"}
-ENDED = {"state": "failed", "reason": "interrupted: its ServerApp was told to end; resume it: fedveil submit"}
+STOPPED = {"state": "stopped", "reason": "its ServerApp was told to end; resume it: fedveil submit"}
 DIED = {"state": "died", "reason": "killed by the kernel"}
 
 
@@ -56,13 +58,7 @@ DIED = {"state": "died", "reason": "killed by the kernel"}
         ([LONG], [], 1, "resume it: fedveil submit"),
         ([RUNNING], ["running", "finished:failed"], 1, "failed: so says Flower"),
         ([RUNNING], ["running", "finished:stopped"], 3, "stopped: so says Flower"),
-        (
-            [RUNNING, ENDED],
-            ["running", "finished:stopped"],
-            3,
-            "stopped: interrupted: its ServerApp was told to end; res",
-        ),
-        ([ENDED], ["running"], 1, "failed: interrupted"),
+        ([RUNNING, STOPPED], ["running"], 3, "stopped: its ServerApp was told to end; resume it: fedveil submit"),
         ([FAILED], ["finished:stopped"], 1, "failed: round 1: too few"),
         ([RUNNING], ["finished:completed"], 1, "does not say that it completed"),
         ([{}], ["running", "finished:completed"], 0, "completed: so says Flower"),
@@ -91,7 +87,7 @@ def test_the_cause_that_a_run_printed_is_said_where_it_failed_and_nowhere_else()
 def test_flower_is_asked_seldom_and_time_may_run_out():
     code, why, asked = ended([RUNNING], ["running"], timeout=35.0)
     assert code == 4
-    assert "still going after 35 s" in why
+    assert why == "still going after 35 s: before round 1 of ?"
     assert asked == [0.0, 10.0, 20.0, 30.0]
 
 
@@ -143,6 +139,58 @@ def test_status_names_each_run_and_why_it_failed(make_run, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "fedavg                   completed  3/3 rounds" in shown
     assert "round 4: expected at least 2 accepted uploads" in shown
+
+
+def test_a_run_that_was_told_to_end_is_stopped_for_everybody_and_no_failure(make_run, tmp_path, capsys):
+    folder = make_run(method="fedavg", state="running")
+    (folder / "checkpoint.safetensors").touch()
+    failed = {"state": "failed", "round": 3, "rounds": 5, "reason": ending.reason(SystemExit(0), folder)}
+    (folder / "status.json").write_text(json.dumps(failed))  # as record.py's `failed` writes it
+    words = (
+        f"its ServerApp was told to end; resume it: fedveil submit --federation FOLDER --config {folder}/resume.toml"
+    )
+    (line,), well = status.runs(tmp_path)
+    assert (line.split(), well) == (["fedavg", "stopped", "3/5", "rounds", *words.split()], True)
+    assert main(["watch", str(folder)]) == 3
+    assert f"stopped: {words}" in capsys.readouterr().out
+    page = run_page.html([load(folder)])
+    assert f"fedavg was stopped, 3 of 5 rounds done: {words}" in page
+    assert '<span class="tag stopped">stopped</span>' in page
+
+
+@pytest.mark.parametrize(
+    "reason", ["round 1: interrupted: its ServerApp was told to end", "interrupted: else", "", None, 3]
+)
+def test_a_run_that_failed_of_something_else_has_failed(make_run, tmp_path, reason):
+    folder = make_run(method="fedavg", state="failed")
+    said = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(said | {"reason": reason}))
+    assert folders.status_of(folder)["state"] == "failed"
+
+
+def test_where_time_runs_out_the_round_is_counted_from_1_and_what_is_under_way_is_said(make_run, tmp_path, capsys):
+    folder = make_run(method="fedavg", state="running")
+    now = {"round": 3, "phase": "round", "since": time.time(), "deadline_seconds": 600.0, "asked": 4, "accepted": 1,
+           "failed": 0, "waiting": ["south"]}  # fmt: skip
+    (folder / "progress.json").write_text(json.dumps(now))
+    assert main(["watch", str(folder), "--timeout", "0.1"]) == 4
+    said = capsys.readouterr().out
+    assert "still going after 0.1 s: round 3 of 5; 1 of 4 have answered, waiting for south and 2 more (" in said
+    assert "{" not in said
+
+
+@pytest.mark.parametrize(
+    "said,words",
+    [
+        ({}, "it has written no status yet"),
+        ({"round": -1, "rounds": 5}, "before round 1 of 5"),
+        ({"round": 0, "rounds": 5}, "round 1 of 5"),
+        ({"round": "\x1b[2J", "rounds": "\x1b[2J"}, r"before round 1 of \x1b[2J"),
+        ({"round": 10**400}, "round 1000"),
+    ],
+)
+def test_the_stage_of_a_run_is_in_words_whatever_its_status_says(said, words):
+    assert stage(said).startswith(words)
 
 
 def killed(folder):
@@ -210,3 +258,14 @@ def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, t
 def test_why_a_member_is_not_online(state, flower, words):
     entry = {"state": state} | ({} if state == "invited" else {"node": "7", "until": "2026-05-01T00:00:00+00:00"})
     assert re.search(words, why_absent(entry, {"7": flower} if flower else {"8": "online"}))
+
+
+def test_what_is_printed_to_be_pasted_is_quoted(make_run, tmp_path):
+    parent = tmp_path / "my runs; x"
+    folder = make_run(method="fedavg")
+    (folder / "final").mkdir()
+    parent.mkdir()
+    *_, model, step = closing(folder.rename(parent / "fedavg"))
+    assert shlex.split(model) == ["model:", str(parent / "fedavg" / "final")]
+    assert shlex.split(step) == ["next:", "fedveil", "report", str(parent / "fedavg")]
+    assert shlex.split(process.resume_command(parent))[-1] == str(parent / "resume.toml")

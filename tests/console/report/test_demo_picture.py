@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 from fedveil.attacks.findings import Finding
@@ -48,3 +50,23 @@ def test_a_picture_of_its_own_has_both_schemes_and_no_script():
     assert "prefers-color-scheme:dark" in text
     assert "<script" not in text
     assert root.attrib["aria-label"].startswith("What was gained. fedavg: test loss")
+
+
+def test_an_orange_point_within_the_band_of_the_untrained_is_open_and_said():
+    base, other, *_ = arms()
+    assert base.told is not None
+    assert other.told is not None
+    told = replace(other.told, auroc=(0.55, 0.51, 0.59), verdict="above")
+    inside = replace(other, told=told, across=(), lost=(0.42, 0.58), name="weak one")
+    outside = replace(
+        base, told=replace(base.told, verdict="above", auroc=(0.8, 0.7, 0.9)), across=(), lost=(0.42, 0.58)
+    )
+    said, plain = trade_picture.caption([outside, inside]), trade_picture.caption([outside, outside])
+    assert "An open one (weak one) lies within the blue band: as much is found where there is nothing." in said
+    assert "An open one" not in plain
+    blue = replace(inside, told=replace(told, verdict="contains"))
+    assert "An open one" not in trade_picture.caption([outside, blue])
+    drawn, without = (trade_picture.svg([outside, a]) for a in (inside, blue))
+    assert drawn.count("stroke-dasharray") == without.count("stroke-dasharray") + 2  # its bar, and the legend's
+    assert "told, within the band" in re.sub("<[^>]*>", "", drawn)
+    assert "told, within the band" not in re.sub("<[^>]*>", "", without)

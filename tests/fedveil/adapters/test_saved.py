@@ -42,7 +42,7 @@ def test_a_prompt_gives_the_tasks_own_texts(form, tmp_path):
         other = task.texts({name: 0 * w for name, w in weights.items()})
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(wanted, other, atol=1e-3)
-    assert json.loads((tmp_path / "adapter.json").read_text())["base"] == "tiny"
+    assert json.loads((tmp_path / "adapter.json").read_text())["base"] == "fedveil/tiny-clip-prompt"
 
 
 def proxy(folder) -> torch.Tensor:
