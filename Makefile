@@ -13,7 +13,7 @@ FLOWER ?=
 HTTP_VENV ?= .venv-http
 # What differs by Flower: guard, apps, console, and a federation on this machine.
 HTTP_TESTS := tests/guard tests/client_app/test_app.py tests/client_app/site/test_served.py tests/server_app tests/console/starting tests/console/flower \
-  tests/console/commands/test_doctor.py tests/console/provisioning tests/deployment/test_loopback.py
+  tests/console/commands/test_doctor.py tests/console/commands/test_demo.py tests/console/provisioning tests/deployment/test_loopback.py
 # An index with torch's build for the CPU; nothing else is asked of it. Where pip finds no such build: PyPI's, which is for CUDA.
 TORCH_INDEX ?=
 
