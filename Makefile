@@ -52,8 +52,8 @@ http: ## Set up .venv-http with Flower 1.41, and run there what differs by Flowe
 coverage: $(READY) ## Run the fast tests and measure coverage; fails below fail_under of pyproject.toml
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-report=xml $(ARGS)
 
-containers: $(READY) ## Build the image and run the tests that need a container engine
-	@$(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)
+containers: $(READY) ## Build the image and run the tests that need a container engine (FLOWER=1.41)
+	@FEDVEIL_FLOWER=$(FLOWER) $(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)
 
 check: $(READY) ## Run ruff, mypy and the import rules
 	@$(BIN)/ruff check .
