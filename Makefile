@@ -53,7 +53,7 @@ coverage: $(READY) ## Run the fast tests and measure coverage; fails below fail_
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-report=xml $(ARGS)
 
 containers: $(READY) ## Build the image and run the tests that need a container engine (FLOWER=1.41)
-	@FEDVEIL_FLOWER=$(FLOWER) $(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)
+	@$(if $(FLOWER),FEDVEIL_FLOWER=$(FLOWER)) $(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)
 
 check: $(READY) ## Run ruff, mypy and the import rules
 	@$(BIN)/ruff check .
