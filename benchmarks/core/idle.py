@@ -71,7 +71,7 @@ def outcome(found: Mapping[str, Sequence[Window]], asked: float) -> Outcome:
     """Rows and verdicts of the windows of each way; `asked`: the most per cent of a core that a waiting site of ours
     should take.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, windows in found.items():
         kinds = sorted({kind for window in windows for kind in window.cpu})
         metrics = {"percent_of_a_core": interval([window.percent() for window in windows])}
