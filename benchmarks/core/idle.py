@@ -46,7 +46,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     """
     if options.launch is None:
         raise ConfigError("core/idle: expected a launcher, found none; run it as `fedveil bench core/idle`")
-    found = {}
+    found: dict[str, list[Window]] = {}
     for name, own_waits in (("fedveil", False), ("flower", True)):
         named = [options.launch.LocalSite(_SITE, places.folder("data/e2e"))]
         with options.launch.LocalFederation(named, own_waits=own_waits) as federation:
