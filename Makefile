@@ -13,7 +13,7 @@ FLOWER ?=
 HTTP_VENV ?= .venv-http
 # What differs by Flower: guard, apps, console, and a federation on this machine.
 HTTP_TESTS := tests/guard tests/client_app/test_app.py tests/client_app/site/test_served.py tests/server_app tests/console/starting tests/console/flower \
-  tests/console/commands/test_doctor.py tests/console/provisioning tests/deployment/test_loopback.py
+  tests/console/commands/test_doctor.py tests/console/commands/test_demo.py tests/console/provisioning tests/deployment/test_loopback.py
 # An index with torch's build for the CPU; nothing else is asked of it. Where pip finds no such build: PyPI's, which is for CUDA.
 TORCH_INDEX ?=
 
@@ -52,8 +52,8 @@ http: ## Set up .venv-http with Flower 1.41, and run there what differs by Flowe
 coverage: $(READY) ## Run the fast tests and measure coverage; fails below fail_under of pyproject.toml
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-report=xml $(ARGS)
 
-containers: $(READY) ## Build the image and run the tests that need a container engine
-	@$(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)
+containers: $(READY) ## Build the image and run the tests that need a container engine (FLOWER=1.41)
+	@$(if $(FLOWER),FEDVEIL_FLOWER=$(FLOWER)) $(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)
 
 check: $(READY) ## Run ruff, mypy and the import rules
 	@$(BIN)/ruff check .

@@ -28,6 +28,7 @@ class Course:
     Attributes:
         done: the last round that counted; -1 before it.
         best: of the rounds so far, as `choice` has it.
+        told: whether the caller of `MethodStrategy.start` said after the last round to stop.
         final: scores of the model that the run ends with, where no round's line has them whole.
     """
 
@@ -42,7 +43,7 @@ class Course:
                 'evaluate.keep: expected "last" without a run folder, found "best"; give the run a folder'
             )
         self._choice, self._folder = choice, folder
-        self.done, self.best = -1, Best()
+        self.done, self.best, self.told = -1, Best(), False
         self.final: Scores = {}
         self._kept: int | None = None
 
@@ -82,7 +83,11 @@ class Course:
 
     def stopped(self, rounds: int) -> str:
         """Why no further round comes, in words; "" if one does, or all are done."""
-        return self.best.stopped(self._choice, self.done) if self._choice and self.done < rounds - 1 else ""
+        if self.done >= rounds - 1:
+            return ""
+        if self.told:
+            return f"stopped early, after round {self.done + 1}: should_stop, given to start(), said so"
+        return self.best.stopped(self._choice, self.done) if self._choice else ""
 
     def scores(self, attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Of the server's model that the run ends with: each metric's last value up to its round."""

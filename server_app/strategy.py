@@ -80,8 +80,13 @@ class MethodStrategy(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        should_stop: Callable[[int, Result], bool] | None = None,
     ) -> Result:
         """Runs all rounds. Arguments and result are Flower's; `timeout` is one more bound on a round's deadline.
+
+        `should_stop`, as from Flower 1.43 on: asked after every round that counted, with its number (from 1) and what
+        there is by then, the model among it. Where it says yes the run ends as after its last round, and
+        `rounds.course.stopped` says why in words. A run that is resumed goes on after that round, and asks again.
 
         Raises:
             ConfigError: there is an `evaluate_config`. Uploads carry what clients measure, so no message would use it.
@@ -97,6 +102,9 @@ class MethodStrategy(Strategy):
                 result.train_metrics_clientapp[server_round] = _mean_report(record)
             if evaluate_fn and (metrics := evaluate_fn(server_round, self._arrays())) is not None:
                 result.evaluate_metrics_serverapp[server_round] = metrics
+            if record is not None and should_stop:
+                result.arrays = self._arrays()
+                self.rounds.course.told = bool(should_stop(server_round, result))
 
         self.run(grid, num_rounds, timeout, train_config, done)
         result.arrays = self._arrays()
@@ -116,6 +124,7 @@ class MethodStrategy(Strategy):
         Raises QuorumError as `start` does.
         """
         self.summary()
+        self.rounds.course.told = False
         first = self.rounds.resume()
         sites.wait_for(grid, max(self.cohort.sites, self.cohort.min_sites), self.cohort.wait_seconds)
         if first == 0:

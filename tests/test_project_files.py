@@ -51,6 +51,16 @@ def test_the_index_of_decisions_names_every_page():
     assert set(re.findall(r"\((0[^)]+\.md)\)", (folder / "README.md").read_text())) == pages
 
 
+def test_every_path_of_the_guard_in_a_decision_is_there():
+    said = {
+        (page.relative_to(ROOT).as_posix(), path)
+        for page in (ROOT / "docs" / "decisions").rglob("*.md")
+        for path in re.findall(r"(?<![\w/])guard/[\w./]*\w", page.read_text())
+    }
+    assert len(said) >= 8
+    assert {(page, path) for page, path in said if not (ROOT / path).exists()} == set()
+
+
 def test_a_release_has_each_heading_once_and_says_nothing_twice():
     """Two branches that both add to it can be joined so that both sides of what was moved stay."""
     for release in re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:

@@ -21,8 +21,8 @@ from typing import Any
 
 from fedveil import places
 from fedveil.benchmarks.common import bases
-from fedveil.benchmarks.core.no_op import NoOp, Run, with_median
 from fedveil.benchmarks.run import Options, Outcome
+from fedveil.benchmarks.watch.no_op import NoOp, Run, with_median
 from fedveil.benchmarks.watch.relay import Relay, through
 from fedveil.benchmarks.watch.usage import program
 from fedveil.errors import ConfigError

@@ -1,71 +1,113 @@
-"""A round that trains nothing, over gRPC: ours beside stock Flower's with the same payload, one after the other.
+"""A round that trains nothing: ours beside stock Flower's with the same payload, one after the other, by sites.
 
-Stock Flower has a federation with its own programs and waits. The first round of each is left out: it waits for the
-sites.
+Its seconds, and the CPU seconds of one site's processes by program. What the worker needs is told apart: it is the work
+itself, the others are what a message costs. Stock Flower has a federation with its own programs and waits, and its CPU
+is the mean of all rounds. The first round of each is left out otherwise: it waits for the sites.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedveil import places
-from fedveil.benchmarks.run import Options, Outcome, interval
+from fedveil.benchmarks.run import Options, Outcome
+from fedveil.benchmarks.watch.no_op import NoOp, Run, held_to, with_median
+from fedveil.benchmarks.watch.usage import program
 from fedveil.errors import ConfigError
 from fedveil.records import disclosure
 
+_SITE = "site-0"  # whose processes are watched
+_WORKER = "worker"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both ways with one number of sites.
+
+    Attributes:
+        ours, stock: their rounds.
+        upload_bytes: of our last message.
+        beyond: bytes of our largest message beyond its payload.
+    """
+
+    ours: Run
+    stock: Run
+    upload_bytes: int
+    beyond: int
+
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
-    """The rows "fedveil" and "flower", with seconds a round and the bytes beyond the payload.
+    """Two rows for each number of sites: seconds a round, and the CPU seconds of one site.
 
     Raises:
         ConfigError: no launcher, or a run that did not complete.
     """
     if options.launch is None:
         raise ConfigError("core/round: expected a launcher, found none; run it as `fedveil bench core/round`")
-    sites, rounds = settings["sites"], settings["rounds"] + 1
-    shares = [(("partition-id", i), ("num-partitions", sites)) for i in range(sites)]
-    named = [options.launch.LocalSite(f"site-{i}", places.folder("data/e2e"), share) for i, share in enumerate(shares)]
+    pairs = {}
+    for sites in settings["sites"]:
+        pairs[sites] = pair = _pair(settings, options, sites)
+        for name, way in (("fedveil", pair.ours), ("flower", pair.stock)):
+            options.say(f"{sites} sites, {name}: {[round(s, 2) for s in way.seconds]} s")
+    asked = {int(sites): float(seconds) for sites, seconds in settings["asked_seconds"].items()}
+    return outcome(pairs, asked, float(settings["asked_cpu_seconds"]))
+
+
+def _pair(settings: dict[str, Any], options: Options, sites: int) -> Pair:
+    named = [options.launch.LocalSite(f"site-{i}", places.folder("data/e2e")) for i in range(sites)]
     with tempfile.TemporaryDirectory() as scratch, options.launch.LocalFederation(named) as federation:
-        folder = Path(scratch)
-        overrides = settings["config"] | {"run.rounds": rounds, "run.dir": scratch, "run.name": "ours"}
-        overrides |= {"cohort.min-sites": sites, "cohort.sites": sites}
-        _finish(federation, None, overrides)
-        metrics = [json.loads(x) for x in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
-        ledger = disclosure.messages(folder / "ours" / disclosure.NAME)
-        payload = ledger[-1]["payload_bytes"]
-        options.say(f"fedveil: {[m['seconds'] for m in metrics]}; payload {payload} bytes")
+        config = settings["config"] | {"run.dir": scratch, "cohort.min-sites": sites, "cohort.sites": sites}
+        ours = NoOp(federation, Path(scratch), config, sites, program, _SITE).ours("ours", settings["rounds"], {})
+        ledger = disclosure.messages(Path(scratch) / "ours" / disclosure.NAME)
     with tempfile.TemporaryDirectory() as scratch, options.launch.LocalFederation(named, own_waits=True) as federation:
-        folder = Path(scratch)
-        stock = {"bytes": payload, "rounds": rounds, "sites": sites, "out": str(folder / "stock.json")}
-        _finish(federation, places.folder("benchmarks/core/stock_flower"), stock)
-        stock_seconds = json.loads((folder / "stock.json").read_text())
-    ours, theirs = [m["seconds"] for m in metrics][1:], stock_seconds[1:]
-    beyond = [x["bytes"] - x["payload_bytes"] for x in ledger]
-    rows = [
-        {
-            "name": name,
-            "metrics": {"seconds_a_round": {**interval(s), "median": statistics.median(s)}},
-            "rounds": len(s),
-        }
-        for name, s in (("fedveil", ours), ("flower", theirs))
-    ]
-    rows[0] |= {"upload_bytes": ledger[-1]["bytes"], "payload_bytes": payload}
-    more = statistics.median(ours) - statistics.median(theirs)
-    return Outcome(
-        rows,
-        [
-            f"A round that trains nothing takes {more:+.1f} s beside stock Flower's with the same {payload} bytes.",
-            f"A message has at most {max(beyond)} bytes beyond its payload: {max(beyond) / payload:.3%} (asked: below "
-            "1 % at 1 MB).",
-        ],
-    )
+        bench = NoOp(federation, Path(scratch), {}, sites, program, _SITE)
+        stock = bench.stock("stock", settings["rounds"], ours.payload_bytes)
+    beyond = max(message["bytes"] - message["payload_bytes"] for message in ledger)
+    return Pair(ours, stock, ledger[-1]["bytes"], beyond)
 
 
-def _finish(federation: Any, app: Path | None, overrides: dict[str, Any]) -> None:
-    ended = federation.wait(federation.run(app, overrides), timeout=900)
-    if not ended.completed:
-        raise ConfigError(f"{(app.name if app else 'fedveil')}: expected a completed run, found: {ended.reason}")
+def beside_worker(way: Run) -> list[float]:
+    """CPU seconds of a site's processes but the worker, by round."""
+    return [sum(seconds for kind, seconds in of.items() if kind != _WORKER) for of in way.cpu]
+
+
+def outcome(pairs: Mapping[int, Pair], asked_seconds: Mapping[int, float], asked_cpu: float) -> Outcome:
+    """Rows and verdicts.
+
+    Args:
+        pairs: by number of sites.
+        asked_seconds: the most that a round should take, by number of sites; none is said of a number without one.
+        asked_cpu: the most CPU seconds a round of a site's processes beside the worker.
+    """
+    rows, said = [], []
+    for sites, pair in pairs.items():
+        ours, theirs = _row(f"fedveil, {sites} sites", pair.ours), _row(f"flower, {sites} sites", pair.stock)
+        payload = pair.ours.payload_bytes
+        rows += [ours | {"upload_bytes": pair.upload_bytes, "payload_bytes": payload}, theirs]
+        took, cpu = ours["metrics"]["seconds_a_round"], ours["metrics"]["cpu_seconds_beside_worker"]
+        their, their_cpu = (theirs["metrics"][name] for name in ("seconds_a_round", "cpu_seconds_beside_worker"))
+        most = asked_seconds.get(sites)
+        bound = f" (asked: at most {most:g} s: {held_to(took, most)})" if most is not None else ""
+        said += [
+            f"{sites} sites: a round that trains nothing takes {took['mean']:.2f} s{bound}, stock Flower's with the "
+            f"same {payload} bytes {their['mean']:.2f} s.",
+            f"{sites} sites: a site's processes beside the worker need {cpu['mean']:.2f} CPU-seconds a round (asked: "
+            f"at most {asked_cpu:g}: {held_to(cpu, asked_cpu)}), stock Flower's {their_cpu['mean']:.2f}.",
+            f"{sites} sites: a message has at most {pair.beyond} bytes beyond its payload: "
+            f"{pair.beyond / payload:.3%} (asked: below 1 % at 1 MB).",
+        ]
+    return Outcome(rows, said)
+
+
+def _row(name: str, way: Run) -> dict[str, Any]:
+    programs = sorted({kind for of in way.cpu for kind in of})
+    by_program = {f"CPU s {kind}": with_median([of.get(kind, 0.0) for of in way.cpu]) for kind in programs}
+    metrics = {
+        "seconds_a_round": with_median(way.seconds),
+        "cpu_seconds_beside_worker": with_median(beside_worker(way)),
+    }
+    return {"name": name, "rounds": len(way.seconds), "metrics": metrics | by_program}

@@ -15,8 +15,8 @@ from typing import Any
 
 from fedveil import places
 from fedveil.benchmarks.common import bases
-from fedveil.benchmarks.core.no_op import NoOp, Run, lines, with_median
 from fedveil.benchmarks.run import Options, Outcome, interval
+from fedveil.benchmarks.watch.no_op import NoOp, Run, lines, with_median
 from fedveil.benchmarks.watch.usage import program
 from fedveil.errors import ConfigError
 

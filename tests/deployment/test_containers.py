@@ -10,7 +10,7 @@ import pytest
 
 from fedveil.console.flower.machine import free_ports
 from tests.conftest import ROOT
-from tests.deployment.engine import IMAGE, Compose, docker, require_engine
+from tests.deployment.engine import FLOWER, IMAGE, Compose, docker, require_engine
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 
@@ -25,7 +25,8 @@ with concurrent.futures.ThreadPoolExecutor(64) as pool:
     print([port for port, found in zip(range(1, 65536), pool.map(open_, range(1, 65536))) if found])
 """
 RESOLVE = "import socket, sys\ntry: print(socket.gethostbyname(sys.argv[1]))\nexcept OSError: print('unknown')"
-CALL = """
+CALL = {
+    "gRPC": """
 import grpc, sys
 from flwr.proto import fleet_pb2
 address, way, method = sys.argv[1:]
@@ -38,7 +39,23 @@ try:
     print("served", link.unary_unary("/flwr.proto.Fleet/" + method)(b"", timeout=8))
 except grpc.RpcError as error:
     print(error.code().name)
-"""
+""",
+    "HTTP": """
+import http.client, re, ssl, sys, urllib.error, urllib.request
+address, way, method = sys.argv[1:]
+path = method if "/" in method else "/v1/fleet/" + re.sub("(?<=[a-z])(?=[A-Z])", "-", method).lower()
+url = ("http" if way == "plain" else "https") + "://" + address + path
+context = ssl.create_default_context(cafile="/kit/ca.crt")
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+headers = {"Content-Type": "application/protobuf"}
+try:
+    print("served", opener.open(urllib.request.Request(url, b"", headers, method="POST"), timeout=8).read())
+except urllib.error.HTTPError as error:
+    print({401: "UNAUTHENTICATED"}.get(error.code, error.code))
+except (OSError, http.client.HTTPException):
+    print("UNAVAILABLE")
+""",
+}["HTTP" if FLOWER else "gRPC"]
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +143,19 @@ def test_what_runs_apps_reaches_its_supernode_alone(trial):
 @pytest.mark.parametrize(
     "method", ["RegisterNode", "ActivateNode", "PullMessages", "PushMessages", "GetFab", "PullObject"]
 )
-def test_without_a_key_no_message_is_served_and_plain_grpc_is_refused(trial, method):
+def test_without_a_key_no_message_is_served_and_without_tls_nobody_is_answered(trial, method):
     assert trial.python("north-supernode", CALL, "superlink:9092", "plain", method).strip() == "UNAVAILABLE"
     refused = trial.python("north-supernode", CALL, "superlink:9092", "tls", method).strip()
     assert refused == "UNAUTHENTICATED"
+
+
+@pytest.mark.skipif(not FLOWER, reason="Flower 1.39's fleet port has no paths: it speaks gRPC")
+@pytest.mark.parametrize(
+    "path", ["control/list-runs", "control/start-run", "runtime/acquire-task", "fleet/../control/list-runs"]
+)
+def test_the_port_of_sites_has_no_way_to_what_is_the_server_s_own(trial, path):
+    """With a registered key too: tests/deployment/test_loopback.py."""
+    assert trial.python("north-supernode", CALL, "superlink:9092", "tls", f"/v1/{path}").strip() == "404"
 
 
 def test_a_key_that_nobody_registered_is_not_let_in(trial):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedveil.console.main import main
-from tests.conftest import ROOT
-from tests.deployment.engine import IMAGE, Compose, docker, require_engine
+from tests.deployment.engine import IMAGE, docker, require_image
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(2400)]
 
@@ -25,9 +24,7 @@ cd /tmp && /venv/bin/fedveil explain --set method.name=fedrand
 
 
 def test_installation_with_no_network_at_all():
-    require_engine()
-    if docker("image", "inspect", IMAGE, check=False).returncode:
-        Compose("fedveil-build", ROOT / "compose.yaml")("build", "setup", timeout=1200)
+    require_image()
     with tempfile.TemporaryDirectory(prefix="fedveil-bundle-") as folder:
         bundle = Path(folder) / "carry"
         assert main(["bundle", "make", str(bundle)]) == 0

@@ -21,7 +21,7 @@ from fedveil.console.commands.federation import app
 from fedveil.console.flower.machine import free_ports
 from fedveil.console.main import main
 from tests.conftest import ROOT, extract
-from tests.deployment.engine import IMAGE, Compose, docker, require_engine, until
+from tests.deployment.engine import IMAGE, Compose, docker, require_image, until
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 
@@ -118,9 +118,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory) -> Iterator[Hosts]:
-    require_engine()
-    if docker("image", "inspect", IMAGE, check=False).returncode:
-        Compose("fedveil-build", ROOT / "compose.yaml")("build", "setup", timeout=1200)
+    require_image()
     folder = tmp_path_factory.mktemp("hosts")
     for part in (folder, *folder.parents):  # user 10001 must get to the kits
         if part.owner() == folder.owner() and part != Path("/tmp"):

@@ -1,8 +1,8 @@
 """`fedveil demo`: runs methods side by side on this machine, and attacks each one.
 
-One SuperLink and a SuperNode for each site, over gRPC with TLS and node authentication. It ends with one picture of
-quality, what an attacker could tell and bytes, with a report, and leaves no process behind. With the defaults it takes
-some minutes on two cores. "+secure" after a method stands for secure aggregation.
+One SuperLink and a SuperNode for each site, with TLS and node authentication. It ends with one picture of quality, what
+an attacker could tell and bytes, with a report, and leaves no process behind. With the defaults it takes some minutes
+on two cores. "+secure" after a method stands for secure aggregation.
 
     fedveil demo
     fedveil demo --methods fedavg,fedrand,fedpara+secure --rounds 6
@@ -36,6 +36,7 @@ from fedveil.console.runs.progress import RunProgress
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.foreign import shown
+from fedveil.guard import flower
 
 if TYPE_CHECKING:
     from fedveil.console.report.gained import Measured
@@ -116,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
     console, out, started = terminal(), _writable(args.out.absolute()), time.monotonic()
     if old := [arm.name for arm in arms if (out / arm.name / "status.json").is_file()]:
         console.print(f"{out} has runs of an earlier demo, which these replace: {', '.join(old)}", soft_wrap=True)
-    console.print(f"Starting one SuperLink and {args.sites} SuperNodes: gRPC, TLS, node authentication")
+    speaks = flower.here().speaks
+    console.print(f"Starting one SuperLink and {args.sites} SuperNodes: {speaks}, TLS, node authentication")
     data = Path(settings.get("task.data", DATA))
     federation = LocalFederation([LocalSite(f"site-{i}", data) for i in range(args.sites)])
     failed = False

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedveil.benchmarks.core import large
-from fedveil.benchmarks.core.no_op import Run, _less
+from fedveil.benchmarks.watch.no_op import Run, _less
 
 
 def way(seconds, cpu, payload=100_000_000):

@@ -20,6 +20,7 @@ from fedveil.console.report import gained, left
 from fedveil.console.terminal import terminal
 from fedveil.errors import StateError
 from fedveil.federation import cohort
+from fedveil.guard import flower
 from tests.console.report.made import audited, found
 
 
@@ -86,6 +87,17 @@ def test_runs_of_an_earlier_demo_are_not_replaced_without_a_word(make_run, capsy
     assert main(["demo", "--out", str(tmp_path)]) == 2
     assert "has runs of an earlier demo, which these replace: fedavg\n" in capsys.readouterr().out
     assert (tmp_path / "fedavg" / "status.json").is_file()
+
+
+@pytest.mark.parametrize("line", flower.LINES, ids=lambda line: line.release)
+def test_it_says_what_its_sites_speak(line, capsys, monkeypatch, tmp_path):
+    def start(*args, **kwargs):
+        raise StateError("it would start here")
+
+    monkeypatch.setattr(demo, "LocalFederation", start)
+    monkeypatch.setattr(flower, "here", lambda: line)
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert f"SuperNodes: {line.speaks}, TLS, node authentication\n" in capsys.readouterr().out
 
 
 def test_a_run_that_failed_before_its_first_round_leaves_no_table_and_no_report(make_run, tmp_path, capsys):

@@ -6,12 +6,13 @@ import itertools
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedveil import places
+from fedveil.benchmarks.common import verdicts
 from fedveil.benchmarks.run import interval
 from fedveil.benchmarks.watch.usage import Usage
 from fedveil.errors import ConfigError
@@ -101,6 +102,13 @@ def _less(later: dict[str, float], earlier: dict[str, float]) -> dict[str, float
 def with_median(values: Sequence[float]) -> dict[str, float]:
     """An interval, and the median beside it."""
     return {**interval(values), "median": statistics.median(values)}
+
+
+def held_to(found: Mapping[str, float], at_most: float) -> str:
+    """A word of verdicts.py: whether a mean is within a bound; its whole interval must lie on one side."""
+    if found["n"] > 1 and found["high"] <= at_most:
+        return verdicts.HOLDS
+    return verdicts.FAILS if found["n"] > 1 and found["low"] > at_most else verdicts.OPEN
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
