@@ -30,8 +30,8 @@ def scores(
 ) -> dict[str, Figure]:
     """The `metrics` of the model on `examples`, by name.
 
-    "test loss" is in nats a token. "accuracy", "cider", "bleu_1" to "bleu_4" and "rouge_l" are of what the model
-    writes, in the papers' scale (100 x).
+    "test loss" is in nats a token. "accuracy", "cider", "cider_r", "bleu_1" to "bleu_4" and "rouge_l" are of what
+    the model writes, in the papers' scale (100 x).
 
     Raises:
         ValueError: another metric.
@@ -46,9 +46,10 @@ def scores(
             case "accuracy":
                 each = [100 * text_metrics.exact_match([c], [t]) for c, t in zip(written, targets, strict=True)]
                 found[metric] = resampling.mean(each, _TEST)
-            case "cider":
+            case "cider" | "cider_r":
+                score = text_metrics.cider_d if metric == "cider" else text_metrics.cider_r
                 words = [text_metrics.words(c) for c in written]
-                per_row = text_metrics.cider_d(words, [[text_metrics.words(t) for t in refs] for refs in targets])
+                per_row = score(words, [[text_metrics.words(t) for t in refs] for refs in targets])
                 found[metric] = resampling.mean([100 * c for c in per_row], _TEST)
             case "rouge_l":
                 found[metric] = resampling.mean(
@@ -60,7 +61,8 @@ def scores(
                 found[metric] = resampling.reduced(bleu_statistics(written, targets), of_order, _TEST)
             case _:
                 raise ValueError(
-                    f"metrics: expected test loss, accuracy, cider, rouge_l or bleu_1 to bleu_4, found {metric}"
+                    "metrics: expected test loss, accuracy, cider, cider_r, rouge_l or bleu_1 to bleu_4, found "
+                    f"{metric}"
                 )
     return found
 

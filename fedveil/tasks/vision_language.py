@@ -115,7 +115,7 @@ class VisionLanguage(causal.CausalTask):
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" over all targets of the first evaluate.max-examples images; with `generate` also exact_match, and for
-        captions bleu_1 to bleu_4, rouge_l and cider of one text an image (see text_metrics).
+        captions bleu_1 to bleu_4, rouge_l, cider and cider_r of one text an image (see text_metrics).
 
         Raises:
             TaskError: no examples, rows as in `encode`, or weights that are not the spec's.

@@ -89,6 +89,9 @@ def test_captions_are_scored_as_the_whole_corpus_in_the_papers_scale():
     found = quality.scores(Captioner(), {}, CAPTIONED, names)
     assert {name: figure.value for name, figure in found.items()} == pytest.approx({n: of_corpus[n] for n in names})
     assert len({round(figure.value, 3) for figure in found.values()}) == 4
+    means = quality.scores(Captioner(), {}, CAPTIONED, ["rouge_l", "cider", "cider_r"])
+    assert {m: figure.value for m, figure in means.items()} == pytest.approx({m: 100 * of_corpus[m] for m in means})
+    assert means["cider"].value != pytest.approx(means["cider_r"].value, rel=0.01)
     assert np.ptp(found["bleu_1"].replicates) > 0
 
 
