@@ -31,12 +31,12 @@ def scores(
     """The `metrics` of the model on `examples`, by name.
 
     "test loss" is in nats a token. "accuracy", "cider", "cider_r", "bleu_1" to "bleu_4" and "rouge_l" are of what
-    the model writes, in the papers' scale (100 x).
+    the model writes, in the papers' scale (100 x). Where loss alone is asked for, nothing is written.
 
     Raises:
         ValueError: another metric.
     """
-    written = task.generate(weights, Example.of(examples))
+    written = task.generate(weights, Example.of(examples)) if {*metrics} - {"test loss"} else []
     targets = [_targets(task, example) for example in examples]
     found: dict[str, Figure] = {}
     for metric in metrics:

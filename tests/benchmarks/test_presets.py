@@ -74,6 +74,19 @@ def test_every_score_that_a_table_on_pictures_asks_for_is_one_of_captions_or_of_
         assert set(part["metrics"]) <= {"test loss", *known}, part
 
 
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["runner"] == "fedrand.on_pictures"])
+def test_a_target_on_curves_is_one_that_its_table_can_have(name, quick):
+    """In either form: one that no row has would end a run of hours with an error."""
+    settings = run.read(name, quick)["settings"]
+    metrics = {f"{part['name']} test loss".strip() for part in settings["parts"] if part.get("test_rows")}
+    for target in settings.get("curve_targets", []):
+        assert settings["curve_every"] > 0
+        assert target["row"] in {f"{label} server" for label in settings["methods"]}
+        assert target["metric"] in metrics
+        assert target["margin"] > 0
+
+
 def test_the_quick_form_of_fedrand_s_table_1_has_no_captions():
     """Too few pictures to learn any: a CIDEr of about 1 says nothing. The full form has all that the paper has."""
     full, quick = ({p["name"]: p for p in run.read("fedrand/table1", q)["settings"]["parts"]} for q in (False, True))

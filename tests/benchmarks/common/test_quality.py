@@ -99,3 +99,11 @@ def test_captions_are_scored_as_the_whole_corpus_in_the_papers_scale():
 def test_a_score_that_captions_do_not_have_is_refused(metric):
     with pytest.raises(ValueError, match=f"expected .*bleu_1 to bleu_4, found {metric}$"):
         quality.scores(Captioner(), {}, CAPTIONED, [metric])
+
+
+def test_loss_alone_asks_for_no_text(monkeypatch):
+    """So that it can be taken after every few rounds."""
+    monkeypatch.setattr(quality, "_losses", lambda *_: [1.0, 2.0, 3.0, 4.0])
+    task = Captioner()
+    monkeypatch.setattr(task, "generate", lambda *_: pytest.fail("generated"), raising=False)
+    assert quality.scores(task, {}, CAPTIONED, ["test loss"])["test loss"].value == 2.5
