@@ -49,8 +49,8 @@ class Point:
     @classmethod
     def from_json(cls, found: Sequence[Any]) -> Point:
         """The point that `to_json` wrote."""
-        *counted, figures = found
-        return cls(*counted, {metric: Figure.from_json(figure) for metric, figure in figures.items()})
+        done, up, down, figures = found
+        return cls(done, up, down, {metric: Figure.from_json(figure) for metric, figure in figures.items()})
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,9 @@ def _of(points: Sequence[Point], metric: str) -> list[Point]:
 def _in_words(of_seeds: Sequence[Spent | None], curves: Sequence[Sequence[Point]]) -> str:
     there = [spent for spent in of_seeds if spent]
     if len(there) < len(of_seeds):
-        up = statistics.fmean(points[-1].upload_bytes for points in curves) / _MEGA
+        sent = statistics.fmean(points[-1].upload_bytes for points in curves) / _MEGA
         missed = f"not reached in {len(of_seeds) - len(there)} of {len(of_seeds)} seeds"
-        return f"{missed}, in {curves[0][-1].round} rounds with {up:.3g} MB up"
+        return f"{missed}, in {curves[0][-1].round} rounds with {sent:.3g} MB up"
     up, down = (_shown([getattr(s, side) / _MEGA for s in there]) for side in ("upload", "download"))
     return f"{up} MB up and {down} MB down, in {_shown([s.rounds for s in there])} rounds"
 

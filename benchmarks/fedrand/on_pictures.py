@@ -291,7 +291,7 @@ def _from_json(rows: Mapping[str, Any]) -> dict[str, _Row]:
         name: _Row(
             {m: Figure.from_json(f) for m, f in row["figures"].items()},
             *row["rest"],
-            [curves.Point.from_json(point) for point in row["curve"]],
+            curve=[curves.Point.from_json(point) for point in row["curve"]],
         )
         for name, row in rows.items()
     }
