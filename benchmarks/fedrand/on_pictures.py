@@ -287,11 +287,9 @@ def _to_json(rows: Mapping[str, _Row]) -> dict[str, Any]:
 
 
 def _from_json(rows: Mapping[str, Any]) -> dict[str, _Row]:
-    return {
-        name: _Row(
-            {m: Figure.from_json(f) for m, f in row["figures"].items()},
-            *row["rest"],
-            curve=[curves.Point.from_json(point) for point in row["curve"]],
-        )
-        for name, row in rows.items()
-    }
+    found = {}
+    for name, row in rows.items():
+        figures = {m: Figure.from_json(f) for m, f in row["figures"].items()}
+        found[name] = _Row(figures, *row["rest"])
+        found[name].curve = [curves.Point.from_json(point) for point in row["curve"]]
+    return found
