@@ -65,6 +65,25 @@ class Front:
     base: tuple[str, str]
 
 
+@dataclass(frozen=True)
+class Curves:
+    """A metric of the server's model by round and by bytes: of each row of a result that has a `curve` of it.
+
+    Attributes:
+        preset: whose result is drawn. Without a curve in it there is no picture.
+        metric: which one.
+        unit: of it, for the axis.
+    """
+
+    preset: str
+    metric: str
+    unit: str
+
+
+CURVES = {
+    "fedrand-curves": Curves("fedrand/quality", "loss", "loss on test rows, nats a token"),
+    "fedrand-curves-pictures": Curves("fedrand/table1", "qa test loss", "loss on test rows, nats a token"),
+}
 _LORA = ("FedAvg", "FedRand", "FFA-LoRA", "FedSA-LoRA", "RoLoRA", "LA-LoRA", "FedEx-LoRA", "FLoRA")
 FRONTS = {
     "lora": Front(
@@ -120,9 +139,27 @@ def possible(metric: str) -> tuple[float, float]:
     return next((bounds for name, bounds in _POSSIBLE.items() if name.fullmatch(metric)), (-math.inf, math.inf))
 
 
+def _file(preset: str) -> Path:
+    return places.folder("benchmarks/results") / f"{preset.replace('/', '_')}.json"
+
+
 def _metrics(preset: str) -> dict[str, Any]:
-    file = places.folder("benchmarks/results") / f"{preset.replace('/', '_')}.json"
-    return {row["name"]: row["metrics"] for row in json.loads(file.read_text())["rows"]}
+    return {row["name"]: row["metrics"] for row in json.loads(_file(preset).read_text())["rows"]}
+
+
+def points(of: Curves) -> dict[str, list[tuple[int, float, dict[str, float]]]]:
+    """Of each row its rounds, megabytes until then, up and down, and the metric; empty without result or curve."""
+    if not _file(of.preset).is_file():
+        return {}
+    found = {
+        row["name"].removesuffix(" server"): [
+            (at["round"], (at["upload_bytes"] + at["download_bytes"]) / 1e6, at["metrics"][of.metric])
+            for at in row.get("curve", [])
+            if of.metric in at["metrics"]
+        ]
+        for row in json.loads(_file(of.preset).read_text())["rows"]
+    }
+    return {name: curve for name, curve in found.items() if curve}
 
 
 def found(figure: Figure | Front) -> dict[str, list[dict[str, float] | None]]:
@@ -142,8 +179,10 @@ def base_of(front: Front) -> float:
     return float(_metrics(front.preset)[row][metric]["mean"])
 
 
-def digest(figure: Figure | Front) -> str:
+def digest(figure: Figure | Front | Curves) -> str:
     """Of what is drawn. The picture carries it, so that a test sees one that is older than its result."""
+    if isinstance(figure, Curves):
+        return hashlib.sha256(json.dumps([figure.metric, figure.unit, points(figure)]).encode()).hexdigest()
     words = [figure.unit, figure.places] if isinstance(figure, Figure) else [figure.units, base_of(figure)]
     return hashlib.sha256(json.dumps([*words, found(figure)]).encode()).hexdigest()
 
@@ -205,6 +244,24 @@ def front(of: Front) -> Any:
     return drawn
 
 
+def by_round_and_bytes(of: Curves) -> Any:
+    """The curves as a canvas: by round on the left, by bytes on the right."""
+    from matplotlib.figure import Figure as Canvas
+
+    drawn = Canvas(figsize=(10, 4.2), dpi=110, layout="constrained")
+    panels = drawn.subplots(1, 2, sharey=True)
+    for panel, place, label in zip(panels, (0, 1), ("rounds", "MB up and down, all sites"), strict=True):
+        for name, curve in points(of).items():
+            at = [point[place] for point in curve]
+            panel.plot(at, [point["mean"] for *_, point in curve], marker=".", label=name)
+            panel.fill_between(at, *([point[end] for *_, point in curve] for end in ("low", "high")), alpha=0.12)
+        panel.set_xlabel(f"{label} ({of.preset}, 95 % intervals)")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel(of.unit)
+    panels[0].legend(fontsize=8)
+    return drawn
+
+
 def main() -> None:
     """Draws all of them, and copies those that presets draw. Raises ConfigError outside a checkout."""
     pictures = places.folder("docs/pictures")
@@ -212,6 +269,10 @@ def main() -> None:
         draw(figure, pictures / f"results-{name}.png")
     for name, of in FRONTS.items():
         front(of).savefig(pictures / f"results-{name}.png", metadata={"Software": None, "Description": digest(of)})
+    for name, curves in CURVES.items():
+        if points(curves):
+            stamp = {"Software": None, "Description": digest(curves)}
+            by_round_and_bytes(curves).savefig(pictures / f"results-{name}.png", metadata=stamp)
     for name, file in COPIED.items():
         shutil.copyfile(places.folder("benchmarks/results") / file, pictures / f"results-{name}.png")
 

@@ -31,7 +31,7 @@ SOURCES = {
     "coco_captions_mini": "some pictures of cocodataset.org; train.parquet with `image`, `captions` (a list)",
     "coco2017-caption": f"cocodataset.org; {_CAPTIONS}",
     "nocaps-caption": f"nocaps.org; {_CAPTIONS}",
-    "scienceqa-choice": "scienceqa.github.io; `image`, `question`, `choices`, `answer` (an index), `label` (the topic)",
+    "scienceqa-choice": "scienceqa.github.io; `image`, `question`, `hint`, `choices`, `answer` (index), `label`",
     "gpt2-medium": "hf download openai-community/gpt2-medium --local-dir $FEDVEIL_DATA/gpt2-medium",
     "clip-vit-base-patch16": "hf download openai/clip-vit-base-patch16 --local-dir $FEDVEIL_DATA/clip-vit-base-patch16",
     "vit-small-patch16-224": "hf download WinKawaks/vit-small-patch16-224 --local-dir "

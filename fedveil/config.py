@@ -40,6 +40,7 @@ class TaskConfig(_Section):
     target_column: str = Field("ref", description="column of what is to be said: a text, a class, a caption")
     image_column: str = Field("image", description="column of the pictures: bytes, or paths beside the file")
     choices_column: str = Field("", description="vision-language: choices of a question; empty = captions")
+    hint_column: str = Field("", description="vision-language: what stands before a question; empty = nothing")
     label_column: str = Field("mr", description="column by whose values rows are dealt out to sites")
     label_pattern: str = Field(
         "", description="regular expression with one group, which is the label; empty = the whole column"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -18,6 +19,7 @@ from fedveil.contract.spec import Weights
 from fedveil.contract.task import Example
 from fedveil.tasks.vision_language import LETTERS, VisionLanguage
 from fedveil.training import text_metrics
+from fedveil.training.text_metrics import MAX_N
 
 _TEST = 5  # the name of the draws
 _NIST_N = 5
@@ -28,13 +30,13 @@ def scores(
 ) -> dict[str, Figure]:
     """The `metrics` of the model on `examples`, by name.
 
-    "test loss" is in nats a token. "accuracy", "cider", "bleu_4" and "rouge_l" are of what the model writes, in the
-    papers' scale (100 x).
+    "test loss" is in nats a token. "accuracy", "cider", "cider_r", "bleu_1" to "bleu_4" and "rouge_l" are of what
+    the model writes, in the papers' scale (100 x). Where loss alone is asked for, nothing is written.
 
     Raises:
         ValueError: another metric.
     """
-    written = task.generate(weights, Example.of(examples))
+    written = task.generate(weights, Example.of(examples)) if {*metrics} - {"test loss"} else []
     targets = [_targets(task, example) for example in examples]
     found: dict[str, Figure] = {}
     for metric in metrics:
@@ -44,19 +46,24 @@ def scores(
             case "accuracy":
                 each = [100 * text_metrics.exact_match([c], [t]) for c, t in zip(written, targets, strict=True)]
                 found[metric] = resampling.mean(each, _TEST)
-            case "cider":
+            case "cider" | "cider_r":
+                score = text_metrics.cider_d if metric == "cider" else text_metrics.cider_r
                 words = [text_metrics.words(c) for c in written]
-                per_row = text_metrics.cider_d(words, [[text_metrics.words(t) for t in refs] for refs in targets])
+                per_row = score(words, [[text_metrics.words(t) for t in refs] for refs in targets])
                 found[metric] = resampling.mean([100 * c for c in per_row], _TEST)
             case "rouge_l":
                 found[metric] = resampling.mean(
                     [100 * text_metrics.captions([c], [t])["rouge_l"] for c, t in zip(written, targets, strict=True)],
                     _TEST,
                 )
-            case "bleu_4":
-                found[metric] = resampling.reduced(bleu_statistics(written, targets), bleu, _TEST)
+            case "bleu_1" | "bleu_2" | "bleu_3" | "bleu_4":
+                of_order = partial(bleu, order=int(metric[-1]))
+                found[metric] = resampling.reduced(bleu_statistics(written, targets), of_order, _TEST)
             case _:
-                raise ValueError(f"metrics: expected test loss, accuracy, cider, rouge_l or bleu_4, found {metric}")
+                raise ValueError(
+                    "metrics: expected test loss, accuracy, cider, cider_r, rouge_l or bleu_1 to bleu_4, found "
+                    f"{metric}"
+                )
     return found
 
 
@@ -81,15 +88,16 @@ def bleu_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) ->
     return np.array([[*f.counts, *f.totals, f.sys_len, f.ref_len] for f in found], dtype=float)
 
 
-def bleu(total: Numbers) -> float:
-    """Corpus BLEU, 0 to 100, of the sum (10,) of `bleu_statistics`."""
+def bleu(total: Numbers, order: int = MAX_N) -> float:
+    """Corpus BLEU of n-grams up to `order`, 1 to 4; 0 to 100, of the sum (10,) of `bleu_statistics`."""
     return float(
         BLEU.compute_bleu(
-            correct=[int(n) for n in total[:4]],
-            total=[int(n) for n in total[4:8]],
+            correct=[int(n) for n in total[:order]],
+            total=[int(n) for n in total[MAX_N : MAX_N + order]],
             sys_len=int(total[8]),
             ref_len=int(total[9]),
             smooth_method="exp",
+            max_ngram_order=order,
         ).score
     )
 

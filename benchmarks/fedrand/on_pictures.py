@@ -12,6 +12,8 @@ the same federation in process, with a tap. Rows of a result:
 | <method> client | quality: of the models that some clients hold, the mean; under attack: what the server rebuilds |
 | <method> client, merged | the client's last upload, the rest from the broadcast it answered |
 
+With `curve_every` the rows of servers have a curve of the loss on the test rows, where a part has any (see `curves`).
+
 The shifted non-members come from another data set, as NoCaps beside COCO in the paper: an attack wins there without any
 membership. All intervals are of 95 %, see `resampling`.
 """
@@ -23,7 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from fedveil.attacks.membership import scores as membership
 from fedveil.benchmarks.common import data, pictures, quality, resampling, seeds
 from fedveil.benchmarks.common.federations import federation, task_of
 from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.fedrand import curves
 from fedveil.benchmarks.fedrand.adversary import Adversary, Figures, NonMembers, Target, Yardstick
 from fedveil.benchmarks.fedrand.drawn import Drawn, drawn
 from fedveil.benchmarks.fedrand.verdicts import verdicts
@@ -52,6 +55,7 @@ from fedveil.tasks.vision_language import VisionLanguage
 from fedveil.wire.tap import Tap
 
 _SITES = 4  # the name of the draws over sites
+_CURVE = ("test loss",)  # what is scored by round: nothing is generated for it
 
 
 @dataclass
@@ -62,6 +66,7 @@ class _Row:
     upload_bytes: int = 0
     download_bytes: int = 0
     seconds: float = 0.0
+    curve: list[curves.Point] = field(default_factory=list)
 
 
 def needs(settings: Mapping[str, Any]) -> list[data.Need]:
@@ -92,14 +97,18 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
                 "rounds": settings["config"]["run.rounds"],
                 "seconds": round(statistics.fmean(r.seconds for r in of_seeds), 1),
             }
+        if of_seeds[0].curve:
+            shown["curve"] = curves.in_result([row.curve for row in of_seeds])
         listed.append(shown)
+    followed = {name: [answer[name].curve for answer in answers] for name in answers[0]}
     config = settings["config"]
     done = (
         f"this run: {settings['clients']} clients, {config['run.rounds']} rounds of {config['train.epochs']} epochs, "
         f"at most {config.get('train.max-steps') or 'all'} steps of {config['train.batch-size']} rows, at "
         f"{config['train.learning-rate']:g}; {len(answers)} seeds"
     )
-    return Outcome(listed, verdicts(rows, settings), [done])
+    said = [*verdicts(rows, settings), *curves.costs(followed, settings.get("curve_targets", []))]
+    return Outcome(listed, said, [done])
 
 
 class _Remembering(WrappedTrainer):
@@ -126,6 +135,8 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
             kept.upload_bytes += row.upload_bytes
             kept.download_bytes += row.download_bytes
             kept.seconds += row.seconds
+            for point in row.curve:
+                kept.curve.append(replace(point, figures={prefix + m: f for m, f in point.figures.items()}))
     return _to_json(rows)
 
 
@@ -202,8 +213,9 @@ def _method(
         started, initial = time.perf_counter(), task.initial(rng.initial(seed, "weights"))
         remembering = partial(_Remembering, truth)
         running = federation(exchange, config, task, found.clients, initial, tap, remembering)
-        running.run()
-        seconds = time.perf_counter() - started
+        every = settings.get("curve_every", 0) if found.test else 0
+        followed = curves.followed(running, every, lambda weights: quality.scores(task, weights, found.test, _CURVE))
+        seconds = time.perf_counter() - started - followed.seconds
         server = running.deployed()["server"]
         view = View.server(tap, exchange)
         last_first = list(dict.fromkeys(s.site for s in reversed(list(view.uploads()))))
@@ -213,7 +225,7 @@ def _method(
         if adversary:
             clients = {site: (found.clients[site], found.labels[site]) for site in scored}
             rows[f"{label} client"].figures |= adversary.aligned(view, task, initial, clients)
-    rows[f"{label} server"] = _Row({}, running.upload_bytes, running.download_bytes, seconds)
+    rows[f"{label} server"] = _Row({}, running.upload_bytes, running.download_bytes, seconds, followed.points)
     rows[f"{label} server"].figures |= _quality(task, [server], found, part)
     rows[f"{label} client"].figures |= _quality(task, [truth[site] for site in scored], found, part)
     if adversary:
@@ -268,13 +280,16 @@ def _to_json(rows: Mapping[str, _Row]) -> dict[str, Any]:
         name: {
             "figures": {m: f.to_json() for m, f in row.figures.items()},
             "rest": [row.upload_bytes, row.download_bytes, row.seconds],
+            "curve": [point.to_json() for point in row.curve],
         }
         for name, row in rows.items()
     }
 
 
 def _from_json(rows: Mapping[str, Any]) -> dict[str, _Row]:
-    return {
-        name: _Row({m: Figure.from_json(f) for m, f in row["figures"].items()}, *row["rest"])
-        for name, row in rows.items()
-    }
+    found = {}
+    for name, row in rows.items():
+        figures = {m: Figure.from_json(f) for m, f in row["figures"].items()}
+        found[name] = _Row(figures, *row["rest"])
+        found[name].curve = [curves.Point.from_json(point) for point in row["curve"]]
+    return found

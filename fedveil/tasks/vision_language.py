@@ -7,14 +7,16 @@
   task.target-column: index of the right choice |
 
 The prompts go through the processor's own chat template, image first. They are those with which LLaVA-style models are
-commonly tuned and scored. Trained is an adapter of the language model; vision tower and connector are frozen. Several
-captions of an image are as many training rows, and one image to score.
+commonly tuned and scored. A question may have a hint (task.hint-column): "Context: ..." in front of it, which loses its
+end where the row is too long for task.max-tokens. Trained is an adapter of the language model; vision tower and
+connector are frozen. Several captions of an image are as many training rows, and one image to score.
 
 Images are bytes (as `datasets` stores them: {"bytes", "path"}) or paths beside the data file.
 """
 
 from __future__ import annotations
 
+import logging
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,12 +42,14 @@ from fedveil.training import adapted, causal, text_metrics
 CAPTION_PROMPT = "Describe this image concisely."
 CHOICE_PROMPT = "Answer with the option's letter from the given choices directly."
 LETTERS = string.ascii_uppercase
+log = logging.getLogger("fedveil.rows")
 _KEPT_BYTES = decoding.KEPT_BYTES
 _OF_TOKENS = {"input_ids", "attention_mask"}
 
 
 def _columns(task: TaskConfig) -> tuple[str, ...]:
-    question = (task.source_column, task.choices_column) if task.choices_column else ()
+    hint = (task.hint_column,) if task.hint_column else ()
+    question = (task.source_column, task.choices_column, *hint) if task.choices_column else ()
     return (task.image_column, task.target_column, *question)
 
 
@@ -59,7 +63,16 @@ Inputs = Mapping[str, Tensor]  # what the model takes of an image: (1, ...) each
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
-    """The task of `config`; the base itself is loaded at the first need. Raises as text generation's."""
+    """The task of `config`; the base itself is loaded at the first need. Raises as text generation's.
+
+    Raises:
+        ConfigError: a hint without questions, too.
+    """
+    if config.task.hint_column and not config.task.choices_column:
+        raise ConfigError(
+            "task.hint-column: expected none for captions, since a hint stands before a question, found "
+            f'"{config.task.hint_column}"; leave it out, or set task.choices-column'
+        )
     adapted.check(config, adapter, INFO)
     loading.check_context(config, adapter, INFO.tiny())
     return VisionLanguage(config, adapter, loading.pick_device(device))
@@ -86,6 +99,12 @@ class _Asked:
     prompt: str
     targets: list[str]
     where: str
+    hint: str = ""
+
+    @property
+    def text(self) -> str:
+        """What stands behind the image."""
+        return f"Context: {self.hint}\n{self.prompt}" if self.hint else self.prompt
 
 
 @final
@@ -110,12 +129,16 @@ class VisionLanguage(causal.CausalTask):
         """
         room = decoding.Room(_KEPT_BYTES)
         asked = (self._asked(example, _reading(examples, i)) for i, example in enumerate(examples))
-        return [row for each in asked for row in self._rows(each, room)]
+        rows = [row for each in asked for row in self._rows(each, room)]
+        if cut := sum(row.cut > 0 for row in rows):
+            now = self.config.task.max_tokens
+            log.warning("task.max-tokens = %d: %d of %d rows lose the end of their hint; raise it", now, cut, len(rows))
+        return rows
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" over all targets of the first evaluate.max-examples images; with `generate` also exact_match, and for
-        captions bleu_1 to bleu_4, rouge_l and cider of one text an image (see text_metrics).
+        captions bleu_1 to bleu_4, rouge_l, cider and cider_r of one text an image (see text_metrics).
 
         Raises:
             TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
@@ -189,33 +212,39 @@ class VisionLanguage(causal.CausalTask):
                 f'task.data: expected an index from 0 to {len(choices) - 1} in "{task.target_column}", found '
                 f"{answer!r} in {where}; correct or drop the row"
             )
-        return _Asked(image, prompt_of_choices(question, [str(c) for c in choices]), [LETTERS[answer]], where)
+        prompt = prompt_of_choices(question, [str(c) for c in choices])
+        return _Asked(image, prompt, [LETTERS[answer]], where, _hint(example, task.hint_column))
 
     def _rows(self, asked: _Asked, room: decoding.Room) -> list[ImageRow]:
-        prompt, inputs = self._seen(asked, room)
-        tokenizer, longest = self.base.tokenizer, self.config.task.max_tokens
+        tokenizer, longest, whole = self.base.tokenizer, self.config.task.max_tokens, asked.hint
+        prompt, inputs = self._seen(asked)
+        while asked.hint and (over := len(prompt) + 2 - longest) > 0:
+            left = tokenizer.decode(tokenizer.encode(asked.hint, add_special_tokens=False)[:-over]).rstrip("\ufffd ")
+            asked = replace(asked, hint=left if len(left) < len(asked.hint) else "")
+            prompt, inputs = self._seen(asked)
         if len(prompt) + 2 > longest:
             raise ConfigError(
                 f"task.max-tokens: expected room for the {len(prompt)} tokens of image and prompt and an answer, found "
                 f"{longest} ({asked.where}); raise it"
             )
         answers = [tokenizer.encode(target, add_special_tokens=False) for target in asked.targets]
-        end = tokenizer.eos_token_id
-        return [ImageRow([*prompt, *[*ids, end][: longest - len(prompt)]], len(prompt), inputs) for ids in answers]
+        end, cut, taken = tokenizer.eos_token_id, int(asked.hint != whole), self._kept(asked, inputs, room)
+        return [
+            ImageRow([*prompt, *[*ids, end][: longest - len(prompt)]], len(prompt), taken, cut=cut) for ids in answers
+        ]
 
-    def _seen(self, asked: _Asked, room: decoding.Room) -> tuple[list[int], Callable[[], Inputs]]:
-        """The prompt's tokens, one for each part of the image, and what the model takes of the image."""
-        content = [{"type": "image"}, {"type": "text", "text": asked.prompt}]
+    def _processed(self, asked: _Asked) -> dict[str, Tensor]:
+        content = [{"type": "image"}, {"type": "text", "text": asked.text}]
         text = self.base.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
+        image = decoding.decoded(asked.image(), asked.where)
+        with library.quiet():
+            return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
 
-        def processed() -> dict[str, Tensor]:
-            image = decoding.decoded(asked.image(), asked.where)
-            with library.quiet():
-                return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
-
-        found = processed()
+    def _seen(self, asked: _Asked) -> tuple[list[int], dict[str, Tensor]]:
+        """The prompt's tokens, one for each part of the image, and what the model takes of the image."""
+        found = self._processed(asked)
         ids: list[int] = found.pop("input_ids")[0].tolist()
         inputs = {name: value for name, value in found.items() if name not in _OF_TOKENS}
         if more := [name for name, value in inputs.items() if name.endswith("token_type_ids")]:
@@ -223,14 +252,29 @@ class VisionLanguage(causal.CausalTask):
                 f"task.model: expected a model that takes tokens and images (LLaVA-style), found that "
                 f'"{self.config.task.model}" also takes {more[0]}; {loading.NEXT}'
             )
+        return ids, inputs
+
+    def _kept(self, asked: _Asked, inputs: dict[str, Tensor], room: decoding.Room) -> Callable[[], Inputs]:
+        """Gives `inputs`, which are kept where there is room, and else made again."""
         if room.holds(sum(value.nbytes for value in inputs.values())):
-            return ids, lambda: inputs
+            return lambda: inputs
         names = list(inputs)
-        return ids, lambda: {name: value for name, value in processed().items() if name in names}
+        return lambda: {name: value for name, value in self._processed(asked).items() if name in names}
 
 
 def _reading(examples: Examples, index: int) -> Callable[[], Example]:
     return lambda: examples[index]
+
+
+def _hint(example: Example, column: str) -> str:
+    """The hint of a question, whose row may have none."""
+    value = example.values.get(column) if column else ""
+    if not isinstance(value, str | None):
+        raise TaskError(
+            f'task.data: expected a text, or none, in column "{column}", found {value!r} in {example.where}; correct '
+            "or drop the row"
+        )
+    return (value or "").strip()
 
 
 def _captions(example: Example, column: str) -> list[str]:

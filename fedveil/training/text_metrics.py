@@ -1,8 +1,7 @@
 """Scores of generated text against several references a source.
 
-`score` gives bleu, rouge_l, nist, meteor and cider, `captions` bleu_1 to bleu_4, rouge_l and cider, each in the scale
-of
-its usual tool:
+`score` gives bleu, rouge_l, nist, meteor and cider, `captions` bleu_1 to bleu_4, rouge_l, cider and cider_r, each in
+the scale of its usual tool:
 
 | score | scale | made by |
 |---|---|---|
@@ -11,8 +10,9 @@ its usual tool:
 | nist | 0 to about 10 | nltk, corpus NIST up to 5-grams |
 | meteor | 0 to 1 | nltk, exact and Porter stem matches only: WordNet's synonyms need a download, so values lie below |
 | cider | 0 to 10 | CIDEr-D as in coco-caption: 10 x the mean; typically 1 to 3 on E2E |
+| cider_r | 0 to 10 | CIDEr-R: penalties for repeated words and for relative, not absolute, length |
 
-nist, meteor and cider see the words of `words`.
+nist, meteor, cider and cider_r see the words of `words`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from statistics import geometric_mean
 
 Gram = tuple[str, ...]
 
 MAX_N = 4
 SCORES = ("bleu", "rouge_l", "nist", "meteor", "cider")
-CAPTIONS = (*(f"bleu_{n}" for n in range(1, MAX_N + 1)), "rouge_l", "cider")
+CAPTIONS = (*(f"bleu_{n}" for n in range(1, MAX_N + 1)), "rouge_l", "cider", "cider_r")
 SIGMA = 6.0
+OF_REPETITION, OF_LENGTH = 0.8, 0.2  # what CIDEr-R raises its two penalties to
 
 _WORD = re.compile(r"[^\W_]+(?:[-.,:/][^\W_]+)*|'[^\W\d_]+|[^\w\s]|_")
 
@@ -60,11 +62,16 @@ def score(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dic
 
 
 def captions(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """The scores that image captions are given: bleu_1 to bleu_4, rouge_l, cider. Raises as `score`."""
+    """The scores that image captions are given: bleu_1 to bleu_4, rouge_l, cider, cider_r. Raises as `score`."""
     _check(candidates, references)
-    each = cider_d([words(c) for c in candidates], [[words(r) for r in refs] for refs in references])
+    of_words = [words(c) for c in candidates], [[words(r) for r in refs] for refs in references]
     bleu = {f"bleu_{n}": _bleu(candidates, references, n) for n in range(1, MAX_N + 1)}
-    return bleu | {"rouge_l": _rouge_l(candidates, references), "cider": sum(each) / len(each)}
+    cider, robust = cider_d(*of_words), cider_r(*of_words)
+    return bleu | {
+        "rouge_l": _rouge_l(candidates, references),
+        "cider": sum(cider) / len(cider),
+        "cider_r": sum(robust) / len(robust),
+    }
 
 
 def exact_match(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> float:
@@ -91,6 +98,30 @@ def cider_d(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[S
     Document frequencies come from these references, one document a source. A value is 0 to 10; a set of one source
     gives 0 throughout, because every idf is then log 1.
     """
+    return _consensus(candidates, references, _gaussian)
+
+
+def cider_r(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> list[float]:
+    """CIDEr-R of each candidate (Santos, Colombini, Avila 2021, as in the authors' own scorer), times 10.
+
+    CIDEr-D with rep^0.8 len^0.2 in place of its Gaussian, for each reference of l words and a candidate of k; the
+    clipped cosine stays:
+
+        len = exp(-((k - l) / l)^2)
+        rep = geometric mean of 1 / (1 + |times in the candidate - times in the reference|) over the candidate's words
+
+    In rep a word is letters and digits alone, each counts once, and one that the reference lacks may stand there once.
+    That scorer takes k - 1 and l - 1 for the lengths, with which a reference of one word divides by 0.
+    """
+    return _consensus(candidates, references, _robust)
+
+
+def _consensus(
+    candidates: Sequence[Sequence[str]],
+    references: Sequence[Sequence[Sequence[str]]],
+    penalty: Callable[[Sequence[str], Sequence[str]], float],
+) -> list[float]:
+    """10 x the mean over references of the clipped cosine, times the penalty of candidate and reference."""
     reference_counts = [[_gram_counts(r) for r in refs] for refs in references]
     documents = Counter(gram for refs in reference_counts for gram in set().union(*refs))
     log_sources = math.log(len(references))
@@ -98,12 +129,24 @@ def cider_d(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[S
     for candidate, refs, counts in zip(candidates, references, reference_counts, strict=True):
         own = _tf_idf(_gram_counts(candidate), documents, log_sources)
         per_reference = [
-            math.exp(-((len(candidate) - len(ref)) ** 2) / (2 * SIGMA**2))
-            * _clipped_cosine(own, _tf_idf(count, documents, log_sources))
+            penalty(candidate, ref) * _clipped_cosine(own, _tf_idf(count, documents, log_sources))
             for ref, count in zip(refs, counts, strict=True)
         ]
         scores.append(10 * sum(per_reference) / len(per_reference))
     return scores
+
+
+def _gaussian(candidate: Sequence[str], reference: Sequence[str]) -> float:
+    return math.exp(-((len(candidate) - len(reference)) ** 2) / (2 * SIGMA**2))
+
+
+def _robust(candidate: Sequence[str], reference: Sequence[str]) -> float:
+    if not reference:
+        return 0.0
+    of_length = math.exp(-(((len(candidate) - len(reference)) / len(reference)) ** 2))
+    said, wanted = (Counter(re.findall(r"\w+", " ".join(tokens))) for tokens in (candidate, reference))
+    of_repetition = [1 / (1 + abs(count - wanted.get(word, 1))) for word, count in said.items()]
+    return float(geometric_mean(of_repetition or [1.0]) ** OF_REPETITION * of_length**OF_LENGTH)
 
 
 def _gram_counts(tokens: Sequence[str]) -> Counter[Gram]:

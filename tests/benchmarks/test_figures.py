@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -19,6 +20,47 @@ def test_a_committed_figure_shows_what_its_result_has(name):
     """Else run python -m fedveil.benchmarks.figures."""
     with Image.open(ROOT / "docs" / "pictures" / f"results-{name}.png") as picture:
         assert picture.info["Description"] == figures.digest(DRAWN[name])
+
+
+@pytest.mark.parametrize("name", figures.CURVES)
+def test_a_curve_is_drawn_if_and_only_if_its_result_has_one(name):
+    """Else run python -m fedveil.benchmarks.figures."""
+    file = ROOT / "docs" / "pictures" / f"results-{name}.png"
+    assert file.is_file() == bool(figures.points(figures.CURVES[name]))
+    if file.is_file():
+        with Image.open(file) as picture:
+            assert picture.info["Description"] == figures.digest(figures.CURVES[name])
+
+
+def test_curves_of_a_result_are_drawn_by_round_and_by_bytes(tmp_path, monkeypatch):
+    """A row without a curve, or with one of another metric, is left out; so is a result that is not there."""
+    (tmp_path / "docs/pictures").mkdir(parents=True)
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    monkeypatch.setattr(figures.places, "folder", lambda name: tmp_path / name)
+    curve = [
+        {"round": 2 * i, "upload_bytes": 10**6 * i, "download_bytes": 2 * 10**6 * i,
+         "metrics": {"loss": {"mean": 3.0 - i, "low": 2.5 - i, "high": 3.5 - i, "n": 5}}}
+        for i in range(3)
+    ]  # fmt: skip
+    other = [at | {"metrics": {"bleu": at["metrics"]["loss"]}} for at in curve]
+    rows = [{"name": "FedAvg server", "curve": curve}, {"name": "round 0"}, {"name": "FedPer", "curve": other}]
+    (tmp_path / "benchmarks/results/a_b.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(figures, "FIGURES", {})
+    monkeypatch.setattr(figures, "FRONTS", {})
+    monkeypatch.setattr(figures, "COPIED", {})
+    there = figures.Curves("a/b", "loss", "nats")
+    monkeypatch.setattr(figures, "CURVES", {"there": there, "not-yet": figures.Curves("c/d", "loss", "nats")})
+    assert {name: [at[:2] for at in of] for name, of in figures.points(there).items()} == {
+        "FedAvg": [(0, 0.0), (2, 3.0), (4, 6.0)]
+    }
+    figures.main()
+    assert [file.name for file in (tmp_path / "docs/pictures").iterdir()] == ["results-there.png"]
+    with Image.open(tmp_path / "docs/pictures/results-there.png") as picture:
+        assert picture.info["Description"] == figures.digest(there)
+        assert len(picture.convert("RGB").getcolors(2**16)) > 20
+    by_round, by_bytes = figures.by_round_and_bytes(there).axes
+    assert by_round.lines[0].get_xydata().tolist() == [[0, 3], [2, 2], [4, 1]]
+    assert by_bytes.lines[0].get_xydata().tolist() == [[0, 3], [3, 2], [6, 1]]
 
 
 @pytest.mark.parametrize("name", figures.COPIED)

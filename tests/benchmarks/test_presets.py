@@ -10,11 +10,12 @@ import pytest
 
 from fedveil import places, strategies
 from fedveil.benchmarks import run
-from fedveil.benchmarks.common import resampling, verdicts
+from fedveil.benchmarks.common import pictures, resampling, verdicts
 from fedveil.benchmarks.dp_fpl import federated_prompts
 from fedveil.benchmarks.dp_fpl.accuracy import ZERO
 from fedveil.benchmarks.dp_fpl.learning import FREQUENT
 from fedveil.errors import ConfigError
+from fedveil.training import text_metrics
 
 
 def preset(name: str) -> dict:
@@ -61,6 +62,36 @@ def test_claims_are_about_rows_and_parts_of_their_table(name, quick):
     for claim in settings.get("claims", []):
         assert {claim["row"], *([claim["than"]] if isinstance(claim["than"], str) else [])} <= rows
         assert not parts or claim["metric"].startswith(parts)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["runner"] == "fedrand.on_pictures"])
+def test_every_score_that_a_table_on_pictures_asks_for_is_one_of_captions_or_of_answers(name, quick):
+    """Answers have accuracy alone; captions have everything else."""
+    settings = run.read(name, quick)["settings"]
+    for part in settings["parts"]:
+        known = {"accuracy"} if pictures.is_choice(part["data"]) else {*text_metrics.CAPTIONS}
+        assert set(part["metrics"]) <= {"test loss", *known}, part
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["runner"] == "fedrand.on_pictures"])
+def test_a_target_on_curves_is_one_that_its_table_can_have(name, quick):
+    """In either form: one that no row has would end a run of hours with an error."""
+    settings = run.read(name, quick)["settings"]
+    metrics = {f"{part['name']} test loss".strip() for part in settings["parts"] if part.get("test_rows")}
+    for target in settings.get("curve_targets", []):
+        assert settings["curve_every"] > 0
+        assert target["row"] in {f"{label} server" for label in settings["methods"]}
+        assert target["metric"] in metrics
+        assert target["margin"] > 0
+
+
+def test_the_quick_form_of_fedrand_s_table_1_has_no_captions():
+    """Too few pictures to learn any: a CIDEr of about 1 says nothing. The full form has all that the paper has."""
+    full, quick = ({p["name"]: p for p in run.read("fedrand/table1", q)["settings"]["parts"]} for q in (False, True))
+    assert set(quick) == {"qa"}
+    assert set(full["coco"]["metrics"]) == {"test loss", *text_metrics.CAPTIONS}
 
 
 @pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["runner"] == "fedqsn.proxies"])

@@ -60,7 +60,7 @@ def test_the_page_lists_every_preset_with_the_folders_of_its_full_form():
         ("fedqsn/table1", True, "viggo", ("train", "validation", "test")),
         ("fedqsn/distributed", True, "viggo", ("train", "test")),
         ("fedrand/table1", False, "coco2017-caption", ("train", "test")),
-        ("fedrand/table1", True, "coco_captions_mini", ("train",)),
+        ("fedrand/table1", True, "caltech101", ("train", "test")),
         ("fedrand/table4", True, "cifar10", ("test",)),
         ("random_binary/accuracy", False, "cifar10", ("train", "test")),
         ("random_binary/april", False, "cifar10", ("test",)),

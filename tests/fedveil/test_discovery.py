@@ -117,8 +117,8 @@ def test_every_task_says_what_it_reads_and_takes(name):
     assert info.mounts
     assert set(info.columns(task)) <= {task.source_column, task.target_column, task.image_column}
     assert info.tiny() is None or info.tiny().is_dir()
-    asked = parse({"task.choices-column": "choices"}).task
-    assert ("choices" in info.columns(asked)) == (name == "vision-language")
+    asked = parse({"task.choices-column": "choices", "task.hint-column": "hint"}).task
+    assert ({"choices", "hint"} <= set(info.columns(asked))) == (name == "vision-language")
 
 
 def test_a_method_and_a_task_of_another_package_run(ward, tmp_path):

@@ -1,4 +1,4 @@
-"""NIST from sums over sources, beside nltk's of the whole corpus."""
+"""NIST and BLEU from sums over sources, beside those of the whole corpus; the scores of what a model writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from nltk.translate.nist_score import corpus_nist
 
 from fedveil.benchmarks.common import quality, resampling, texts
-from fedveil.training.text_metrics import words
+from fedveil.config import parse
+from fedveil.training.text_metrics import captions, words
 from tests.benchmarks.text_folder import FOODS
 
 WRITTEN = [
@@ -68,3 +69,41 @@ def test_nist_stands_among_the_scores_with_an_interval(monkeypatch):
     interval = resampling.interval(found["nist"])
     assert 0 < interval["low"] < interval["mean"] < interval["high"] < 10
     assert np.isfinite(found["nist"].replicates).all()
+
+
+class Captioner:
+    """Writes the same texts whatever the model; what it is scored on stands in the column `target`."""
+
+    config = parse({"method.name": "fedavg", "task.name": "vision-language", "task.target-column": "target"})
+
+    def generate(self, weights, sources):
+        return WRITTEN
+
+
+CAPTIONED = [{"target": refs} for refs in TARGETS]
+
+
+def test_captions_are_scored_as_the_whole_corpus_in_the_papers_scale():
+    of_corpus = captions(WRITTEN, TARGETS)
+    names = ["bleu_1", "bleu_2", "bleu_3", "bleu_4"]
+    found = quality.scores(Captioner(), {}, CAPTIONED, names)
+    assert {name: figure.value for name, figure in found.items()} == pytest.approx({n: of_corpus[n] for n in names})
+    assert len({round(figure.value, 3) for figure in found.values()}) == 4
+    means = quality.scores(Captioner(), {}, CAPTIONED, ["rouge_l", "cider", "cider_r"])
+    assert {m: figure.value for m, figure in means.items()} == pytest.approx({m: 100 * of_corpus[m] for m in means})
+    assert means["cider"].value != pytest.approx(means["cider_r"].value, rel=0.01)
+    assert np.ptp(found["bleu_1"].replicates) > 0
+
+
+@pytest.mark.parametrize("metric", ["bleu_0", "bleu_5", "bleu", "nist"])
+def test_a_score_that_captions_do_not_have_is_refused(metric):
+    with pytest.raises(ValueError, match=f"expected .*bleu_1 to bleu_4, found {metric}$"):
+        quality.scores(Captioner(), {}, CAPTIONED, [metric])
+
+
+def test_loss_alone_asks_for_no_text(monkeypatch):
+    """So that it can be taken after every few rounds."""
+    monkeypatch.setattr(quality, "_losses", lambda *_: [1.0, 2.0, 3.0, 4.0])
+    task = Captioner()
+    monkeypatch.setattr(task, "generate", lambda *_: pytest.fail("generated"), raising=False)
+    assert quality.scores(task, {}, CAPTIONED, ["test loss"])["test loss"].value == 2.5

@@ -89,6 +89,61 @@ def test_a_question_becomes_lettered_choices(data):
     assert text == f"Which?\nA. north\nB. south\nC. west\n{CHOICE_PROMPT}\nC{asked.base.tokenizer.eos_token}"
 
 
+def asking(**keys: object) -> VisionLanguage:
+    columns = {"choices_column": "choices", "source_column": "question", "target_column": "answer"}
+    return make(**{f"task__{key}": value for key, value in columns.items()}, **keys)
+
+
+def hinted(hint: object) -> list[Example]:
+    values = {"image": picture(0), "question": "Which?", "choices": ["north", "south"], "answer": 1, "hint": hint}
+    return [Example(values, Origin("f", 7))]
+
+
+def prompt_of(task: VisionLanguage, row) -> str:
+    return task.base.tokenizer.decode(row.ids[16 : row.start])
+
+
+def test_a_hint_stands_before_the_question_and_a_row_without_one_is_as_before():
+    plain, asked = asking(), asking(task__hint_column="hint")
+    question = f"Which?\nA. north\nB. south\n{CHOICE_PROMPT}\n"
+    (row,) = asked.encode(hinted(" The needle points up. "))
+    assert prompt_of(asked, row) == f"Context: The needle points up.\n{question}"
+    assert row.cut == 0
+    for none in ("", "  ", None):
+        assert asked.encode(hinted(none))[0].ids == plain.encode(hinted("unread"))[0].ids
+    assert prompt_of(plain, plain.encode(hinted("unread"))[0]) == question
+
+
+def test_a_hint_too_long_loses_its_end_and_the_question_nothing(caplog):
+    short, roomy = asking(task__hint_column="hint", task__max_tokens=70), asking(task__hint_column="hint")
+    hint = " ".join(f"word{i}" for i in range(200))
+    (row,) = short.encode(hinted(hint))
+    context, question = prompt_of(short, row).split("\n", 1)
+    assert len(row.ids) <= 70
+    assert row.start >= 60
+    assert question == f"Which?\nA. north\nB. south\n{CHOICE_PROMPT}\n"
+    assert hint.startswith(context.removeprefix("Context: "))
+    assert row.cut == 1
+    assert "task.max-tokens = 70: 1 of 1 rows lose the end of their hint; raise it" in caplog.text
+    assert short.base.tokenizer.decode(row.ids[row.start :]) == "B" + short.base.tokenizer.eos_token
+    whole = roomy.encode(hinted("word0 word1"))[0]
+    assert set(row.inputs()) == set(whole.inputs())
+    none = asking(task__hint_column="hint", task__max_tokens=short.encode(hinted(""))[0].start + 2)
+    assert none.encode(hinted("é" * 300))[0].ids == none.encode(hinted(""))[0].ids
+    with pytest.raises(ConfigError, match="task.max-tokens: expected room"):
+        asking(task__hint_column="hint", task__max_tokens=20).encode(hinted(hint))
+
+
+def test_a_hint_that_is_no_text_or_has_no_question_is_refused(tmp_path):
+    with pytest.raises(TaskError, match='a text, or none, in column "hint", found 3 in row 7 of f'):
+        asking(task__hint_column="hint").encode(hinted(3))
+    with pytest.raises(ConfigError, match=r'task.hint-column: expected none for captions, .* found "hint"'):
+        make(task__hint_column="hint")
+    row = {"image": {"bytes": picture(0), "path": None}, "question": "Which?", "choices": ["n", "s"], "answer": 1}
+    with pytest.raises(TaskError, match='expected column "hint" in'):
+        asking(task__hint_column="hint").examples(save(tmp_path / "asked", [row]), "train")
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
@@ -198,7 +253,7 @@ def test_training_learns_the_captions(data):
     start = task.initial(rng.initial(0, "weights"))
     trained = task.trainer(task.encode(examples), rng.initial(0, "batches")).train(start)
     before, after = task.evaluate(start, examples, True), task.evaluate(trained.weights, examples, True)
-    assert set(after) == {"loss", "exact_match", "bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider"}
+    assert set(after) == {"loss", "exact_match", "bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider", "cider_r"}
     assert after["loss"] < before["loss"] / 3
     assert after["exact_match"] > before["exact_match"]
 

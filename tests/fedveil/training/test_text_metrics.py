@@ -1,15 +1,17 @@
-"""CIDEr-D by hand and against a slow twin; the other scores at their extremes."""
+"""CIDEr-D and CIDEr-R by hand and against a slow twin; the other scores at their extremes."""
 
 from __future__ import annotations
 
 import math
 import random
+import re
+import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.training.text_metrics import captions, cider_d, exact_match, score, words
+from fedveil.training.text_metrics import captions, cider_d, cider_r, exact_match, score, words
 
 WORDS = ["the", "mill", "pub", "cheap", "riverside", "."]
 SENTENCE = st.lists(st.sampled_from(WORDS), max_size=7)
@@ -36,7 +38,59 @@ def test_cider_d_by_hand():
     assert got == pytest.approx([10 * penalty / math.sqrt(2) / 4, 10 * penalty * (0.5 + 1 / math.sqrt(2)) / 4])
 
 
-def twin(candidates: list[list[str]], references: list[list[list[str]]]) -> list[float]:
+def test_cider_r_by_hand():
+    """The cosines of `test_cider_d_by_hand`. No word of "a b" is repeated; it is one word of three too short.
+
+    "a d d" has d once too often, a as it should: rep = sqrt(1 x 1/2). It is one word of two too long.
+    """
+    got = cider_r([["a", "b"], ["a", "d", "d"]], [[["a", "c", "b"]], [["a", "d"]]])
+    first = 10 * math.exp(-1 / 9) ** 0.2 / math.sqrt(2) / 4
+    second = 10 * math.exp(-1 / 4) ** 0.2 * math.sqrt(1 / 2) ** 0.8 * (0.5 + 1 / math.sqrt(2)) / 4
+    assert got == pytest.approx([first, second])
+
+
+def alone(candidate: str, reference: str) -> float:
+    """CIDEr-R beside a second source that has no word of either."""
+    return cider_r([words(candidate), ["x"]], [[words(reference)], [["x"]]])[0]
+
+
+def test_repeating_costs_in_cider_r():
+    """Unigrams only. A word that the reference lacks may stand there once; so may one half of a compound."""
+    lacking = [alone(f"pub {again}", "pub") for again in ("cheap", "cheap cheap", "cheap cheap cheap")]
+    cosines = [1 / math.sqrt(1 + n**2) for n in (1, 2, 3)]
+    lengths = [math.exp(-(n**2)) ** 0.2 for n in (1, 2, 3)]
+    repeated = [math.sqrt(1 / n) ** 0.8 for n in (1, 2, 3)]
+    assert lacking == pytest.approx([2.5 * c * k * r for c, k, r in zip(cosines, lengths, repeated, strict=True)])
+    assert alone("family-friendly family", "family-friendly") == pytest.approx(lacking[0] * math.sqrt(1 / 2) ** 0.8)
+    assert alone("pub .", "pub") == pytest.approx(alone("pub cheap", "pub"))
+    assert alone("pub . .", "pub") > alone("pub cheap cheap", "pub")  # marks are no words
+
+
+def test_length_in_cider_r_is_relative_to_the_reference():
+    """Half as long: the same share of the cosine is left, however long the reference; CIDEr-D leaves ever less."""
+    kept = []
+    for size in (4, 8, 16):
+        reference = [f"w{i}" for i in range(2 * size)]
+        texts = [reference[:size], ["x"]], [[reference], [["x"]]]
+        cosine = statistics.fmean(math.sqrt((size - n) / (2 * size - n)) for n in range(4))
+        kept.append((cider_r(*texts)[0] / cosine, cider_d(*texts)[0] / cosine))
+    assert [of_r for of_r, _ in kept] == pytest.approx([10 * math.exp(-1 / 4) ** 0.2] * 3)
+    assert kept[0][1] > kept[1][1] > kept[2][1]
+
+
+def gaussian(candidate: list[str], reference: list[str]) -> float:
+    return math.exp(-((len(candidate) - len(reference)) ** 2) / 72)
+
+
+def robust(candidate: list[str], reference: list[str]) -> float:
+    """An empty reference has no entry in any vector: what its penalty is does not matter."""
+    mine, theirs = (re.findall(r"\w+", " ".join(tokens)) for tokens in (candidate, reference))
+    factors = [1 / (1 + abs(mine.count(w) - (theirs.count(w) or 1))) for w in set(mine)]
+    length = math.exp(-((len(candidate) - len(reference)) ** 2) / max(1, len(reference)) ** 2)
+    return (statistics.geometric_mean(factors) if factors else 1.0) ** 0.8 * length**0.2
+
+
+def twin(candidates: list[list[str]], references: list[list[list[str]]], penalty) -> list[float]:
     """The paper's equations one gram at a time, every gram of the corpus in every vector."""
 
     def occurrences(tokens: list[str], gram: tuple[str, ...]) -> int:
@@ -58,12 +112,13 @@ def twin(candidates: list[list[str]], references: list[list[list[str]]]) -> list
                 norm = math.sqrt(sum(v * v for v in own.values()) * sum(v * v for v in its.values()))
                 if norm > 0:
                     dot = sum(min(own[g], its[g]) * its[g] for g in grams)
-                    total += math.exp(-((len(candidate) - len(ref)) ** 2) / 72) * dot / norm / len(refs) / 4
+                    total += penalty(candidate, ref) * dot / norm / len(refs) / 4
         scores.append(10 * total)
     return scores
 
 
-def test_cider_d_equals_its_twin():
+@pytest.mark.parametrize(("cider", "penalty"), [(cider_d, gaussian), (cider_r, robust)])
+def test_cider_equals_its_twin(cider, penalty):
     rng = random.Random(271828)
 
     def sentence() -> list[str]:
@@ -72,13 +127,20 @@ def test_cider_d_equals_its_twin():
     for _ in range(10):
         candidates = [sentence() for _ in range(4)]
         references = [[sentence() for _ in range(rng.randint(1, 3))] for _ in range(4)]
-        assert cider_d(candidates, references) == pytest.approx(twin(candidates, references))
+        assert cider(candidates, references) == pytest.approx(twin(candidates, references, penalty))
 
 
 @given(st.lists(st.tuples(SENTENCE, st.lists(SENTENCE, min_size=1, max_size=3)), min_size=1, max_size=4))
-def test_cider_d_lies_between_0_and_10(pairs):
-    scores = cider_d([c for c, _ in pairs], [refs for _, refs in pairs])
-    assert all(0 <= s <= 10 + 1e-9 for s in scores)
+def test_cider_lies_between_0_and_10(pairs):
+    for cider in (cider_d, cider_r):
+        scores = cider([c for c, _ in pairs], [refs for _, refs in pairs])
+        assert all(0 <= s <= 10 + 1e-9 for s in scores)
+
+
+@given(st.lists(SENTENCE.flatmap(lambda s: st.tuples(st.just(s), st.permutations(s))), min_size=2, max_size=4))
+def test_a_text_of_the_reference_s_words_has_no_penalty_in_either(pairs):
+    texts = [c for c, _ in pairs], [[ref] for _, ref in pairs]
+    assert cider_r(*texts) == pytest.approx(cider_d(*texts))
 
 
 def test_a_copy_of_the_only_reference_scores_full_marks():
@@ -88,6 +150,7 @@ def test_a_copy_of_the_only_reference_scores_full_marks():
     assert scores["rouge_l"] == pytest.approx(1)
     assert scores["cider"] == pytest.approx(10)
     assert scores["meteor"] > 0.99
+    assert captions(sentences, [[s] for s in sentences])["cider_r"] == pytest.approx(10)
     swapped = score(sentences[::-1], [[s] for s in sentences])
     assert all(swapped[name] < scores[name] / 2 for name in scores)
 
@@ -124,7 +187,7 @@ def test_exact_match_by_hand():
 def test_captions_by_hand():
     """One candidate of four words, three of them in the reference, two pairs, one triple, no four in a row."""
     found = captions(["a red boat sinks"], [["a red boat floats"]])
-    assert set(found) == {"bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider"}
+    assert set(found) == {"bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider", "cider_r"}
     assert found["bleu_1"] == pytest.approx(75.0)
     assert found["bleu_2"] == pytest.approx(100 * (3 / 4 * 2 / 3) ** (1 / 2))
     assert found["bleu_3"] == pytest.approx(100 * (3 / 4 * 2 / 3 * 1 / 2) ** (1 / 3))
