@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedveil import rng, strategies, tasks
-from fedveil.attacks import canaries, controls
+from fedveil.attacks import canaries, controls, spelled
 from fedveil.attacks.base import Attack, Knowledge, UploadAttack, View, installed, misfit
 from fedveil.attacks.collector import KINDS, ON_UPLOADS, Collector, Kind
 from fedveil.attacks.controls import Control
@@ -36,7 +36,7 @@ from fedveil.attacks.findings import Audit, Finding, Rebuilt, corrected, notes
 from fedveil.attacks.hidden_model import factor_pairing
 from fedveil.attacks.membership.scores import PublicBase, loss_of
 from fedveil.attacks.paired import Sides
-from fedveil.attacks.reconstruction import pictures, texts
+from fedveil.attacks.reconstruction import pictures
 from fedveil.attacks.samples import LEAST, Sample, Source, samples
 from fedveil.attacks.steps import Budget, Step, taken, words
 from fedveil.attacks.unseen import of_run
@@ -116,8 +116,8 @@ def audit_run(
     over = budget.left <= 0
     sheet = None if over else pictures.reconstructed(view, task, config, members)
     more = ["Left out: pictures read off gradients: the time did not suffice."] if over else [_NO_PICTURES]
-    spelled = texts.notes(view, knowledge, config, members, non_members, lambda: budget.left <= 0)
-    told = [*said, *found.notes, *(sheet.notes if sheet else more), *spelled, _NEVER]
+    read = spelled.notes(view, knowledge, config, members, non_members, lambda: budget.left <= 0)
+    told = [*said, *found.notes, *(sheet.notes if sheet else more), *read, _NEVER]
     return replace(found, notes=told, epsilon_shown=shown), sheet.png if sheet else None
 
 

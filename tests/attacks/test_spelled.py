@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fedveil import places, rng, strategies, tasks
+from fedveil.attacks import spelled
 from fedveil.attacks.base import Knowledge, View
-from fedveil.attacks.reconstruction import texts, tokens
+from fedveil.attacks.reconstruction import tokens
 from fedveil.attacks.samples import Sample
 from fedveil.benchmarks.common.federations import federation
 from fedveil.config import parse
@@ -47,8 +48,8 @@ def audited(tmp_path_factory):
 
 def test_a_run_of_single_steps_spells_out_its_rows_and_no_others(audited):
     view, knowledge, config, members, non_members = audited
-    assert texts.misfit(view, knowledge.task, config) == ""
-    (said,) = texts.notes(view, knowledge, config, members, non_members)
+    assert spelled.misfit(view, knowledge.task, config) == ""
+    (said,) = spelled.notes(view, knowledge, config, members, non_members)
     whole, uploads = map(int, said.partition("of a row: ")[2].partition(" uploads")[0].split(" of "))
     assert 0 < whole <= uploads == 4, said
     assert "and 0 one that no site trained on" in said
@@ -58,7 +59,7 @@ def test_a_run_of_single_steps_spells_out_its_rows_and_no_others(audited):
 def test_a_rank_below_a_row_s_tokens_keeps_it_off(audited, monkeypatch):
     view, knowledge, config, members, non_members = audited
     monkeypatch.setattr(tokens, "span", lambda moved: torch.zeros(0, moved.shape[1]))  # as of a full one
-    (said,) = texts.notes(view, knowledge, config, members, non_members)
+    (said,) = spelled.notes(view, knowledge, config, members, non_members)
     assert "0 of " in said
     assert "NOT usable here: it does not win on one row" in said
 
@@ -75,28 +76,28 @@ def test_a_rank_below_a_row_s_tokens_keeps_it_off(audited, monkeypatch):
 )
 def test_a_run_without_single_plain_steps_is_left_out_with_its_reason(audited, changes, reason):
     view, knowledge, _, members, non_members = audited
-    (said,) = texts.notes(view, knowledge, parse({**ONE_STEP, **changes}), members, non_members)
+    (said,) = spelled.notes(view, knowledge, parse({**ONE_STEP, **changes}), members, non_members)
     assert said.startswith("Left out: tokens off the span of one step: ")
     assert reason in said
 
 
 def test_other_uploads_and_rows_are_left_out_with_their_reason(audited):
     view, knowledge, config, members, non_members = audited
-    assert "no texts" in texts.misfit(view, SimpleNamespace(), config)
+    assert "no texts" in spelled.misfit(view, SimpleNamespace(), config)
     proxy = replace(view, exchange=SimpleNamespace(method=SimpleNamespace(sends="changes")))
-    assert "changes of a proxy" in texts.misfit(proxy, knowledge.task, config)
+    assert "changes of a proxy" in spelled.misfit(proxy, knowledge.task, config)
     whole = replace(view, exchange=SimpleNamespace(method=SimpleNamespace(sends="gradients", exchange="epoch")))
-    assert "many steps" in texts.misfit(whole, knowledge.task, config)
+    assert "many steps" in spelled.misfit(whole, knowledge.task, config)
     one = replace(view, exchange=SimpleNamespace(method=SimpleNamespace(sends="gradients", exchange="batch")))
-    assert texts.misfit(one, knowledge.task, parse({**ONE_STEP, "dp.clip": 0.0})) == ""
-    (over,) = texts.notes(view, knowledge, config, members, non_members, lambda: True)
+    assert spelled.misfit(one, knowledge.task, parse({**ONE_STEP, "dp.clip": 0.0})) == ""
+    (over,) = spelled.notes(view, knowledge, config, members, non_members, lambda: True)
     assert over.endswith("the time did not suffice.")
     none_moved = replace(knowledge, initial={"m.weight": torch.zeros(1)})
-    assert texts.told(view, none_moved, members, non_members) == [
+    assert spelled.told(view, none_moved, members, non_members) == [
         "Left out: tokens off the span of one step: no layer with a pair reads the embeddings alone."
     ]
     unseen = type("Unseen", (View,), {"is_unseen": True})(view.tap, view.exchange)
-    assert "summed unseen" in texts.misfit(unseen, knowledge.task, config)
+    assert "summed unseen" in spelled.misfit(unseen, knowledge.task, config)
 
 
 def test_the_first_attention_reads_the_embeddings_alone_and_later_ones_do_not(audited):
