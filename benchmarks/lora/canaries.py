@@ -7,7 +7,7 @@ and guesses the coins. Under secure aggregation it has the sums that broadcasts 
 |---|---|
 | shown | epsilon at least, with 95 % confidence, replace-one; a weak score gives a low bound, never a wrong one |
 | at most | epsilon as the site's ledger would have it, at the same delta and relation; of rows in the clear none |
-| at most, against all | where the noise is in the sum: against whoever is not one of the sites that may tell theirs |
+| at most, against all | where the noise is in the sum: against the server and all other sites together |
 | other coins | shown, where the auditor is asked about coins that fell anew: nobody trained on them, so it must be 0 |
 | right | the share of guesses that were right, of the best score |
 | loss, loss of round 0 | of the server's model, and of what it began with, on rows of no site, in nats |
