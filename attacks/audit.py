@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedveil import rng, strategies, tasks
-from fedveil.attacks import canaries, controls
+from fedveil.attacks import canaries, controls, spelled
 from fedveil.attacks.base import Attack, Knowledge, UploadAttack, View, installed, misfit
 from fedveil.attacks.collector import KINDS, ON_UPLOADS, Collector, Kind
 from fedveil.attacks.controls import Control
@@ -55,8 +55,9 @@ _UNREAD: Mapping[str, Sequence[str]] = {
 }
 _NEVER = (
     "Left out of every audit: LiRA and shadow models (they train dozens of models), imprinting (a server that "
-    "deviates), tokens off the span of one step, what a site's rows have in common (the auditor would have to name "
-    "it), what clients win back of a proxy; fedveil bench has most of them."
+    "deviates), what a site's rows have in common (the auditor would have to name it), which sites were in a round "
+    "(the auditor would need rows of sites that were not), what clients win back of a proxy; fedveil bench has most of "
+    "them."
 )
 _NO_PICTURES = "Left out: pictures read off gradients: the sites of this run send none, or their rows are no pictures."
 
@@ -115,7 +116,8 @@ def audit_run(
     over = budget.left <= 0
     sheet = None if over else pictures.reconstructed(view, task, config, members)
     more = ["Left out: pictures read off gradients: the time did not suffice."] if over else [_NO_PICTURES]
-    told = [*said, *found.notes, *(sheet.notes if sheet else more), _NEVER]
+    read = spelled.notes(view, knowledge, config, members, non_members, lambda: budget.left <= 0)
+    told = [*said, *found.notes, *(sheet.notes if sheet else more), *read, _NEVER]
     return replace(found, notes=told, epsilon_shown=shown), sheet.png if sheet else None
 
 

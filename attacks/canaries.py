@@ -123,12 +123,26 @@ def bound_of(folder: Path, site: str, view: View, knowledge: Knowledge, delta: f
     if site not in view.sites:
         raise ConfigError(f"--canaries: expected a site of the run ({', '.join(view.sites)}), found {site}")
     first, second = (_rows(task, folder / SECRET, name, len(coins)) for name in (FIRST, SECOND))
+    return one_run.bound(scores_of(site, view, knowledge, first, second), coins, delta)
+
+
+def scores_of(
+    site: str, view: View, knowledge: Knowledge, first: Sequence[Rows], second: Sequence[Rows]
+) -> dict[str, Scores]:
+    """(pairs,) of each score that fits the run; above 0 where the first is likelier in.
+
+    Args:
+        site: whose rows they were among.
+        view: of the server, or of its sums.
+        knowledge: with the run's final model.
+        first, second: the prepared rows of each canary, by pair.
+    """
     rows = [row for each in (*first, *second) for row in each]
     scores = {"loss": _falls(knowledge, rows)}
     if not misfit(Alignment(), view, knowledge):
         scores["alignment"] = alignment_scores(view, site, knowledge, rows, _MOST_UPLOADS)
     sizes = [len(each) for each in (*first, *second)]
-    return one_run.bound({name: _of_pairs(s, sizes) for name, s in scores.items()}, coins, delta)
+    return {name: _of_pairs(s, sizes) for name, s in scores.items()}
 
 
 def words(bound: Bound, site: str, claim: Budget | None) -> str:

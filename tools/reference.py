@@ -27,9 +27,10 @@ from fedveil.console import main as console
 from fedveil.console.terminal import markdown
 from fedveil.contract.layout import Layout
 from fedveil.contract.method import Method
-from tools.pages import composition
+from tools.pages import attacks, composition, lines
 
 ROOT = Path(__file__).resolve().parent.parent
+_LINES, _COUNTED = "lines of code", "without docstrings, comments and blank lines"
 _WORDS: Mapping[Any, str] = {str: "text", bool: "`true`, `false`", int: "an integer", float: "a number"}
 _OF_FIELD = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
@@ -37,6 +38,7 @@ _OF_FIELD = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 def pages() -> dict[str, str]:
     """The text of every page, by its path below the documentation's folder."""
     found = {"reference/run-config.md": run_config(), "reference/commands.md": commands()}
+    found["reference/attacks.md"] = attacked()
     found |= {f"reference/methods/{name}.md": method(name) for name in strategies.names()}
     return {**found, "reference/methods/index.md": methods(), "reference/methods/what-composes.md": composed()}
 
@@ -67,11 +69,13 @@ def methods() -> str:
     rows = []
     for name in strategies.names():
         cls = strategies.load(name)
-        title = (inspect.getdoc(importlib.import_module(cls.__module__)) or "").partition("\n")[0].rstrip(".")
-        rows.append((f"[`{name}`]({name}.md)", title, (cls.__doc__ or "").strip().partition("\n")[0]))
+        title = attacks.title(importlib.import_module(cls.__module__))
+        words, code = (cls.__doc__ or "").strip().partition("\n")[0], lines.of_file(inspect.getfile(cls))
+        rows.append((f"[`{name}`]({name}.md)", title, words, str(code)))
     every = "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
     more = "\n[What composes with what](what-composes.md): noisy steps, secure aggregation, codes, robust rules.\n"
-    return "# The methods\n\n" + table(("method.name", "", "in one line"), rows) + more + every
+    counted = f"\nLines of code are of the method's one file, {_COUNTED}.\n"
+    return "# The methods\n\n" + table(("method.name", "", "in one line", _LINES), rows) + counted + more + every
 
 
 def method(name: str) -> str:
@@ -100,6 +104,18 @@ def composed() -> str:
         "what the code refuses, with its own words for what it found. `dp.*` also needs a task with gradients of "
         'single rows. `secure.noise = "sum"` is with `dp.*` and one step a participation, or with the noise of a '
         "method that adds some.\n\n" + table(("method", *columns), rows)
+    )
+
+
+def attacked() -> str:
+    """The attacks, with their controls and their lines of code."""
+    head = ("file", "", "reads", "must win on", "must lose on", _LINES)
+    return (
+        "# The attacks\n\nThose that `fedveil audit` runs. An attack that fails one of its controls proves nothing "
+        f"about a run. Lines of code are of its one file, {_COUNTED}.\n\n"
+        + table(head, attacks.audited())
+        + "\n## What benchmarks alone run, and what attacks share\n\n"
+        + table(("file", "", _LINES), attacks.others())
     )
 
 

@@ -37,6 +37,7 @@ from fedveil.contract.spec import Weights
 from fedveil.training.adapted import AdaptedTask
 
 OUTSIDE = 1e-3  # of an input's norm that may lie outside the span: rounding of single precision
+_ROWS = 4096  # that a base is asked about at once
 _RANK = 1e-5  # singular values below this part of the largest are rounding
 
 
@@ -61,15 +62,18 @@ def read(task: AdaptedTask, weights: Weights, layer: str, moved: Tensor, positio
         layer: a module with a pair whose input is each token's embedding alone, by its name: the first attention's.
         moved: (r, d) where the site left the layer's A, less where it was; or a gradient of it.
     """
+    if not len(span(moved)):
+        return [set() for _ in range(positions)]
+    return among(moved, [inputs(task, weights, layer, position) for position in range(positions)])
+
+
+def among(moved: Tensor, places: Sequence[Tensor]) -> list[set[int]]:
+    """`read` of the `inputs` of each position, which depend on the public base alone: they serve every upload."""
     basis = span(moved)
     if not len(basis):
-        return [set() for _ in range(positions)]
-    found = []
-    for position in range(positions):
-        x = _inputs(task, weights, layer, position)
-        outside = (x - x @ basis.T @ basis).norm(dim=1) / x.norm(dim=1)
-        found.append(set((outside <= OUTSIDE).nonzero().flatten().tolist()))
-    return found
+        return [set() for _ in places]
+    outside = [(x - x @ basis.T @ basis).norm(dim=1) / x.norm(dim=1) for x in places]
+    return [set((part <= OUTSIDE).nonzero().flatten().tolist()) for part in outside]
 
 
 def recovered(found: Sequence[set[int]], row: Sequence[int]) -> float:
@@ -77,8 +81,22 @@ def recovered(found: Sequence[set[int]], row: Sequence[int]) -> float:
     return sum(token in at for at, token in zip(found, row, strict=False)) / len(found)
 
 
-def _inputs(task: AdaptedTask, weights: Weights, layer: str, position: int) -> Tensor:
+def inputs(task: AdaptedTask, weights: Weights, layer: str, position: int) -> Tensor:
     """(vocabulary, d) what the layer gets for each token at a position. What stands before it does not matter."""
     vocabulary = int(task.base.model.config.vocab_size)
     rows = [[0] * position + [token] for token in range(vocabulary)]
-    return imprint.inputs(task, weights, layer, rows)[:, -1]
+    return torch.cat(
+        [imprint.inputs(task, weights, layer, rows[i : i + _ROWS])[:, -1] for i in range(0, vocabulary, _ROWS)]
+    )
+
+
+def first_layer(task: AdaptedTask, weights: Weights) -> str | None:
+    """The first module with a pair whose input is each token's embedding alone; None where there is none."""
+    pairs = (name.removesuffix(".lora_A") for name in weights if name.endswith(".lora_A"))
+    return next((layer for layer in pairs if reads_embeddings(task, weights, layer)), None)
+
+
+def reads_embeddings(task: AdaptedTask, weights: Weights, layer: str) -> bool:
+    """Whether what a layer gets for a token does not depend on the token before it."""
+    one, other = (imprint.inputs(task, weights, layer, [[before, 1]])[0, -1] for before in (0, 2))
+    return torch.equal(one, other)

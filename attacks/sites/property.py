@@ -79,24 +79,34 @@ def leanings(view: View, knowledge: Knowledge, having: Rows, lacking: Rows) -> l
             key = turn.starts_at, frozenset(turn.moved)
             if key not in known:
                 known[key] = _direction(knowledge.task, turn, having, lacking)
-            found.append(Leaning(round_, site, _along(known[key], turn), key[1]))
+            found.append(Leaning(round_, site, along(known[key], turn), key[1]))
     return found
 
 
 def _direction(task: Any, turn: Turn, having: Rows, lacking: Rows) -> dict[str, Tensor]:
     """Eq. 1, over the tensors that were sent."""
+    return less(mean_pull(task, turn, having), mean_pull(task, turn, lacking))
+
+
+def mean_pull(task: Any, turn: Turn, rows: Rows) -> dict[str, Tensor]:
+    """The mean of g(x) / |g(x)| over rows at a turn's start, of the tensors that were sent; a gradient of 0 adds 0."""
     total: dict[str, Tensor] = {}
     task.put(turn.start)
-    for sign, rows in ((1.0, having), (-1.0, lacking)):
-        for row in rows:
-            gradient = {n: g.double() for n, g in row_gradient(task, row).items() if n in turn.moved}
-            length = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
-            for name, g in gradient.items() if length else ():
-                total[name] = total.get(name, 0.0) + g * (sign / (length * len(rows)))
+    for row in rows:
+        gradient = {n: g.double() for n, g in row_gradient(task, row).items() if n in turn.moved}
+        length = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
+        for name, g in gradient.items() if length else ():
+            total[name] = total.get(name, 0.0) + g / (length * len(rows))
     return total
 
 
-def _along(direction: Mapping[str, Tensor], turn: Turn) -> float:
+def less(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """a - b, where a name that is in one of them alone is 0 in the other."""
+    names = [*a, *(name for name in b if name not in a)]
+    return {n: a[n] - b[n] if n in a and n in b else (a[n] if n in a else -b[n]) for n in names}
+
+
+def along(direction: Mapping[str, Tensor], turn: Turn) -> float:
     """Eq. 2."""
     length = math.sqrt(sum(float(d.double().square().sum()) for d in turn.moved.values()))
     dot = sum(float((u * turn.moved[name].double()).sum()) for name, u in direction.items())

@@ -163,6 +163,10 @@ def test_controls_and_models_stand_beside_each_other(audited):
     assert {r["site"]: r["coverage"] for r in audited["rebuilt"]}.keys() == set(SITES)
     assert any(note.startswith("loss: ") for note in audited["notes"])
     assert any(note.startswith("Left out: pictures read off gradients") for note in audited["notes"])
+    assert any(
+        note.startswith("Left out: tokens off the span of one step: ") and "train by AdamW" in note
+        for note in audited["notes"]
+    )
     assert any(note.startswith("Left out of every audit: LiRA") for note in audited["notes"])
 
 

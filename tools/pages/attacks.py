@@ -1,0 +1,56 @@
+"""Every attack of the package: what an audit runs, its two controls, and the other files of the attacks' rooms."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from fedveil.attacks import base
+from fedveil.attacks.base import Attack, UploadAttack
+from tools.pages import lines
+
+
+def audited() -> list[tuple[str, ...]]:
+    """A row for each attack that `fedveil audit` finds: file, title, what it reads, its controls, lines of code."""
+    return [(f"`{_file(type(a).__module__)}`", *_of(a), _counted(type(a).__module__)) for a in base.installed()]
+
+
+def others() -> list[tuple[str, ...]]:
+    """A row for each other file of the rooms: attacks that benchmarks alone run, and what attacks share."""
+    known = {type(attack).__module__ for attack in base.installed()}
+    return [
+        (f"`{_file(module.__name__)}`", title(module), _counted(module.__name__))
+        for module in _modules()
+        if module.__name__ not in known
+    ]
+
+
+def title(module: ModuleType) -> str:
+    """The first line of a module's docstring, without its full stop."""
+    return (inspect.getdoc(module) or "").partition("\n")[0].rstrip(".")
+
+
+def _modules() -> Iterator[ModuleType]:
+    package = importlib.import_module("fedveil.attacks")
+    for found in pkgutil.walk_packages(package.__path__, "fedveil.attacks."):
+        if found.name.count(".") == 3:  # a file of a room
+            yield importlib.import_module(found.name)
+
+
+def _of(attack: Attack) -> tuple[str, ...]:
+    reads = f"uploads of {', '.join(sorted(attack.reads))}" if isinstance(attack, UploadAttack) else "a model's answers"
+    return title(importlib.import_module(type(attack).__module__)), reads, attack.must_win, ", ".join(attack.must_lose)
+
+
+def _file(module: str) -> str:
+    return module.removeprefix("fedveil.").replace(".", "/") + ".py"
+
+
+def _counted(module: str) -> str:
+    source = importlib.import_module(module).__file__
+    assert source is not None
+    return str(lines.of_file(Path(source)))
