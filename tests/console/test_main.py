@@ -1,6 +1,7 @@
 import argparse
 import dataclasses
 import errno
+import os
 import subprocess
 import sys
 import tomllib
@@ -139,7 +140,8 @@ FEW += "; methods.run = lambda args: print('few') or 0; raise SystemExit(main.ma
 )
 def test_a_full_disk_is_one_line_and_no_traceback(given):
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, *given], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        command, buffered = [sys.executable, *given], os.environ | {"PYTHONUNBUFFERED": ""}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=buffered)
     words = "error: no space left on device; free space where this writes, then give the command again\n"
     assert (done.returncode, done.stderr) == (2, words)
 
