@@ -42,7 +42,7 @@ _WORDS = 600  # characters of one value of a log
 _SECONDS_DIGITS = 7  # of a number of seconds that the page counts on
 _MOST_POINTS = 2000  # of a curve
 DRAWING = threading.Lock()  # matplotlib's settings are one for all threads
-STATES = {"completed": "completed", "running": "running", "online": "completed"}
+STATES = {"completed": "completed", "running": "running", "online": "completed", "stopped": "stopped"}
 
 
 @dataclass(frozen=True)

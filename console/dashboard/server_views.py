@@ -141,7 +141,8 @@ class ServerViews:
             "head": head, "rows": rows, "broken": broken, "folder": ", ".join(map(str, self.runs.values())),
             "is_full": len(places) >= bounded.MOST_RUNS,
             "facts": {"runs": len(places), "running": states["running"], "completed": states["completed"],
-                      "failed or died": sum(states.values()) - states["running"] - states["completed"]},
+                      "stopped": states["stopped"],
+                      "failed or died": sum(n for word, n in states.items() if word not in STATES)},
             "federations": self._members.all(),
             "logs": [(name, verdict(self.later, file)) for name, file in self._log_files().items()],
         }  # fmt: skip

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fedveil.console.dashboard import bounded
-from fedveil.records import audit_log
+from fedveil.records import audit_log, process
 from tests.console.conftest import REFUSED_BYTES, write_run
 from tests.console.dashboard.conftest import EVIL, opened
 
@@ -116,9 +116,12 @@ def goes_on(runs, name, **about) -> None:
     (run / "progress.json").write_text(json.dumps(said | about))
 
 
-UNDER_WAY = r'2 of 4 have answered, waiting for &lt;script[^<]*, west \(<span data-step="1">4[1-9]</span> s of 600\)'
+UNDER_WAY = (
+    r"2 of 4 have answered, waiting for &lt;script[^<]*, west "
+    r'\(<span data-step="1">(?:4[1-9]|[5-9]\d)</span> s of 600\)'
+)
 AWAITED = (
-    r'waiting for sites: 1 of 2 take part \(<span data-step="-1">25\d</span> s left\); not waited for: '
+    r'waiting for sites: 1 of 2 take part \(<span data-step="-1">2[0-5]\d</span> s left\); not waited for: '
     r"&lt;script.*?, refused by its policy; mend it"
 )
 
@@ -253,6 +256,17 @@ def test_a_new_run_and_a_new_round_are_another_state(runs, monkeypatch):
     assert second != first
     write_run(runs, "fedpara")
     assert state() not in (first, second)
+
+
+def test_a_run_that_was_told_to_end_is_stopped_and_no_failure(runs):
+    status = runs / "fedrand" / "status.json"
+    said = json.loads(status.read_text()) | {"state": "failed", "reason": f"{process.TOLD_TO_END}; run it again"}
+    status.write_text(json.dumps(said))
+    client = opened(runs)
+    page = client.get(f"{client.base}/").text
+    assert '<span class="tag stopped">stopped</span>' in page
+    facts = dict(re.findall(r"<dt>([^<]+)</dt>\s*<dd>(\d+)</dd>", page))
+    assert (facts["stopped"], facts["failed or died"]) == ("1", "0")
 
 
 def test_no_run_is_no_error(tmp_path):
