@@ -98,8 +98,10 @@ def test_what_a_runner_opens_first_is_what_it_needs(name, quick, monkeypatch):
 
 
 def most(preset):
-    """What secure.attacks adds for its seeds."""
+    """What secure.attacks adds for its seeds, and fedrand.on_texts where there is one learning rate."""
     settings = preset["settings"]
+    if preset["runner"] == "fedrand.on_texts" and "learning_rates" not in settings:
+        return {"chosen": dict.fromkeys(settings["methods"], settings["config"]["train.learning-rate"])}
     return {"pictures": {**settings["pictures"], "most_seeds": 1}} if "pictures" in settings else {}
 
 
