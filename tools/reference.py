@@ -1,4 +1,4 @@
-"""Writes the pages of the documentation that follow from the code: keys, methods, commands, the interface in Python.
+"""Writes the pages of the documentation that follow from the code: keys, methods, commands, Python; and the notebooks'.
 
     make docs       # writes them beside the pages of docs/ in build/docs, and makes the site of both in build/site
 
@@ -27,7 +27,7 @@ from fedveil.console import main as console
 from fedveil.console.terminal import markdown
 from fedveil.contract.layout import Layout
 from fedveil.contract.method import Method
-from tools.pages import attacks, composition, lines, python
+from tools.pages import attacks, composition, lines, notebooks, python
 
 ROOT = Path(__file__).resolve().parent.parent
 _LINES, _COUNTED = "lines of code", "without docstrings, comments and blank lines"
@@ -198,6 +198,15 @@ def main() -> None:
     for name, text in pages().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    with_notebooks(folder)
+
+
+def with_notebooks(folder: Path) -> None:
+    """Writes a page beside each notebook of a folder's `notebooks`, and points the links of all other pages to it."""
+    for page in folder.rglob("*.md"):
+        page.write_text(notebooks.to_pages(page.read_text()))
+    for notebook in (folder / "notebooks").glob("*.ipynb"):
+        notebook.with_suffix(".md").write_text(notebooks.page(notebook))
 
 
 if __name__ == "__main__":
