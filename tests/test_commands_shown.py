@@ -8,6 +8,7 @@ of a hospital pilot; the other tutorials run theirs (tests/deployment/test_tutor
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 
@@ -49,6 +50,19 @@ def test_a_command_that_is_shown_is_one_that_fedveil_takes(page, command, capsys
         assert callable(parser(words[0]).parse_args(words).run)
     except SystemExit:
         pytest.fail(f"{page}: {command}\n{capsys.readouterr().err}")
+
+
+@pytest.mark.parametrize("command", ["dashboard", "site dashboard"])
+def test_the_page_of_dashboards_shows_every_option_and_repeats_what_may_be_repeated(command):
+    page, found = (ROOT / "docs" / "dashboard.md").read_text(), parser(command.split()[0])
+    for name in command.split():
+        found = next(a for a in found._actions if isinstance(a, argparse._SubParsersAction)).choices[name]
+    options = {action.option_strings[-1]: action for action in found._actions if action.option_strings}
+    for option, action in options.items():
+        if option != "--help":
+            assert f"{option}`" in page or f"{option} " in page
+        if isinstance(action, argparse._AppendAction):
+            assert re.search(rf"fedveil {command} .*{option} \S+ {option} ", page)
 
 
 def of_flower(text: str) -> list[str]:

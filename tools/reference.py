@@ -1,4 +1,4 @@
-"""Writes the pages of the documentation that follow from the code: keys, methods, commands.
+"""Writes the pages of the documentation that follow from the code: keys, methods, commands, Python; and the notebooks'.
 
     make docs       # writes them beside the pages of docs/ in build/docs, and makes the site of both in build/site
 
@@ -27,7 +27,7 @@ from fedveil.console import main as console
 from fedveil.console.terminal import markdown
 from fedveil.contract.layout import Layout
 from fedveil.contract.method import Method
-from tools.pages import attacks, composition, lines
+from tools.pages import attacks, composition, lines, notebooks, python
 
 ROOT = Path(__file__).resolve().parent.parent
 _LINES, _COUNTED = "lines of code", "without docstrings, comments and blank lines"
@@ -38,7 +38,7 @@ _OF_FIELD = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 def pages() -> dict[str, str]:
     """The text of every page, by its path below the documentation's folder."""
     found = {"reference/run-config.md": run_config(), "reference/commands.md": commands()}
-    found["reference/attacks.md"] = attacked()
+    found |= {"reference/attacks.md": attacked(), "reference/python.md": in_python()}
     found |= {f"reference/methods/{name}.md": method(name) for name in strategies.names()}
     return {**found, "reference/methods/index.md": methods(), "reference/methods/what-composes.md": composed()}
 
@@ -119,6 +119,15 @@ def attacked() -> str:
     )
 
 
+def in_python() -> str:
+    """What a program of somebody else's can use: a federation in one process, and the contract."""
+    return (
+        "# In Python\n\n`fedveil.local` is a federation in one process, as [a notebook](../notebooks/federation.ipynb) "
+        "has it. `fedveil.contract` is what [a method](../extend/method.md), [a task](../extend/task.md) and all that "
+        "runs them are written against.\n\n" + "\n".join(python.module(name) for name in python.modules())
+    )
+
+
 def commands() -> str:
     """What each command says of itself."""
     parts = ["# The commands\n\n`fedveil COMMAND --help` prints these on the machine at hand.\n"]
@@ -189,6 +198,15 @@ def main() -> None:
     for name, text in pages().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    with_notebooks(folder)
+
+
+def with_notebooks(folder: Path) -> None:
+    """Writes a page beside each notebook of a folder's `notebooks`, and points the links of all other pages to it."""
+    for page in folder.rglob("*.md"):
+        page.write_text(notebooks.to_pages(page.read_text()))
+    for notebook in (folder / "notebooks").glob("*.ipynb"):
+        notebook.with_suffix(".md").write_text(notebooks.page(notebook))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fedveil import strategies
+from fedveil import strategies, tasks
 from fedveil.config import RunConfig
 from fedveil.console import main as console
 from tests.conftest import ROOT
@@ -30,6 +30,15 @@ def test_bounds_and_choices_are_said():
     page = PAGES["reference/run-config.md"]
     assert "| a number, above 0, at most 1 | of the connected sites" in page
     assert "| `fp32`, `bf16` |" in page
+
+
+def test_the_tutorial_of_own_data_names_every_column_and_each_score_of_pictures():
+    page = (ROOT / "docs" / "tutorials" / "own-data.md").read_text()
+    columns = [key for key in RunConfig().flat() if key.startswith("task.") and key.endswith("-column")]
+    assert len(columns) > 5
+    assert [key for key in columns if f"{key}=" not in page] == []
+    of_captions = set(tasks.info("vision-language").metrics(RunConfig().task)) - {"loss", "bleu_2", "bleu_3"}
+    assert {name for name in of_captions if f"`{name}`" not in page} == set()
 
 
 def test_every_command_is_there_with_its_actions():

@@ -1,0 +1,39 @@
+"""A notebook as a page of Markdown: its texts as they are, its code in fences, without outputs. And links to it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+_LINK = re.compile(r"(\]\([^)\s]*)\.ipynb\)")
+
+
+def page(notebook: Path) -> str:
+    """Every cell of a notebook (nbformat 4), in order, and a link to the file itself.
+
+    Raises:
+        ValueError: a cell is neither text nor code.
+    """
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    language = content["metadata"]["language_info"]["name"]
+    cells = [_cell(cell, language, f"{notebook.name}, cell {at}") for at, cell in enumerate(content["cells"])]
+    return "\n\n".join([*cells, f"This page is a notebook: [{notebook.name}]({notebook.name}).\n"])
+
+
+def to_pages(text: str) -> str:
+    """A page of which every link to a notebook is one to the notebook's page."""
+    return _LINK.sub(r"\1.md)", text)
+
+
+def _cell(cell: dict[str, object], language: str, where: str) -> str:
+    source = cell["source"]
+    text = source if isinstance(source, str) else "".join(source)  # type: ignore[call-overload]
+    match cell["cell_type"]:
+        case "markdown":
+            return text
+        case "code":
+            fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
+            return f"{fence}{language}\n{text}\n{fence}"
+        case other:
+            raise ValueError(f"{where}: expected markdown or code, found {other!r}; make it one of the two")
