@@ -1,9 +1,11 @@
-"""Every command that README and the documentation show is one that `fedveil` takes, with its options.
+"""Every command of `fedveil` in a block of README and of docs/ is one that `fedveil` takes, with its options.
 
-Flower's own commands are held against Flower's command line likewise.
+It is parsed, and not run: a path that is not there, or a value that is refused later, is not seen here. Left out are
+commands between backticks in a sentence, those with " ... " in them, and what stands behind a pipe. Commands of `flwr`
+are held against Flower's command line, those between backticks too.
 
-What runs them: README's first two are `make`'s own; its federation is tests/deployment/test_members.py and the tutorial
-of a hospital pilot; the other tutorials run theirs (tests/deployment/test_tutorials.py).
+What is run: what a tutorial has in blocks of `sh` (tests/deployment/test_tutorials.py). Blocks of README and of other
+pages are only parsed here, unless a test of their own runs them, and targets of `make` are not looked at.
 """
 
 from __future__ import annotations

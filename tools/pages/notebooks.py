@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _LINK = re.compile(r"(\]\([^)\s]*)\.ipynb\)")
 
@@ -26,9 +28,9 @@ def to_pages(text: str) -> str:
     return _LINK.sub(r"\1.md)", text)
 
 
-def _cell(cell: dict[str, object], language: str, where: str) -> str:
+def _cell(cell: Mapping[str, Any], language: str, where: str) -> str:
     source = cell["source"]
-    text = source if isinstance(source, str) else "".join(source)  # type: ignore[call-overload]
+    text = source if isinstance(source, str) else "".join(source)
     match cell["cell_type"]:
         case "markdown":
             return text
