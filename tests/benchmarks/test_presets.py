@@ -212,4 +212,4 @@ def test_a_result_has_its_preset_its_form_and_the_seconds_of_the_whole(monkeypat
 
 def test_minutes_are_for_presets_whose_table_can_be_of_fewer_rows_alone():
     with pytest.raises(ConfigError, match="--minutes: expected a preset whose table"):
-        run.run_preset("fedrand/e2e", run.Options(minutes=1.0))
+        run.run_preset("fedrand/rho", run.Options(minutes=1.0))

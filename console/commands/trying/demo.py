@@ -65,10 +65,7 @@ _OWN = {
     "cohort.sites": "give --sites",
     "cohort.min-sites": "the demo's quorum is 2; leave it out",
 }
-DEFENCES: dict[str, dict[str, Any]] = {
-    "": {},
-    "secure": {"secure.enabled": True},
-}
+DEFENCES: dict[str, dict[str, Any]] = {"": {}, "secure": {"secure.enabled": True}}
 
 
 @dataclass(frozen=True)

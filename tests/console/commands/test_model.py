@@ -69,7 +69,7 @@ def test_a_merged_folder_writes_in_transformers_what_generate_writes(fields, tmp
     assert first.startswith(f"{prompt}: ")
     assert second.startswith("name[Aromi]: ")
     assert said(capsys, "generate", run, "--prompt", prompt) == first.removeprefix(f"{prompt}: ")
-    assert said(capsys, "merge", run, tmp_path / "whole") == str(tmp_path / "whole")
+    assert said(capsys, "merge", run, tmp_path / "whole").splitlines()[0] == str(tmp_path / "whole")
     model, tokenizer = merged(tmp_path / "whole")
     given = tokenizer(f"{prompt}\n", return_tensors="pt")
     with library.quiet():

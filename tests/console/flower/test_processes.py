@@ -29,7 +29,7 @@ def processes(tmp_path):
 def _start(processes, name, kind):
     processes.start(name, [sys.executable, "-c", PARENT, kind, STUBBORN], dict(os.environ))
     deadline = time.monotonic() + 20
-    while "up" not in (log := processes.log(name).read_text()) or not log.split()[0].isdigit():
+    while "up" not in (log := processes.log(name).read_text()) or not any(word.isdigit() for word in log.split()):
         assert time.monotonic() < deadline, log
         time.sleep(0.05)
     return int(next(word for word in log.split() if word.isdigit()))
