@@ -78,12 +78,11 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     Raises:
         ConfigError: no launcher, settings that a peer has not, or a run that did not complete.
     """
+    seeds = [Shared(settings, seed, options) for seed in range(options.seeds or settings["seeds"])]
     if options.launch is None:
         raise ConfigError("peers/e2e: expected a launcher, found none; run it as `fedveil bench peers/e2e`")
-    seeds = options.seeds or settings["seeds"]
     done: dict[str, list[Run]] = {BEFORE: []}
-    for seed in range(seeds):
-        shared = Shared(settings, seed, options)
+    for seed, shared in enumerate(seeds):
         done[BEFORE].append(Run({"loss": shared.initial_loss}, []))
         for label in (*settings["methods"], FLOWER):
             with tempfile.TemporaryDirectory() as scratch:
