@@ -156,7 +156,7 @@ def outcome(done: Mapping[str, Sequence[Run]], settings: Mapping[str, Any]) -> O
             less = resampling.less(mine, theirs)
             text = f"{cost}: {label} {mine.value:.4g}, {FLOWER} {theirs.value:.4g}, the difference {_shown(less)}"
             said.append((text, verdicts.told(less, "FedVeil is ahead", f"{FLOWER} is ahead")))
-    sees = [f"The server sees of a site: {row['name']}: {_uploads(row['server_sees'])}." for row in rows[1:]]
+    sees = [f"The server sees of a site: {label}: {_uploads(runs)}." for label, runs in done.items() if label != BEFORE]
     return Outcome(rows, [*verdicts.table(said, len(done[FLOWER])), *sees])
 
 
@@ -164,6 +164,7 @@ def _shown(figure: resampling.Figure) -> str:
     return resampling.shown(resampling.interval(figure), "+.3g")
 
 
-def _uploads(seen: Mapping[str, int]) -> str:
+def _uploads(runs: Sequence[Run]) -> str:
+    seen = Counter(what for run in runs for what in run.seen)
     whole = sum(seen.values())
     return ", ".join(f"trained {what} in {n} of {whole} uploads" for what, n in sorted(seen.items()))
