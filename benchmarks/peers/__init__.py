@@ -1,0 +1,1 @@
+"""The same work in peers' own programs."""

@@ -1,0 +1,170 @@
+"""FedVeil and its peers at the same work: E2E with LoRA on the same base, rows by site, steps, rounds and optimiser.
+
+Each run has a federation of its own on this machine. Whoever trained, FedVeil scores the server's last factors on the
+same test rows.
+
+| metric | |
+|---|---|
+| loss | of the server's model, nats a token |
+| s a round | all rounds but the first, from one round's end to the next's, at the server |
+| s | the whole run, from its submission; the federation runs already |
+| MB up, MB down | all that passed between sites and server in the run, TLS and heartbeats included (watch/relay.py) |
+| server MB, site MB | the most PSS at a time of all processes of the server, of one site |
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil import places
+from fedveil.benchmarks.common import resampling, verdicts
+from fedveil.benchmarks.fedrand.on_texts import figures_of
+from fedveil.benchmarks.peers.shared import Shared, factors
+from fedveil.benchmarks.run import Options, Outcome
+from fedveil.benchmarks.watch.relay import Relay, through
+from fedveil.benchmarks.watch.usage import Usage, program
+from fedveil.contract.spec import Weights
+from fedveil.errors import ConfigError
+from fedveil.records import disclosure
+from fedveil.records.state import load_state
+
+FLOWER, BEFORE = "Flower FedAvg", "before training"
+COSTS = ("s a round", "s", "MB up", "MB down", "server MB", "site MB")
+_SITE, _SERVER = "site-0", "superlink"  # whose memory is watched
+_TIMEOUT = 3600.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        scores: by the names of the table above.
+        seen: of each upload, what the server sees: "A and B", "A alone" or "B alone".
+    """
+
+    scores: Mapping[str, float]
+    seen: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a run: seconds of each round and of the whole, bytes up and down, peak MB of server and site."""
+
+    whole: float
+    up: int
+    down: int
+    server_mb: float
+    site_mb: float
+
+    def scores(self, loss: float, seconds: Sequence[float]) -> dict[str, float]:
+        """With the loss, and the seconds of each round. Raises ConfigError for a single round."""
+        if len(seconds) < 2:
+            raise ConfigError(f"run.rounds: expected at least 2, for the first is not timed, found {len(seconds)}")
+        values = (sum(seconds[1:]) / len(seconds[1:]), self.whole, self.up / 1e6, self.down / 1e6)
+        return {"loss": loss, **dict(zip(COSTS, (*values, self.server_mb, self.site_mb), strict=True))}
+
+
+def run(settings: dict[str, Any], options: Options) -> Outcome:
+    """A row for each way, over the seeds.
+
+    Raises:
+        ConfigError: no launcher, settings that a peer has not, or a run that did not complete.
+    """
+    seeds = [Shared(settings, seed, options) for seed in range(options.seeds or settings["seeds"])]
+    if options.launch is None:
+        raise ConfigError("peers/e2e: expected a launcher, found none; run it as `fedveil bench peers/e2e`")
+    done: dict[str, list[Run]] = {BEFORE: []}
+    for seed, shared in enumerate(seeds):
+        done[BEFORE].append(Run({"loss": shared.initial_loss}, []))
+        for label in (*settings["methods"], FLOWER):
+            with tempfile.TemporaryDirectory() as scratch:
+                one = _stock if label == FLOWER else _ours
+                found = one(shared, settings, label, Path(scratch), options)
+            done.setdefault(label, []).append(found)
+            told = ", ".join(f"{name} {value:.4g}" for name, value in found.scores.items())
+            options.say(f"seed {seed}: {label}: {told}")
+    return outcome(done, settings)
+
+
+def _ours(shared: Shared, settings: Mapping[str, Any], label: str, scratch: Path, options: Options) -> Run:
+    method, sites, folder = settings["methods"][label], settings["sites"], scratch / "run"
+    config = shared.flat | {"method.name": method["name"], "method.fields": method.get("fields", "")}
+    config |= {"run.dir": str(scratch), "run.name": "run", "cohort.sites": sites, "cohort.min-sites": sites}
+    ran = _run(None, config, shared.data, settings, options)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seconds = [line["seconds"] for line in lines if line["round"] >= 0]
+    weights: Weights = load_state(folder / "final" / "server.safetensors").tensors
+    uploads = [m for m in disclosure.messages(folder / disclosure.NAME) if m["direction"] == "up"]
+    seen = [factors(field[0] for field in message["fields"]) for message in uploads]
+    return Run(ran.scores(shared.loss(weights), seconds), seen)
+
+
+def _stock(shared: Shared, settings: Mapping[str, Any], label: str, scratch: Path, options: Options) -> Run:
+    shared.write(scratch / "task")
+    rounds = settings["config"]["run.rounds"]
+    config = {"task": str(scratch / "task"), "rounds": rounds, "sites": settings["sites"], "out": str(scratch)}
+    app = places.folder("benchmarks/peers/stock_flower")
+    ran = _run(app, config, None, settings, options)
+    noted = json.loads((scratch / "server.json").read_text())
+    loss = shared.loss(shared.read(scratch / "weights.safetensors"))
+    return Run(ran.scores(loss, noted["seconds"]), [factors(names) for names in noted["seen"]])
+
+
+def _run(
+    app: Path | None, config: Mapping[str, Any], data: Path | None, settings: Mapping[str, Any], options: Options
+) -> Costs:
+    """A run of `app`, or of FedVeil, in a federation of its own; stock Flower has its own programs and waits."""
+    launch = options.launch
+    sites = [launch.LocalSite(f"site-{i}", data) for i in range(settings["sites"])]
+    with through(launch.LocalFederation, Relay)(sites, own_waits=app is not None) as federation:
+        server = Usage(lambda: federation.processes.alive(_SERVER), program, 0.5, shared=True)
+        site = Usage(lambda: federation.processes.alive(_SITE), program, 0.5, shared=True)
+        with server, site:
+            up, down, began = federation.relay.up, federation.relay.down, time.monotonic()
+            ended = federation.wait(federation.run(app, config), _TIMEOUT)
+            whole = time.monotonic() - began
+            up, down = federation.relay.up - up, federation.relay.down - down
+        if not ended.completed:
+            raise ConfigError(f"{app.name if app else 'fedveil'}: expected a completed run, found: {ended.reason}")
+    return Costs(whole, up, down, _peak(server), _peak(site))
+
+
+def _peak(usage: Usage) -> float:
+    return max(sum(by_kind.values()) for _, by_kind in usage.timeline)
+
+
+def outcome(done: Mapping[str, Sequence[Run]], settings: Mapping[str, Any]) -> Outcome:
+    """Rows and verdicts of the runs, by way and seed; what a peer does with less is said as the claims are."""
+    figures = {label: figures_of([run.scores for run in runs]) for label, runs in done.items()}
+    rows = []
+    for label, runs in done.items():
+        metrics = {name: resampling.interval(figure) for name, figure in figures[label].items()}
+        seen = Counter(what for run in runs for what in run.seen)
+        rows.append({"name": label, "metrics": metrics, **({"server_sees": dict(seen)} if seen else {})})
+    said = verdicts.compared(figures, settings["claims"], "+.4f")
+    for label in settings["methods"]:
+        for cost in COSTS:
+            mine, theirs = figures[label][cost], figures[FLOWER][cost]
+            less = resampling.less(mine, theirs)
+            text = f"{cost}: {label} {mine.value:.4g}, {FLOWER} {theirs.value:.4g}, the difference {_shown(less)}"
+            said.append((text, verdicts.told(less, "FedVeil is ahead", f"{FLOWER} is ahead")))
+    sees = [f"The server sees of a site: {label}: {_uploads(runs)}." for label, runs in done.items() if label != BEFORE]
+    return Outcome(rows, [*verdicts.table(said, len(done[FLOWER])), *sees])
+
+
+def _shown(figure: resampling.Figure) -> str:
+    return resampling.shown(resampling.interval(figure), "+.3g")
+
+
+def _uploads(runs: Sequence[Run]) -> str:
+    seen = Counter(what for run in runs for what in run.seen)
+    whole = sum(seen.values())
+    return ", ".join(f"trained {what} in {n} of {whole} uploads" for what, n in sorted(seen.items()))

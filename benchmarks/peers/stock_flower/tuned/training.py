@@ -1,0 +1,66 @@
+"""One site's local training with PEFT and plain PyTorch. No word of any federation: each peer's client calls it.
+
+The task is a folder: `task.json`, `initial.safetensors` (PEFT's names), and `site-<n>.jsonl`, a row a line: its tokens
+`ids`, of which those from `start` on are learnt.
+"""
+
+import itertools
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+_IGNORED = -100  # of a label: the loss leaves it out
+
+
+def trained(
+    folder: Path, site: int, round_: int, weights: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], float, int]:
+    """The weights after a round's steps from `weights`, the mean loss of the steps, and how many rows the site has.
+
+    Args:
+        round_: names the order of the rows.
+
+    Raises:
+        ValueError: weights that are not the model's.
+    """
+    task = json.loads((folder / "task.json").read_text())
+    rows = [json.loads(line) for line in (folder / f"site-{site}.jsonl").read_text().splitlines()]
+    base = AutoModelForCausalLM.from_pretrained(task["base"], dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(**task["lora"], task_type="CAUSAL_LM"))
+    if set(get_peft_model_state_dict(model)) != set(weights):
+        raise ValueError(f"weights: expected PEFT's of this model, found {sorted(weights)[:2]} and others")
+    set_peft_model_state_dict(model, dict(weights))
+    model.train()
+    optimiser = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=task["learning_rate"], weight_decay=task["weight_decay"]
+    )
+    order = list(range(len(rows)))
+    random.Random(f"{task['seed']} {site} {round_}").shuffle(order)
+    losses, size = [], task["batch_size"]
+    for first in itertools.islice(range(0, len(order), size), task["steps"]):
+        loss = model(**batch([rows[i] for i in order[first : first + size]], task["padding"])).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    found = {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(model).items()}
+    return found, sum(losses) / len(losses), len(rows)
+
+
+def batch(rows: Sequence[Mapping[str, Any]], padding: int) -> dict[str, Tensor]:
+    """What the model takes of some rows, padded on the right."""
+    longest = max(len(row["ids"]) for row in rows)
+    ids, mask, labels = [], [], []
+    for row in rows:
+        room = longest - len(row["ids"])
+        ids.append(row["ids"] + room * [padding])
+        mask.append(len(row["ids"]) * [1] + room * [0])
+        labels.append(row["start"] * [_IGNORED] + row["ids"][row["start"] :] + room * [_IGNORED])
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask), "labels": torch.tensor(labels)}
