@@ -135,6 +135,9 @@ def test_what_a_peer_has_not_is_refused(changes, said):
         shared.of_peers(parse(FLAT | changes))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated"
+)  # PEFT asks transformers by the old name
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # PEFT finds it out by itself
 def test_a_peer_s_step_from_the_same_factors_on_the_same_rows_is_fedveil_s(tmp_path):
     """All rows in one batch: their order does not count, so both sides end at the same weights."""
