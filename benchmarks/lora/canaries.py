@@ -31,9 +31,9 @@ from fedveil.attacks import canaries, one_run
 from fedveil.attacks.base import Knowledge
 from fedveil.attacks.samples import encoded
 from fedveil.attacks.unseen import views
-from fedveil.benchmarks.common import data, resampling, seeds
-from fedveil.benchmarks.common import verdicts as common
+from fedveil.benchmarks.common import data, seeds
 from fedveil.benchmarks.common.federations import federation, task_of
+from fedveil.benchmarks.lora import tables
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.config import RunConfig, parse
 from fedveil.contract.budget import Plan
@@ -49,16 +49,7 @@ from fedveil.wire.tap import Tap
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """A row of the table for each of `settings["rows"]`, and whether any seed contradicts what is claimed of it."""
     answers = seeds.run(__name__, settings, options)
-    figures = {
-        name: {m: resampling.over_seeds([resampling.fixed(answer[name][m]) for answer in answers]) for m in metrics}
-        for name, metrics in answers[0].items()
-    }
-    rows = [{"name": n, "metrics": {m: resampling.interval(f) for m, f in of.items()}} for n, of in figures.items()]
-    return Outcome(
-        rows,
-        [*_contradictions(answers), *common.table(common.compared(figures, settings["claims"], "+.2f"), len(answers))],
-        [f"this run: {len(answers)} seeds"],
-    )
+    return tables.outcome(answers, settings, _contradictions(answers))
 
 
 def needs(settings: Mapping[str, Any]) -> list[data.Need]:

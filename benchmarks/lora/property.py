@@ -33,9 +33,9 @@ from fedveil.attacks.membership.row_gradients import Shared
 from fedveil.attacks.sites import property as inference
 from fedveil.attacks.statistics import auroc
 from fedveil.attacks.unseen import SumView
-from fedveil.benchmarks.common import data, noise_tables, resampling, seeds
-from fedveil.benchmarks.common import verdicts as common
+from fedveil.benchmarks.common import data, noise_tables, seeds
 from fedveil.benchmarks.common.federations import federation, task_of
+from fedveil.benchmarks.lora import tables
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.config import RunConfig, parse
 from fedveil.contract.task import Example, Examples, Rows
@@ -49,16 +49,7 @@ from fedveil.wire.tap import Tap
 def run(settings: dict[str, Any], options: Options) -> Outcome:
     """A row of the table for each of `settings["rows"]`."""
     answers = seeds.run(__name__, settings, options)
-    figures = {
-        name: {
-            metric: resampling.over_seeds([resampling.fixed(answer[name][metric]) for answer in answers])
-            for metric in metrics
-        }
-        for name, metrics in answers[0].items()
-    }
-    rows = [{"name": n, "metrics": {m: resampling.interval(f) for m, f in of.items()}} for n, of in figures.items()]
-    claims = common.table(common.compared(figures, settings.get("claims", []), "+.2f"), len(answers))
-    return Outcome(rows, claims, [f"this run: {len(answers)} seeds"])
+    return tables.outcome(answers, settings)
 
 
 def needs(settings: Mapping[str, Any]) -> list[data.Need]:
