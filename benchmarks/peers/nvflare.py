@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -64,7 +65,7 @@ def found(variables: Mapping[str, str]) -> Environment:
     except (OSError, subprocess.TimeoutExpired) as error:
         return Environment(None, f"{out}, found none that runs beside what it names ({type(error).__name__}); {_HOWTO}")
     if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        why = re.sub(r"\S*/\S*", "...", (done.stderr.strip().splitlines() or ["it said nothing"])[-1])
         return Environment(None, f"{out}, found one where the import fails ({why}); {_HOWTO}")
     others = differing(expected, json.loads(done.stdout.splitlines()[-1]))
     return Environment(

@@ -56,6 +56,7 @@ def test_without_the_variable_the_row_is_left_out_in_words(variables):
     ("script", "why"),
     [
         ("echo \"ModuleNotFoundError: No module named 'nvflare'\" >&2; exit 1", "No module named 'nvflare'"),
+        ('echo "ImportError: cannot import name x ($0)" >&2; exit 1', "cannot import name x ..."),
         ("exit 3", "it said nothing"),
         (None, "none that runs beside what it names (FileNotFoundError)"),
     ],
