@@ -47,6 +47,7 @@ def run(federate):
 METHODS = [("fedavg", ""), ("fedrand", ""), ("fedrand", "past = false"), ("random_binary", "")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "fields"), METHODS)
 @pytest.mark.parametrize("most", [1 << 19, 5])
 def test_shared_scores_are_those_of_each_attack_alone(name, fields, most, run):

@@ -85,6 +85,7 @@ def test_a_known_upsampling_leaves_fewer_unknowns(model, small):
     assert psnr(match.image[0], true[0], 2) > 40
 
 
+@pytest.mark.long
 def test_each_exchange_is_taken_at_its_own_weights(model, small):
     """The second gradient is of other weights; told so, both fit one image, untold they cannot."""
     true, sent = small
@@ -103,6 +104,7 @@ def test_each_exchange_is_taken_at_its_own_weights(model, small):
     assert residual([first, Observed(told.values, told.seen)], starts=1) > 0.1
 
 
+@pytest.mark.long
 def test_adam_comes_nearer_with_the_mask_than_with_the_zeros(model, small):
     true, sent = small
 

@@ -67,6 +67,7 @@ def test_sums_of_changing_cohorts_show_who_was_in_them(tmp_path):
     assert np.mean(areas) > 0.7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sums", [False, True])
 def test_who_never_took_part_is_in_no_round(tmp_path, sums):
     """Asked about the rounds of another site, the attack guesses: in the mean of draws."""

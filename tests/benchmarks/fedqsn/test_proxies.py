@@ -9,6 +9,7 @@ from fedveil.benchmarks.run import Options
 from tests.benchmarks.text_folder import settings
 
 
+@pytest.mark.long
 def test_models_proxies_and_gaps(folder):
     methods = {
         "FedAvg": {"name": "fedavg", "fields": "adapter = {kind = 'all'}"},

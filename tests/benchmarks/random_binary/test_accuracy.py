@@ -49,6 +49,7 @@ def test_a_piece_is_of_every_setting_that_its_figures_hang_on():
     assert all(accuracy._name(settings(**more), "scratch", "random", 0) != name for more in other)
 
 
+@pytest.mark.long
 def test_a_table_in_pieces_is_the_one_at_once(tmp_path, monkeypatch):
     """The second time nothing is trained."""
     file, of = tmp_path / "x.pieces.jsonl", settings()

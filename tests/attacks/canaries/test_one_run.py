@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dp_accounting import gaussian_mechanism
 
-from fedveil.attacks.one_run import bound, epsilon_at_least, p_value
+from fedveil.attacks.canaries.one_run import bound, epsilon_at_least, p_value
 from fedveil.attacks.statistics import clopper_pearson
 
 DELTA = 1e-5

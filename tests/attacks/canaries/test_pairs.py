@@ -12,8 +12,8 @@ import torch
 from dp_accounting import gaussian_mechanism
 
 from fedveil.attacks.base import Knowledge
-from fedveil.attacks.canaries import bound_of, coins_of, planted, words
-from fedveil.attacks.one_run import Bound
+from fedveil.attacks.canaries.one_run import Bound
+from fedveil.attacks.canaries.pairs import bound_of, coins_of, planted, words
 from fedveil.contract.budget import Budget, Neighbours
 from fedveil.contract.task import Example
 from fedveil.contract.trainer import Trained
