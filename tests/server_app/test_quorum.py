@@ -103,6 +103,7 @@ def test_a_round_that_draws_too_few_is_not_begun(grid, task):
     assert grid.pushed == []
 
 
+@pytest.mark.long
 def test_repeats_are_apart(grid, task, monkeypatch):
     waited = []
     monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(seconds))

@@ -99,6 +99,7 @@ def lost(when) -> object:
     return lambda message, reply: None if when(message) else reply
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_whose_uploads_nobody_sees_ends_as_one_in_the_clear_to_the_rounding(name, monkeypatch, tmp_path):
     runs = Runs(monkeypatch, tmp_path, name)
@@ -147,6 +148,7 @@ def test_four_of_five_holders_open_a_sum_and_three_do_not(runs):
     assert sum(asks("unmask", [1])(m) for m in grid.pushed) == 2 * 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["", "hello", "unmask", "refused"])
 def test_every_byte_of_an_attempt_is_a_site_s(kind, runs, tmp_path):
     """Keys are asked of sites that are in no cohort, too."""

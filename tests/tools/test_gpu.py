@@ -183,6 +183,7 @@ def test_files_that_cannot_be_imported_are_left_out_and_named(tmp_path):
     assert gpu.exit_code(rows) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("files", "result", "detail"),
     [
@@ -210,6 +211,7 @@ def test_every_test_marked_gpu_asks_for_the_device():
             assert len(asking) == len(re.findall(r"^@pytest\.mark\.gpu$", text, re.MULTILINE)), path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", gpu.PARTS, ids=lambda part: part.name)
 def test_a_part_needs_no_more_than_it_says(part):
     """What it imports at first, with every other distribution that the project asks for out of reach."""

@@ -67,6 +67,7 @@ def test_the_gradients_of_single_rows_each_once_and_in_order(plain, rows):
     assert_same(one.gradients, two.gradients)
 
 
+@pytest.mark.long
 def test_an_error_between_two_steps_leaves_the_ranks_ready_for_the_next_training(plain):
     def broken(now):
         raise ZeroDivisionError

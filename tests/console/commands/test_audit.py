@@ -147,6 +147,7 @@ def test_the_time_reaches_the_audit(make_run, monkeypatch):
     assert asked[1].left == float("inf")
 
 
+@pytest.mark.long
 def test_controls_and_models_stand_beside_each_other(audited):
     by = {(f["model"], f["attack"]): f for f in audited["findings"]}
     assert by["overfitted FedAvg", "loss"]["verdict"] == "above"

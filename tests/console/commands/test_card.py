@@ -127,6 +127,7 @@ def test_any_byte_of_any_file_that_changes_is_found(signed_run, data):
         file.write_bytes(before)
 
 
+@pytest.mark.long
 def test_every_byte_of_the_small_files_counts(signed_run):
     for name in ("adapter_config.json", "adapter_model.safetensors", "processor/config.json", "README.md"):
         file = signed_run / "final" / name

@@ -10,6 +10,7 @@ from fedveil.console.main import main
 from tests.conftest import extract
 
 
+@pytest.mark.long
 def test_registering_with_a_server_that_is_not_there_says_how_to_start_it(tmp_path, capsys, monkeypatch):
     """Flower's own answer, for a port at which nothing listens."""
     monkeypatch.chdir(tmp_path)

@@ -126,6 +126,7 @@ AWAITED = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("about", "words"),
     [({}, UNDER_WAY), ({"phase": "waiting", "there": 1, "refused": {EVIL: "its policy"}}, AWAITED),

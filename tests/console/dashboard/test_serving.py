@@ -109,6 +109,7 @@ def test_a_folder_that_is_no_site_s_is_named(tmp_path, capsys):
     assert "FOLDER: expected a folder of runs" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_as_soon_as_the_link_is_shown_ends_it_in_order(runs, which):
     command = [sys.executable, "-m", "fedveil.console.main", "dashboard", str(runs), "--port", "0"]

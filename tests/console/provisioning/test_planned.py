@@ -31,6 +31,7 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr(planned.work, "measured", lambda bf16: 2e12)
 
 
+@pytest.mark.long
 def test_an_8_b_base_of_four_bits_fits_a_gpu_of_24_gb_and_a_70_b_base_does_not(tmp_path, capsys):
     eight, seventy = folder(tmp_path / "8b", B8), folder(tmp_path / "70b", B70)
     options = ["--gpu-gb", "24", "--tflops", "100", "--rows", "2000"]

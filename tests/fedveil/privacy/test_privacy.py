@@ -152,6 +152,7 @@ def test_calibrated_noise_keeps_the_epsilon_and_wastes_little(wished):
     assert 0.99 * wished < accounting.epsilon(cost(z), DELTA, REPLACE) <= wished
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "steps, batch, rows, wished, neighbours",
     [(20, 16, 240, 0.7, REPLACE), (3000, 64, 50_000, 0.5, ADD)],  # coarse grids are near here, and far off there

@@ -247,6 +247,7 @@ def test_predictions_are_the_rows_own(task, rows):
         assert 1 <= len(each.logits["generated"]) <= 6
 
 
+@pytest.mark.long
 def test_training_learns_the_captions(data):
     task = make(train__epochs=30, train__learning_rate=5e-3, evaluate__max_new_tokens=8)
     examples = list(task.examples(data, "train"))[2:]

@@ -44,6 +44,7 @@ def forty():
     return local
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "silent"), [(40, 0), (40, 13), (100, 33)])
 def test_the_sum_of_many_sites_is_exact(count, silent, forty):
     """The silent third answers as holder, but for one site that is dead."""

@@ -79,6 +79,7 @@ def exchange(name: str, fields: str, settings: Settings) -> Exchange:
     return Exchange(method, name, base.spec(settings, method.adapter))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("column", "settings"), [(0, EIGHT), (2, SEVENTY)])
 def test_bytes_of_messages(column, settings):
     for words, name, fields, downloaded, variants in MESSAGES:
