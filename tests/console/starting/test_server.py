@@ -78,4 +78,5 @@ def test_a_missing_file_an_expired_certificate_and_another_folder_are_named(pilo
     assert main(["server", "start", str(pilot)]) == 2
     assert "expected server.key, found none" in capsys.readouterr().err
     assert main(["server", "start", str(tmp_path)]) == 2
-    assert "expected a folder that fedveil provision made" in capsys.readouterr().err
+    assert "expected a folder that fedveil provision made" in (said := capsys.readouterr().err)
+    assert said.endswith("; name the folder that it made\n")
