@@ -102,16 +102,18 @@ def _measured(task: TextGeneration, config: RunConfig, settings: Mapping[str, An
 
 
 def _at_most(config: RunConfig, method: Any, rows: int) -> dict[str, float]:
-    """What a site with so many rows that is in every round is charged; none of a run without a claim."""
+    """What a site with so many rows that is in every round is charged; nothing of a run without a claim, or noise."""
     claim, train = claim_of(method, config), config.train
     if claim is None:
         return {}
     steps = per_sample.steps(rows, train.batch_size, train.epochs, train.max_steps)
     budget = claim.budget
     spent = claim.privacy_spent(Plan(config.run.rounds, steps, train.batch_size, rows, budget.neighbours))
-    found = {"at most": accounting.epsilon(spent, budget.delta, budget.neighbours)}
+    if (most := accounting.epsilon(spent, budget.delta, budget.neighbours)) == math.inf:
+        return {}
+    found = {"at most": most}
     alone = accounting.epsilon(accounting.against_all(spent), budget.delta, budget.neighbours)
-    return found | ({"at most, against all": alone} if alone < math.inf and alone != found["at most"] else {})
+    return found | ({"at most, against all": alone} if alone < math.inf and alone != most else {})
 
 
 def _contradictions(answers: list[dict[str, dict[str, float]]]) -> list[str]:
