@@ -31,10 +31,11 @@ def write_connection(home: Path, address: str, ca: Path) -> None:
 
 def _homeless(home: Path) -> LaunchError:
     """What is wrong where a FLWR_HOME has no config.toml; people name a federation's as --federation FOLDER."""
-    if home.parts[-2:] != _IN_FEDERATION:
+    here = home.absolute()
+    if here.parts[-2:] != _IN_FEDERATION:
         return LaunchError(f"FLWR_HOME: expected config.toml in {home}, found none; name the folder that has it")
     return LaunchError(
-        f"{home.parents[1]}: expected a folder that fedveil provision made, found no {'/'.join(_IN_FEDERATION)}/"
+        f"{here.parents[1]}: expected a folder that fedveil provision made, found no {'/'.join(_IN_FEDERATION)}/"
         "config.toml in it; name the folder that it made"
     )
 
@@ -57,7 +58,7 @@ class Flower:
         env: Mapping[str, str] | None = None,
     ) -> None:
         if not (home / "config.toml").is_file():
-            raise _homeless(home.absolute())
+            raise _homeless(home)
         self.home, self._connection = home.absolute(), connection
         self._processes, self._env = processes or Processes(home), env or environment(self.home)
 

@@ -331,6 +331,7 @@ def clocked(monkeypatch, seconds: float, *more) -> tuple[set[tuple[str, str]], f
     return audited("weights", monkeypatch, Slow(), *more)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_into_the_time_is_left_out_and_named(monkeypatch):
     """Two controls take 4 of the 9 s, a's upload 2, a's on the wrong site 1 or 2; the next would take as long again."""
     found_, result = clocked(monkeypatch, 7.0)

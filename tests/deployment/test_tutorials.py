@@ -46,6 +46,7 @@ def printed(script: str, folder: Path, seconds: float = 900.0) -> str:
     return out
 
 
+@pytest.mark.long
 def test_commands_that_do_not_end_are_ended_and_shown(tmp_path):
     script = "sleep 987 & echo $! >pid; echo began; sleep 986"
     with pytest.raises(AssertionError, match=r"^not done within 2 s; began\n"):

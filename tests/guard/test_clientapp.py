@@ -312,6 +312,7 @@ def test_the_modules_of_the_installation_make_room_for_the_bundles():
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.long
 def test_the_entry_point_imports_no_torch_and_refuses_another_flower(tmp_path, monkeypatch):
     script = write_guard(tmp_path / "bin")
     assert script.name == "flwr-clientapp"

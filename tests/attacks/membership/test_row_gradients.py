@@ -125,6 +125,7 @@ def steps_of(found: Collector, view, knowledge, rows) -> list[Step]:
     ]
 
 
+@pytest.mark.long
 def test_an_audit_s_steps_share_gradients_and_stay_apart_in_time(run):
     """Each attack is a step of its own, at its own cost: one for which there is no time is left out."""
     view, knowledge, rows = run("fedavg")

@@ -53,6 +53,7 @@ def test_a_mask_that_is_known_does_not_hide_the_image(model, sent):
     assert match.residual < 1e-8
 
 
+@pytest.mark.long
 def test_zeros_taken_as_data_do(model, sent):
     match = levenberg_marquardt(
         model, [everything(masked(sent, 0.2))], LABEL, (1, 3, 8, 8), generator=seeded(), starts=1, iterations=12

@@ -56,6 +56,7 @@ def test_the_undefended_control_is_won(tmp_path, name):
     assert told(found) > 0.9
 
 
+@pytest.mark.long
 def test_sums_of_changing_cohorts_show_who_was_in_them(tmp_path):
     areas = []
     for seed in range(3):

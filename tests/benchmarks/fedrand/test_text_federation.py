@@ -25,6 +25,7 @@ def seed(folder):
     return Seed(asked, 0, Options(device="cpu"))
 
 
+@pytest.mark.long
 def test_a_method_that_shares_all_is_fedavg_and_other_rows_are_of_the_same_start(seed):
     fedavg, same, fedper = (seed.method(name, 3e-3) for name in ("FedAvg", "all shared", "FedPer"))
     assert same.scores["loss"] == pytest.approx(fedavg.scores["loss"], rel=1e-6)

@@ -32,6 +32,7 @@ def test_a_bound_above_the_claim_is_said():
     assert said == "a: epsilon at most 2.00; shown 2.50 at most: CONTRADICTED on 1 of 2 seeds: do not rely on it."
 
 
+@pytest.mark.long
 def test_what_is_claimed_is_what_a_site_is_charged():
     config = config_of("FedAvg, noisy steps")
     assert at_most("FedAvg, noisy steps") == {"at most": noise_tables.epsilon_of(DpSgd.of(config.dp), config, 200)}

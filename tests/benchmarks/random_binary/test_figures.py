@@ -17,6 +17,7 @@ def shown(base, method, last, counts):
     return {"base": base, "method": method, "curve": points, "counts": counts}
 
 
+@pytest.mark.long
 def test_a_panel_a_base_and_one_of_counts_which_all_show_what_they_are_given():
     """Shares of zero, which a logarithm does not have, are left out."""
     random, fixed = shown("scratch", "random", 30.0, LAWS["random"]), shown("scratch", "fixed", 25.0, [0.0, 0.0, 1.0])

@@ -54,6 +54,7 @@ def test_a_base_in_shards_trains_as_a_whole_one(tmp_path):
         pair.launched.close()
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_in_a_turn_ends_it_with_the_reason_and_no_process_stays(tmp_path):
     """Through the worker, as a site does it."""
     assignment = asked(tmp_path, train__max_steps=0, train__epochs=500)

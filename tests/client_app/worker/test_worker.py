@@ -153,6 +153,7 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.long
 def test_a_warm_turn_is_the_turn_of_a_fresh_process_bit_for_bit_and_loads_nothing(bench, tmp_path):
     bench.orders(load=0.5)
     warm, files = [], []
@@ -377,6 +378,7 @@ def test_killed_for_memory_by_the_kernel_the_site_is_told_what_to_lower_and_the_
     assert [bool(re.search(said, line["failed"])) for line in bench.ends()] == [True, True]
 
 
+@pytest.mark.long
 def test_a_worker_that_nobody_here_started_is_judged_by_what_it_noted(bench, monkeypatch):
     """It was started by an earlier client process, so its exit signal is not for this one."""
     bench.turn(0)
@@ -400,6 +402,7 @@ def test_a_crash_is_not_taken_for_want_of_memory(bench, monkeypatch):
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: killed or crashed"
 
 
+@pytest.mark.long
 def test_a_worker_s_memory_stands_beside_its_card_until_it_ends_or_is_asked_for(bench):
     bench.turn(0)
     (worker,) = bench.workers()
@@ -507,6 +510,7 @@ def test_a_turn_whose_worker_is_stopped_ends_with_the_order_s_time_and_the_next_
     assert uploads == whole.uploads
 
 
+@pytest.mark.long
 def test_a_turn_that_is_too_slow_ends_with_the_order_s_time(bench):
     bench.turn(0)
     bench.orders(steps=1000, pause=0.05)

@@ -63,6 +63,7 @@ def is_whole(text: str) -> None:
         assert (one.get("href") or one["src"]).startswith(("/", "data:,"))
 
 
+@pytest.mark.long
 def test_every_page_is_linked_whole_and_within_the_policy(runs):
     client = opened(runs)
     pages = every_page(client)

@@ -67,6 +67,7 @@ def test_a_head_without_end_is_refused(server):
         assert line.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.long
 def test_who_reads_no_event_stalls_nobody_and_keeps_no_dashboard_from_ending(server):
     stream = ask(server, "/events?seen=")
     assert stream.getheader("content-type").startswith("text/event-stream")

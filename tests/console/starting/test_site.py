@@ -163,6 +163,7 @@ def test_a_key_that_flower_does_not_take_is_named_by_its_form(kit, capsys, kind,
     assert not (kit / "state").exists()
 
 
+@pytest.mark.long
 def test_a_gpu_that_is_not_there_is_said_before_anything_starts_and_others_are_not_looked_for(kit, capsys, monkeypatch):
     assert start(kit, "--device", "cuda:99") == 2
     said = capsys.readouterr().err
@@ -274,6 +275,7 @@ def test_a_state_folder_that_cannot_be_is_named(kit, capsys, monkeypatch, where)
     assert ((kit / "a-file").stat().st_mode & 0o777, (kit / "a-file").read_text()) == (0o644, "mine")
 
 
+@pytest.mark.long
 def test_what_waits_for_weeks_does_without_torch(tmp_path):
     """Some hundred MB; the policy's names are looked up by the names of files."""
     (tmp_path / "site-policy.toml").write_text('methods = ["fedavg"]\ntasks = ["text-generation"]\n')

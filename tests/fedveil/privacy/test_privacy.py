@@ -326,6 +326,7 @@ def test_the_ledger_stops_before_the_budget_is_passed_and_survives_a_restart(tmp
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.long
 def test_charges_of_other_kinds_compose(tmp_path):
     ledger = Ledger(tmp_path / "s.json")
     poisson = ("poisson", 50, 5, 1.5)
@@ -338,6 +339,7 @@ def test_charges_of_other_kinds_compose(tmp_path):
         ledger.charge(["a"], {STEP: 1}, limit(1))
 
 
+@pytest.mark.long
 def test_charges_that_no_accountant_takes_together_are_added_up(tmp_path):
     """Each of the two alone, at delta / 2; and before 0.2 an error of the config, in the middle of a run."""
     poisson, fixed = {("poisson", 50, 5, 1.5): 4}, {("fixed", 50, 5, 8.0): 3}

@@ -311,6 +311,7 @@ def test_a_llama_from_a_folder_goes_the_same_way(llama, rows):
     assert len(task.generate(start, ["name[X]", "name[The Mill], area[riverside]"])) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantised", ["4bit", "8bit"])
 def test_a_quantised_base_trains_its_factors(quantised, rows):
     task = make(Lora(rank=2), train__quantized_base=quantised, train__max_steps=2, train__learning_rate=5e-3)

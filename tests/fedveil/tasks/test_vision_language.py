@@ -305,6 +305,7 @@ def test_a_prompt_without_room_is_refused(data):
         task.encode(task.examples(data, "train"))
 
 
+@pytest.mark.long
 def test_a_model_without_eyes_or_template_is_refused(tmp_path):
     with pytest.raises(
         TaskError, match="expected an image-text-to-text model with its processor, found that .* does not"
