@@ -113,7 +113,7 @@ def goes_on(runs, name, **about) -> None:
     run = write_run(runs, name, state="running")
     now = time.time()
     said = {"round": 3, "attempt": 0, "phase": "round", "since": now - 41.2, "deadline_seconds": 600.0, "quorum": 2}
-    said |= {"asked": 4, "accepted": 1, "failed": 1, "waiting": [EVIL, "west"], "reasons": {}, "until": now + 259.9}
+    said |= {"asked": 4, "accepted": 1, "failed": 1, "waiting": [EVIL, "west"], "reasons": {}, "until": now + 254.2}
     (run / "progress.json").write_text(json.dumps(said | about))
 
 
