@@ -11,6 +11,8 @@ LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --
 # 1.41: Flower's release whose SuperNodes speak HTTP; docs/deploy.md says which to take. Each has a VENV of its own.
 FLOWER ?=
 HTTP_VENV ?= .venv-http
+# Everything but what takes minutes or needs more than a CPU.
+EVERY := -m "not slow and not gpu and not containers and not browser"
 # What differs by Flower: guard, apps, console, and a federation on this machine.
 HTTP_TESTS := tests/guard tests/client_app/test_app.py tests/client_app/site/test_served.py tests/server_app tests/console/starting tests/console/flower \
   tests/console/commands/test_doctor.py tests/console/commands/test_demo.py tests/console/provisioning tests/deployment/test_loopback.py
@@ -18,7 +20,7 @@ HTTP_TESTS := tests/guard tests/client_app/test_app.py tests/client_app/site/tes
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test http coverage containers check mutate build sbom docs lock bench gpu methods clean
+.PHONY: help install demo test long http coverage containers check mutate build sbom docs lock bench gpu methods clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -46,11 +48,14 @@ demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (
 test: $(READY) ## Run the fast tests, two at a time (ARGS="-k fedrand", WORKERS=8)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-http: ## Set up .venv-http with Flower 1.41, and run there what differs by Flower, a federation over HTTP among it
-	@$(MAKE) --no-print-directory test VENV=$(HTTP_VENV) FLOWER=1.41 ARGS="$(HTTP_TESTS) $(ARGS)"
+long: $(READY) ## Run what make test leaves out because it takes seconds of CPU or starts processes
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
-coverage: $(READY) ## Run the fast tests and measure coverage; fails below fail_under of pyproject.toml
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-report=xml $(ARGS)
+http: ## Set up .venv-http with Flower 1.41, and run there what differs by Flower, a federation over HTTP among it
+	@$(MAKE) --no-print-directory test VENV=$(HTTP_VENV) FLOWER=1.41 ARGS='$(EVERY) $(HTTP_TESTS) $(ARGS)'
+
+coverage: $(READY) ## Run the tests of test and long and measure coverage; fails below fail_under of pyproject.toml
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(EVERY) --cov --cov-report=term --cov-report=xml $(ARGS)
 
 containers: $(READY) ## Build the image and run the tests that need a container engine (FLOWER=1.41)
 	@$(if $(FLOWER),FEDVEIL_FLOWER=$(FLOWER)) $(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)

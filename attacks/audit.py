@@ -28,11 +28,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedveil import rng, strategies, tasks
-from fedveil.attacks import canaries, controls, spelled
+from fedveil.attacks import controls, spelled
 from fedveil.attacks.base import Attack, Knowledge, UploadAttack, View, installed, misfit
+from fedveil.attacks.canaries import pairs
 from fedveil.attacks.collector import KINDS, ON_UPLOADS, Collector, Kind
 from fedveil.attacks.controls import Control
-from fedveil.attacks.findings import Audit, Finding, Rebuilt, corrected, notes
+from fedveil.attacks.findings import Audit, Finding, Rebuilt, corrected
 from fedveil.attacks.hidden_model import factor_pairing
 from fedveil.attacks.membership.scores import PublicBase, loss_of
 from fedveil.attacks.paired import Sides
@@ -40,6 +41,7 @@ from fedveil.attacks.reconstruction import pictures
 from fedveil.attacks.samples import LEAST, Sample, Source, samples
 from fedveil.attacks.steps import Budget, Step, taken, words
 from fedveil.attacks.unseen import of_run
+from fedveil.attacks.verdict import notes
 from fedveil.config import RunConfig
 from fedveil.contract.spec import Weights
 from fedveil.privacy.claims import claim_of
@@ -106,10 +108,10 @@ def audit_run(
         site, canary_folder = planted
         say(f"{site}: canaries")
         claim = claim_of(method, config)
-        delta = claim.budget.delta if claim else canaries.DELTA
-        bound = canaries.bound_of(canary_folder, site, view, knowledge, delta)
+        delta = claim.budget.delta if claim else pairs.DELTA
+        bound = pairs.bound_of(canary_folder, site, view, knowledge, delta)
         shown = bound.epsilon
-        said = [canaries.words(bound, site, claim.budget if claim else None), *said]
+        said = [pairs.words(bound, site, claim.budget if claim else None), *said]
     with tempfile.TemporaryDirectory() as scratch:
         pair = controls_of(knowledge, config, members, source, Path(scratch), device, say)
         found = audit(view, knowledge, members, non_members, *pair, source.seed, say, sums, budget=budget)

@@ -19,12 +19,13 @@ from fedveil.attacks.base import (
     View,
 )
 from fedveil.attacks.controls import Control
-from fedveil.attacks.findings import TO_LOSE, Finding, Numbers, beside, finding, unusable
+from fedveil.attacks.findings import TO_LOSE, Finding, Numbers, beside, finding
 from fedveil.attacks.membership.row_gradients import GradientAttack, Shared
 from fedveil.attacks.membership.scores import PublicBase, centred
 from fedveil.attacks.paired import Sides
 from fedveil.attacks.samples import Sample
 from fedveil.attacks.steps import Step
+from fedveil.attacks.verdict import unusable
 from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows, Task
 

@@ -17,7 +17,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fedveil.attacks.findings import Audit, Finding, strongest
+from fedveil.attacks.findings import Audit, Finding
+from fedveil.attacks.verdict import strongest
 from fedveil.errors import ConfigError
 
 PASSES, ABOVE, CANNOT_TELL = 0, 1, 3

@@ -50,6 +50,7 @@ def test_there_is_a_page_for_a_method_a_task_and_an_attack():
     assert all(f"extend/{page.stem}" in index for page in PAGES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_what_the_page_shows_passes_its_own_test(page, tmp_path):
     module, test = install(page, tmp_path)

@@ -106,6 +106,7 @@ def test_sound_uploads_are_accepted():
     assert {verdict(exchange, data) for exchange, data in SOUND} == {"accepted"}
 
 
+@pytest.mark.long
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_5000_mutated_messages(seed):

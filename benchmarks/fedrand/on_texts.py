@@ -4,7 +4,8 @@ Beside the methods stand "round 0" (the model before any round) and "one client 
 trains in every round on its own rows and shares nothing). With `settings["client"]`, a method that leaves its clients a
 model of their own has that client's scores too, as "client_<score>"; without a turn in the run it has none. With
 `client = "all"` it has "clients_loss" and "clients_bleu" too, the mean over all clients that have a model, on
-`clients_test` sources of the test rows.
+`clients_test` sources of the test rows. With `curve_every` the methods have a curve of the server's loss on
+`curve_test` sources of the test rows (see `curves`).
 
 With `settings["learning_rates"]` every method first runs with each of them in the seed `rate_seed`, which no figure of
 the table has. The rate whose model, or clients' models where they have their own, have the least loss on `rate_test`
@@ -32,13 +33,14 @@ from typing import Any
 from fedveil.benchmarks.common import data, pieces, resampling, seeds
 from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.fedrand import curves
 from fedveil.benchmarks.fedrand.text_federation import RATE_KEY, VALIDATION, Run, Seed
 from fedveil.benchmarks.run import Options, Outcome, intervals
 
 IN_PIECES = True  # so that --minutes may be asked for
 BEFORE, ALONE = "round 0", "one client alone"
 # All that a piece's figures hang on, but its method, seed and rate.
-_OF_A_PIECE = ("data", "clients", "client", "clients_test", "rate_test", "config")
+_OF_A_PIECE = ("data", "clients", "client", "clients_test", "rate_test", "curve_every", "curve_test", "config")
 
 Settings = Mapping[str, Any]
 Asked = tuple[str, int, float]  # row, seed, learning rate
@@ -83,7 +85,9 @@ def outcome(done: Sequence[Mapping[str, Run]], settings: Settings) -> Outcome:
     figures = {name: figures_of([r.scores for r in measured]) for name, measured in runs.items()}
     rows = [_row(name, measured, figures[name]) for name, measured in runs.items()]
     claims = common.table(common.compared(figures, settings.get("claims", [])), len(whole))
-    return Outcome(rows, [*_verdicts(runs, settings), *claims, *said], [f"this run: {len(whole)} seeds"])
+    followed = {name: [_curve(r) for r in measured] for name, measured in runs.items()}
+    costs = curves.costs(followed, settings.get("curve_targets", []))
+    return Outcome(rows, [*_verdicts(runs, settings), *claims, *costs, *said], [f"this run: {len(whole)} seeds"])
 
 
 def needs(settings: Settings) -> list[data.Need]:
@@ -136,8 +140,12 @@ def _name(settings: Settings, asked: Asked) -> str:
     return f"{label}, seed {seed}, rate {rate:g}, settings {digest}"
 
 
+def _curve(done: Run) -> list[curves.Point]:
+    return [curves.Point.from_json(point) for point in done.curve]
+
+
 def _row(name: str, done: list[Run], figures: Mapping[str, Figure]) -> dict[str, Any]:
-    return {
+    shown = {
         "name": name,
         "metrics": {metric: resampling.interval(figure) for metric, figure in figures.items()},
         "upload_bytes": round(sum(r.upload_bytes for r in done) / len(done)),
@@ -145,6 +153,7 @@ def _row(name: str, done: list[Run], figures: Mapping[str, Figure]) -> dict[str,
         "rounds": done[0].rounds,
         "seconds": round(sum(r.seconds for r in done) / len(done), 1),
     }
+    return shown | {"curve": curves.in_result([_curve(r) for r in done])} if done[0].curve else shown
 
 
 def _counted(done: Sequence[Mapping[str, Run]], rows: int, whole: int) -> str:

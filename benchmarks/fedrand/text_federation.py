@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from fedveil import rng, strategies, tasks
 from fedveil.algebra.factors import aggregation_gap
-from fedveil.benchmarks.common import data
+from fedveil.benchmarks.common import data, resampling
 from fedveil.benchmarks.common.federations import federation
+from fedveil.benchmarks.common.resampling import Figure
+from fedveil.benchmarks.fedrand import curves
 from fedveil.benchmarks.run import Options
 from fedveil.config import RunConfig, parse
 from fedveil.contract.spec import Weights
@@ -36,6 +38,7 @@ class Run:
         seconds: of the training.
         rounds: how many.
         commit: at which it was measured.
+        curve: of a method, where one was asked for: the points of `curves`, as JSON.
     """
 
     scores: Mapping[str, float]
@@ -44,6 +47,7 @@ class Run:
     seconds: float
     rounds: int = 0
     commit: str = ""
+    curve: list[Any] = field(default_factory=list)
 
 
 class Seed:
@@ -69,14 +73,14 @@ class Seed:
         """The client of median size, which trains in every round on its own rows and shares nothing."""
         config = parse(self._flat | {"method.name": "fedavg", "cohort.fraction": 1.0})
         task = self._task(config)
-        done, seconds = self._federated(config, task, [self._median])
+        done, seconds, _ = self._federated(config, task, [self._median])
         return _run(done, task.evaluate(done.deployed()["server"], self._test, generate=True), seconds)
 
     def trial(self, label: str, rate: float) -> Run:
         """A method with a learning rate, scored on validation rows alone."""
         config = self._config(label, rate)
         task = self._task(config)
-        done, seconds = self._federated(config, task, list(self._rows))
+        done, seconds, _ = self._federated(config, task, list(self._rows))
         models = list(self._own(done).values()) or [done.deployed()["server"]]
         loss = statistics.fmean(task.evaluate(m, self._validation, generate=False)["loss"] for m in models)
         self._options.say(f"{label}: rate {rate:g}: validation loss {loss:.3f} in {seconds:.0f} s")
@@ -86,7 +90,8 @@ class Seed:
         """A method with its learning rate, scored on the test rows."""
         config = self._config(label, rate)
         task = self._task(config)
-        done, seconds = self._federated(config, task, list(self._rows))
+        every = self._settings.get("curve_every", 0)
+        done, seconds, curve = self._federated(config, task, list(self._rows), every)
         scores = task.evaluate(done.deployed()["server"], self._test, generate=True) | {"learning_rate": rate}
         # Those of the last round: what other sites keep belongs to older weights.
         kept = {site: p.tensors for site in done.last_cohort if (p := done.private.get(site)) is not None}
@@ -95,7 +100,7 @@ class Seed:
             scores["aggregation_gap"] = aggregation_gap(list(pairs.values()), [len(self._rows[s]) for s in pairs])
         scores |= self._of_clients(task, self._own(done))
         self._options.say(f"seed {self._number}: {label}: {_brief(scores)} in {seconds:.0f} s")
-        return _run(done, scores, seconds)
+        return replace(_run(done, scores, seconds), curve=[point.to_json() for point in curve])
 
     def _of_clients(self, task: Task, own: Mapping[str, Weights]) -> dict[str, float]:
         """Scores of the models that clients have: the median one's on all test rows, and the mean over all of them."""
@@ -114,18 +119,24 @@ class Seed:
         sites: Sequence[str] = list(self._rows) if wanted == "all" else [self._median] if wanted else []
         return {site: model for site in sites if (model := done.deployed(site).get("client"))}
 
-    def _federated(self, config: RunConfig, task: Task, sites: Sequence[str]) -> tuple[Federation, float]:
+    def _federated(
+        self, config: RunConfig, task: Task, sites: Sequence[str], every: int = 0
+    ) -> tuple[Federation, float, list[curves.Point]]:
+        """The federation after its rounds, the seconds of its training, and the curve of the server's model's loss."""
         exchange = Exchange(strategies.create(config.method.name, config.method.fields), config.method.name, task.spec)
 
         def tell(_: Federation, round_: int) -> None:
             if (round_ + 1) % _EVERY == 0:
                 self._options.say(f"seed {self._number}: {exchange.name}: round {round_ + 1} of {config.run.rounds}")
 
+        def score(weights: Weights) -> dict[str, Figure]:
+            return {"loss": resampling.fixed(task.evaluate(weights, self._curve_test, generate=False)["loss"])}
+
         rows = {site: task.encode(self._rows[site]) for site in sites}
         started = time.perf_counter()
         done = federation(exchange, config, task, rows, self._initial(task))
-        done.run(tell)
-        return done, time.perf_counter() - started
+        followed = curves.followed(done, every, score, tell)
+        return done, time.perf_counter() - started - followed.seconds, followed.points
 
     def _config(self, label: str, rate: float) -> RunConfig:
         chosen = self._settings["methods"][label]
@@ -158,6 +169,10 @@ class Seed:
     @cached_property
     def _clients_test(self) -> Examples:
         return self._part("test", self._settings.get("clients_test"))
+
+    @cached_property
+    def _curve_test(self) -> Examples:
+        return self._part("test", self._settings.get("curve_test"))
 
     @cached_property
     def _validation(self) -> Examples:

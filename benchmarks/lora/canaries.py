@@ -1,6 +1,6 @@
 """What one run shows of an epsilon, beside the most that it may be: canaries in the rows of one site, for each method.
 
-A coin puts one of each pair among the rows of the first site (attacks/canaries.py); the auditor has the server's view
+A coin puts one of each pair among the rows of the first site (attacks/canaries/); the auditor has the server's view
 and guesses the coins. Under secure aggregation it has the sums that broadcasts show.
 
 | column | is |
@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from fedveil import rng, strategies
-from fedveil.attacks import canaries, one_run
 from fedveil.attacks.base import Knowledge
+from fedveil.attacks.canaries import one_run, pairs
 from fedveil.attacks.samples import encoded
 from fedveil.attacks.unseen import views
 from fedveil.benchmarks.common import data, seeds
@@ -73,14 +73,14 @@ def _measured(task: TextGeneration, config: RunConfig, settings: Mapping[str, An
     method, seed = strategies.create(config.method.name, config.method.fields), config.run.seed
     initial = task.initial(rng.initial(seed, "weights"))
     examples = task.examples(data.folder(settings["data"]), "train")
-    size, count, pairs = settings["rows_a_site"] + settings["pairs"], settings["clients"], settings["pairs"]
+    size, count, canaries = settings["rows_a_site"] + settings["pairs"], settings["clients"], settings["pairs"]
     stream = rng.Stream.derive(bytes(32), seed, "", "canaries")
     drawn = [dict(examples[int(i)].values) for i in stream.choice(len(examples), (count + 1) * size)]
-    coins, other = (np.array([stream.choice(2, 1) == [1] for _ in range(pairs)]) for _ in range(2))
-    planted = canaries.planted(drawn[:size], settings["column"], coins, random.Random(seed))
+    coins, other = (np.array([stream.choice(2, 1) == [1] for _ in range(canaries)]) for _ in range(2))
+    planted = pairs.planted(drawn[:size], settings["column"], coins, random.Random(seed))
     rows: dict[str, Rows] = {
         f"site-{i}": task.encode(Example.of(of))
-        for i, of in enumerate([planted.train, *(drawn[i * size : (i + 1) * size - pairs] for i in range(1, count))])
+        for i, of in enumerate([planted.train, *(drawn[i * size : (i + 1) * size - canaries] for i in range(1, count))])
     }
     with tempfile.TemporaryDirectory() as scratch:
         tap, exchange = Tap(Path(scratch)), Exchange(method, config.method.name, task.spec)
@@ -89,9 +89,9 @@ def _measured(task: TextGeneration, config: RunConfig, settings: Mapping[str, An
         server = trained.deployed()["server"]
         view, sums, _ = views(tap, exchange, config, server)
         sides = (encoded(task, list(Example.of(of))) for of in (planted.first, planted.second))
-        scores = canaries.scores_of("site-0", sums or view, Knowledge(task, initial, server), *sides)
+        scores = pairs.scores_of("site-0", sums or view, Knowledge(task, initial, server), *sides)
     claim = claim_of(method, config)
-    delta = claim.budget.delta if claim else canaries.DELTA
+    delta = claim.budget.delta if claim else pairs.DELTA
     shown, control = (one_run.bound(scores, of, delta) for of in (coins, other))
     metrics = {"shown": shown.epsilon, "other coins": control.epsilon, "right": shown.correct / shown.guesses}
     metrics |= _at_most(config, method, len(rows["site-0"]))
@@ -102,16 +102,18 @@ def _measured(task: TextGeneration, config: RunConfig, settings: Mapping[str, An
 
 
 def _at_most(config: RunConfig, method: Any, rows: int) -> dict[str, float]:
-    """What a site with so many rows that is in every round is charged; none of a run without a claim."""
+    """What a site with so many rows that is in every round is charged; nothing of a run without a claim, or noise."""
     claim, train = claim_of(method, config), config.train
     if claim is None:
         return {}
     steps = per_sample.steps(rows, train.batch_size, train.epochs, train.max_steps)
     budget = claim.budget
     spent = claim.privacy_spent(Plan(config.run.rounds, steps, train.batch_size, rows, budget.neighbours))
-    found = {"at most": accounting.epsilon(spent, budget.delta, budget.neighbours)}
+    if (most := accounting.epsilon(spent, budget.delta, budget.neighbours)) == math.inf:
+        return {}
+    found = {"at most": most}
     alone = accounting.epsilon(accounting.against_all(spent), budget.delta, budget.neighbours)
-    return found | ({"at most, against all": alone} if alone < math.inf and alone != found["at most"] else {})
+    return found | ({"at most, against all": alone} if alone < math.inf and alone != most else {})
 
 
 def _contradictions(answers: list[dict[str, dict[str, float]]]) -> list[str]:

@@ -276,11 +276,17 @@ def _require_one(key: str, found: str, permitted: list[str] | None) -> None:
 
 
 def _require_bundle(bundle: Bundle, policy: Policy) -> None:
-    asked = (("app digest", bundle.digest, policy.app_digests), ("app signer", bundle.signer, policy.signer_keys))
-    for key, found, permitted in asked:
+    asked = (
+        ("app digest", "app-digests", bundle.digest, policy.app_digests),
+        ("app signer", "signers", bundle.signer, policy.signer_keys),
+    )
+    for key, where, found, permitted in asked:
         if permitted is not None and found not in permitted:
             shown = f'"{found}"' if found else "none that the site's own entry point has checked"
-            raise PolicyError(f"{key}: this site permits {permitted}, found {shown}; have this very bundle permitted")
+            raise PolicyError(
+                f"{key}: this site permits {permitted}, found {shown}; have this very bundle permitted: {where} of the "
+                "site's policy"
+            )
 
 
 def _require_bytes(policy: Policy, found: int, where: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from fedveil.attacks import findings
+from fedveil.attacks import findings, verdict
 from fedveil.attacks.findings import Finding
 from fedveil.cards.card import Attack, Audited, Score, short, text
 from fedveil.errors import StateError
@@ -47,7 +47,7 @@ def of(run: Path) -> Audited:
 
 
 def _attack(name: str, found: Sequence[Finding], notes: Sequence[str]) -> Attack:
-    reasons = findings.unusable(found, name)
+    reasons = verdict.unusable(found, name)
     own = [f for f in found if f.attack in (name, findings.beside(name))]
     why = next((note for note in notes if note.startswith(f"{name}: ")), "; ".join(reasons) or "Its controls hold.")
 

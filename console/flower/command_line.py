@@ -14,6 +14,7 @@ from fedveil.console.flower.machine import Value, toml
 from fedveil.console.flower.processes import LaunchError, Processes, environment
 
 CONNECTION = "fedveil"
+_IN_FEDERATION = ("server", "flower")  # the FLWR_HOME of a folder that fedveil provision made
 _GONE = "unregistered"
 _SILENT = "Connection to the SuperLink is unavailable"  # Flower's words, which its frame breaks anywhere
 
@@ -26,6 +27,17 @@ def write_connection(home: Path, address: str, ca: Path) -> None:
     """Writes config.toml to a FLWR_HOME: the SuperLink's control port, HOST:PORT, and whom to trust there."""
     about = toml({"address": address, "root-certificates": str(ca)})
     (home / "config.toml").write_text(f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{about}')
+
+
+def _homeless(home: Path) -> LaunchError:
+    """What is wrong where a FLWR_HOME has no config.toml; people name a federation's as --federation FOLDER."""
+    here = home.absolute()
+    if here.parts[-2:] != _IN_FEDERATION:
+        return LaunchError(f"FLWR_HOME: expected config.toml in {home}, found none; name the folder that has it")
+    return LaunchError(
+        f"{here.parents[1]}: expected a folder that fedveil provision made, found no {'/'.join(_IN_FEDERATION)}/"
+        "config.toml in it; name the folder that it made"
+    )
 
 
 class Flower:
@@ -46,7 +58,7 @@ class Flower:
         env: Mapping[str, str] | None = None,
     ) -> None:
         if not (home / "config.toml").is_file():
-            raise LaunchError(f"FLWR_HOME: expected config.toml in {home}, found none; name the folder that has it")
+            raise _homeless(home)
         self.home, self._connection = home.absolute(), connection
         self._processes, self._env = processes or Processes(home), env or environment(self.home)
 

@@ -128,10 +128,11 @@ class Members:
             self.retired: dict[str, str] = content["retired"]
             self.retired_signing: dict[str, str] = content.get("retired-signing", {})  # not in a registry of before
         except (OSError, ValueError, KeyError) as error:
-            old = "; move its members.json into registry/" if (folder / "members.json").is_file() else ""
+            old = (folder / "members.json").is_file()
+            hint = "move its members.json into registry/" if old else "name the folder that it made"
             raise ConfigError(
                 f"{folder}: expected a folder that fedveil provision made, found none "
-                f"({type(error).__name__}: {error}){old}"
+                f"({type(error).__name__}: {error}); {hint}"
             ) from None
 
     @classmethod
@@ -180,6 +181,12 @@ class Members:
                 "makes one"
             )
         for other, entry in self.sites.items():
+            if entry.get("key") == public and other == site:
+                raise ConfigError(
+                    f"{site}: expected a key that is not registered yet, found the one that it is registered with; "
+                    f"there is nothing to do (fedveil members list {self.folder} shows it), or the site makes another "
+                    "with fedveil site init --renew"
+                )
             if entry.get("key") == public:
                 raise ConfigError(
                     f"{site}: expected a key of its own that is not registered yet, found that of {other}; "

@@ -70,5 +70,6 @@ def _toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--kit: expected {file.name} in {file.parent}, found none that can be read ({error}); unpack the kit"
+            f"--kit: expected {file.name} in {file.parent}, found none that can be read ({error}); unpack the "
+            "kit, and run this in its folder or name that with --kit"
         ) from None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from fedveil.attacks import base, findings
+from fedveil.attacks import base, findings, verdict
 from fedveil.attacks.findings import Audit, Finding
 from fedveil.console.report import forest
 from fedveil.console.report.page import Html, bullets, fold, join, table, tag
@@ -29,7 +29,7 @@ def html(run: Path) -> Html | None:
     audit = Audit.read(run)
     if audit is None:
         return None
-    parts: list[object] = [tag("p", findings.verdict(audit.findings), "verdict")]
+    parts: list[object] = [tag("p", verdict.verdict(audit.findings), "verdict")]
     if plot := forest.svg(audit.findings, run.name):
         words = tag("figcaption", forest.caption(audit.findings))
         parts.append(tag("figure", join([Html(plot), words]), "forest"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedveil.attacks import findings
-from fedveil.attacks.findings import Finding
+from fedveil.attacks import verdict
+from fedveil.attacks.findings import Finding, tried
 from fedveil.console.report.figures import COLOURS, INK, drawn
 from fedveil.foreign import shown
 
@@ -18,7 +18,7 @@ _BANDS, _LEAST_BAND = {_LOST: 0.3, _WON: 0.6}, 0.012  # how dense a band is, and
 
 def rows(found: Sequence[Finding], most: int = MOST_ROWS) -> list[Finding]:
     """At most `most` findings about the run, the strongest of all; attack by attack, unusable attacks last."""
-    lame = {attack for attack in findings.tried(found) if findings.unusable(found, attack)}
+    lame = {attack for attack in tried(found) if verdict.unusable(found, attack)}
     about = [f for f in found if f.kind == "about the run"]
     about = sorted(about, key=lambda f: (f.attack in lame, -f.auroc[0]))[:most]
     attacks = list(dict.fromkeys(f.attack for f in about))
@@ -39,9 +39,9 @@ def svg(found: Sequence[Finding], name: str, most: int = MOST_ROWS) -> str:
         y, ticks = 0.0, list[tuple[float, str]]()
         for attack in attacks:
             own = [f for f in listed if f.attack == attack]
-            usable = not findings.unusable(found, attack)
+            usable = not verdict.unusable(found, attack)
             axes.text(0.0, y, _short(attack) + ("" if usable else ": NOT usable here"), weight="bold", va="center")
-            for colour, controls in ((_LOST, findings.to_lose(found, attack)), (_WON, _to_win(found, attack))):
+            for colour, controls in ((_LOST, verdict.to_lose(found, attack)), (_WON, _to_win(found, attack))):
                 if controls:
                     low, high = min(f.auroc[1] for f in controls), max(f.auroc[2] for f in controls)
                     low = max(0.0, min(low, high - _LEAST_BAND))
@@ -83,7 +83,7 @@ def _to_win(found: Sequence[Finding], attack: str) -> list[Finding]:
 def _words(found: Sequence[Finding], listed: Sequence[Finding]) -> str:
     """For who cannot see it."""
     told = "; ".join("{}, {}: {:.2f} [{:.2f}, {:.2f}]".format(f.attack, f.model, *f.auroc) for f in listed[:5])
-    return f"Forest plot of AUROC by attack and model. {findings.verdict(found)} First rows: {told}."
+    return f"Forest plot of AUROC by attack and model. {verdict.verdict(found)} First rows: {told}."
 
 
 def _short(name: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fedveil.attacks import findings, side_by_side
+from fedveil.attacks import findings, side_by_side, verdict
 from fedveil.attacks.findings import Audit
 from fedveil.attacks.membership.alignment import Alignment
 from fedveil.attacks.samples import Source
@@ -106,5 +106,5 @@ def said(runs: Sequence[Run]) -> list[str]:
     """The verdict in words, and where more was measured; without one what each run's own audit comes to."""
     arms = [trade.arm(run) for run in runs]
     audits = [(run.name, Audit.read(run.folder)) for run in runs]
-    own = [f"{shown(name, 80)}: {findings.verdict(audit.findings)}" for name, audit in audits if audit]
+    own = [f"{shown(name, 80)}: {verdict.verdict(audit.findings)}" for name, audit in audits if audit]
     return [line for line in (*(list(filter(None, trade.verdict(arms))) or own), trade.larger(arms)) if line]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from fedveil import places
 from fedveil.attacks import findings, paired
+from fedveil.attacks import verdict as words
 from fedveil.attacks.findings import Audit, Finding
 from fedveil.attacks.paired import Across
 from fedveil.attacks.statistics import holm
@@ -78,12 +79,12 @@ def arm(run: Run) -> Arm:
     curve, audit = run.curve("loss"), Audit.read(run.folder)
     before = curve[0][1] if curve and curve[0][0] == 0 else None
     plain = Arm(shown(run.name, 60), run.method, before, run.final.get("loss"), run.upload_bytes, audit is not None)
-    ordered = findings.strongest(audit.findings) if audit else []
+    ordered = words.strongest(audit.findings) if audit else []
     if audit is None or not ordered:
         return plain
     told = ordered[0]
     usable = {f.attack for f in ordered}
-    lost = findings.to_lose(audit.findings, told.attack)
+    lost = words.to_lose(audit.findings, told.attack)
     won = [f for f in audit.findings if f.kind == "to win" and f.attack == told.attack]
     return Arm(
         plain.name, plain.method, plain.before, plain.after, plain.sent, True, told,

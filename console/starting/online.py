@@ -157,7 +157,8 @@ class Watch:
         """Why the SuperNode has ended with this exit code."""
         log = self.processes.log(self.name).read_bytes()[self.began :].decode(errors="replace")
         if said := _SAID.findall(log):
-            return f"the server serves it no more: {shown(max(said[-1]), 500)}"
+            serves = "serves it no more" if self.online else "does not serve it"
+            return f"the server {serves}: {shown(max(said[-1]), 500)}"
         if found := _EXIT_CODE.findall(log):
             if found[-1] == "305" and not _answers(self.superlink):
                 return f"nothing answers at {self.superlink}; is the server up, and does the firewall let this through?"

@@ -6,8 +6,11 @@ import errno
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from fedveil import places
 from fedveil.console.flower.machine import listens
@@ -17,6 +20,7 @@ from fedveil.console.flower.site_process import alone, start_isolated
 from fedveil.console.provisioning import checks
 from fedveil.console.provisioning.federation import Members, registry
 from fedveil.errors import ConfigError
+from fedveil.foreign import shown
 
 NAME = "superlink"
 _FILES = ("ca.crt", "server.pem", "server.key", "superexec-secret")
@@ -80,11 +84,20 @@ def require_free(what: str, host: str, port: int) -> None:
             listener.bind((host, port))
         except (OSError, OverflowError) as error:
             used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            said = "it in use: another server runs here, or another program" if used else f"it cannot be used ({error})"
+            said = f"it in use: {_listening(port)}" if used else f"it cannot be used ({error})"
             raise ConfigError(
                 f"{what}: expected a free port at {host}:{port}, found {said}; end that one, or name another port in "
                 "a new federation.toml"
             ) from None
+
+
+def _listening(port: int) -> str:
+    """Who listens at a port, as far as this user may know: also what a killed fedveil server start has left."""
+    with suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
+                return f"process {found.pid} ({shown(psutil.Process(found.pid).name(), 40)}) listens (kill {found.pid})"
+    return "another server runs here, or another program"
 
 
 def run(server: Server) -> int:

@@ -21,7 +21,7 @@ from fedveil.console.flower.programs import supernode
 from fedveil.console.flower.site_process import alone, guarded, start_isolated, start_spare
 from fedveil.console.provisioning import checks, policy_checks, slurm, unpacked
 from fedveil.console.runs import noted, sealing
-from fedveil.console.starting import online, running
+from fedveil.console.starting import device, online, running
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.foreign import meant, shown
 from fedveil.guard import pace
@@ -157,9 +157,10 @@ def require_poll(seconds: float) -> None:
 
 
 def require_usable(start: Start) -> None:
-    """Raises ConfigError or PolicyError for what Flower would not say, or not in words: key, certificate, policy."""
+    """Raises ConfigError or PolicyError for what Flower would not say, or not in words: keys, policy, device."""
     require_link(start.ca, start.key)
     require_policy(start.node)
+    device.require(start.node.device)
 
 
 def require_link(ca: Path, key: Path) -> None:

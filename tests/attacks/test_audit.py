@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fedveil.attacks import audit, findings, statistics
+from fedveil.attacks import audit, findings, statistics, verdict
 from fedveil.attacks.base import Knowledge, ModelAttack, UploadAttack
 from fedveil.attacks.collector import Collector
 from fedveil.attacks.findings import Finding, beside
@@ -26,7 +26,7 @@ def found(model: str, attack: str, verdict: str) -> Finding:
 
 
 def note(attack: str, *given: Finding) -> str:
-    (said,) = [n for n in findings.notes(given, CONTROL, None) if n.startswith(f"{attack}:")]
+    (said,) = [n for n in verdict.notes(given, CONTROL, None) if n.startswith(f"{attack}:")]
     return said
 
 
@@ -42,6 +42,17 @@ def test_an_attack_counts_where_its_controls_hold():
         "Membership shows in a (0.800 [0.700, 0.900])."
     )
     assert note("loss", LOST, WON, found("server", "loss", "below")).endswith("Membership shows in none of 1 models.")
+
+
+def test_what_shows_but_is_no_higher_than_a_control_to_lose_reaches_is_counted_apart():
+    """An interval of [0.41, 0.61] where nobody trained on the rows leaves 0.60 to the rows themselves."""
+    weak = replace(found("b", "loss", "above"), auroc=(0.6, 0.52, 0.68))
+    strong = found("a", "loss", "above")
+    said = note("loss", LOST, WON, strong, weak)
+    assert "Membership shows in a (0.800 [0.700, 0.900]), b (0.600 [0.520, 0.680]; no higher than its controls" in said
+    told = verdict.verdict([LOST, WON, strong, weak])
+    assert told.startswith("Membership shows in 2 of 2 findings of 1 attack whose controls hold, 1 of them no higher")
+    assert "no higher" not in verdict.verdict([LOST, WON, strong])
 
 
 @pytest.mark.parametrize("verdict", ["contains", "below"])
@@ -77,9 +88,9 @@ def test_an_attack_that_scores_all_rows_of_a_model_alike_says_nothing_of_it():
     """It is no finding that nothing shows, whatever its controls say."""
     blind = replace(found("b", "loss", "contains"), auroc=(0.5, 0.5, 0.5))
     seen = found("a", "loss", "contains")
-    assert findings.strongest([LOST, WON, blind, seen]) == [seen]
-    assert findings.verdict([LOST, WON, blind]).startswith("Not decided: no attack was tried on the run")
-    said = findings.notes([LOST, WON, blind, seen], CONTROL, None)
+    assert verdict.strongest([LOST, WON, blind, seen]) == [seen]
+    assert verdict.verdict([LOST, WON, blind]).startswith("Not decided: no attack was tried on the run")
+    said = verdict.notes([LOST, WON, blind, seen], CONTROL, None)
     assert "loss: it scores all rows alike on b, so it says NOTHING of them." in said
     assert any(text.endswith("Membership shows in none of 1 models.") for text in said)
     made = collector(_Site())
@@ -91,9 +102,9 @@ def test_an_attack_that_scores_all_rows_of_a_model_alike_says_nothing_of_it():
 
 
 def test_the_control_of_other_rows_is_told_of():
-    assert "There is NO control of other rows" in findings.notes([], CONTROL, None)[1]
+    assert "There is NO control of other rows" in verdict.notes([], CONTROL, None)[1]
     taught = SimpleNamespace(loss_share=0.61, rounds=3, members=range(40))
-    assert "was taught 40 of the members to 61 % of their loss in 3 epochs" in findings.notes([], CONTROL, taught)[1]
+    assert "was taught 40 of the members to 61 % of their loss in 3 epochs" in verdict.notes([], CONTROL, taught)[1]
 
 
 def test_the_alignment_loses_on_wrong_sites_unless_it_wins_on_one():
@@ -102,7 +113,7 @@ def test_the_alignment_loses_on_wrong_sites_unless_it_wins_on_one():
     seen = found("s0", "alignment", "above")
     assert "its controls hold" in note("alignment", won, seen, *wrong)
     assert "NOT usable" in note("alignment", won, seen, *wrong[:3], found("s3", WRONG_SITE, "above"))
-    assert not [n for n in findings.notes([won, seen, *wrong], CONTROL, None) if n.startswith(WRONG_SITE)]
+    assert not [n for n in verdict.notes([won, seen, *wrong], CONTROL, None) if n.startswith(WRONG_SITE)]
 
 
 def given(model: str, attack: str, p: float) -> Finding:
@@ -320,6 +331,7 @@ def clocked(monkeypatch, seconds: float, *more) -> tuple[set[tuple[str, str]], f
     return audited("weights", monkeypatch, Slow(), *more)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_into_the_time_is_left_out_and_named(monkeypatch):
     """Two controls take 4 of the 9 s, a's upload 2, a's on the wrong site 1 or 2; the next would take as long again."""
     found_, result = clocked(monkeypatch, 7.0)

@@ -74,6 +74,7 @@ def verdicts(found: Audit, model: str) -> dict[str, str]:
     return {f.attack: f.verdict for f in found.findings if f.model == model}
 
 
+@pytest.mark.long
 def test_with_non_members_of_the_same_distribution_every_control_to_lose_holds():
     found = audited()
     lost = [f for f in found.findings if f.kind == "to lose"]
@@ -85,6 +86,7 @@ def test_with_non_members_of_the_same_distribution_every_control_to_lose_holds()
     assert verdicts(found, OVERFITTED)["loss"] == verdicts(found, OVERFITTED)["calibrated"] == "above"
 
 
+@pytest.mark.long
 def test_what_training_teaches_of_a_distribution_is_taken_for_membership_and_a_model_taught_other_rows_shows_it():
     """The issue's case: before any training nothing is seen, and base less base is 0.5 for any rows at all."""
     found = audited(ruled=False)
@@ -96,6 +98,7 @@ def test_what_training_teaches_of_a_distribution_is_taken_for_membership_and_a_m
         assert "NOT usable here, for it tells rows apart that nobody trained on there (other rows: " in note
 
 
+@pytest.mark.long
 def test_every_attack_on_models_has_a_control_that_fails_on_other_non_members():
     """Of another scale: the base's own answers, entropies among them, tell them apart."""
     failed = {
@@ -109,6 +112,7 @@ def test_every_attack_on_models_has_a_control_that_fails_on_other_non_members():
     assert "calibrated" not in verdicts(audited(), ROUND_0)
 
 
+@pytest.mark.long
 def test_both_controls_of_an_attack_on_uploads_fail_on_other_non_members():
     """While the rule is being learned another site's upload has it as well; later the uploads taught other rows do."""
     fair, early, late = audited(rounds=3), audited(ruled=False, rounds=3), audited(ruled=False)

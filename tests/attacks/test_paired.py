@@ -61,6 +61,7 @@ def told_apart(runs: list[Placed]) -> bool:
     return min(holm([runs[0].less(run).p for run in runs[1:]])) <= ALPHA
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", [0.2, 1.0])
 @pytest.mark.parametrize("rows", [20, 60])
 def test_alike_runs_are_told_apart_in_fewer_than_one_demo_of_twenty(noise, rows):

@@ -20,6 +20,7 @@ from fedveil.sealed import VARIABLE
 from tests.console.commands.test_audit import DATA, SITES, made
 
 
+@pytest.mark.long
 def test_each_run_is_attacked_beside_controls_that_are_trained_once(tmp_path, monkeypatch):
     first = made(tmp_path / "first", SITES, {"run.rounds": 1})
     second = shutil.copytree(first, tmp_path / "again" / "first")  # a sealed tap knows its folder

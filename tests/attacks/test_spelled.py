@@ -46,6 +46,7 @@ def audited(tmp_path_factory):
     return view, knowledge, config, members, Sample(rows[40:46], [""] * 6)
 
 
+@pytest.mark.long
 def test_a_run_of_single_steps_spells_out_its_rows_and_no_others(audited):
     view, knowledge, config, members, non_members = audited
     assert spelled.misfit(view, knowledge.task, config) == ""
@@ -56,6 +57,7 @@ def test_a_run_of_single_steps_spells_out_its_rows_and_no_others(audited):
     assert "One step on one row gives 1.00 (the control to win)." in said
 
 
+@pytest.mark.long
 def test_a_rank_below_a_row_s_tokens_keeps_it_off(audited, monkeypatch):
     view, knowledge, config, members, non_members = audited
     monkeypatch.setattr(tokens, "span", lambda moved: torch.zeros(0, moved.shape[1]))  # as of a full one

@@ -102,6 +102,7 @@ def test_masks_of_random_binary_are_read_off_the_weights(wire, federate):
         assert all(torch.allclose(mine.values[n], true.values[n], atol=1e-6) for n in spec)
 
 
+@pytest.mark.long
 def test_attacks_win_on_what_is_not_masked_and_on_nothing_else(federate):
     twins = Twins(federate, "fedavg")
     knowledge, others = Knowledge(twins.task, twins.task.initial()), points(40, 9)

@@ -53,6 +53,7 @@ def test_a_site_cannot_send_another_site_s_upload_as_its_own(attacked):  # noqa:
     assert record.failed["north"].startswith("refused: address: expected Address(run='run-")
 
 
+@pytest.mark.long
 def test_an_upload_of_the_attempt_before_is_refused(attacked):  # noqa: F811
     seen = []
 

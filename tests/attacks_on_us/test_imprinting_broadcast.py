@@ -29,6 +29,7 @@ def test_a_site_with_a_bound_of_one_refuses_it_before_it_looks_at_a_row(tmp_path
     assert server.send(server.initial)
 
 
+@pytest.mark.long
 def test_what_the_check_does_not_stop_a_site_that_sets_no_bound_and_a_ramp(tmp_path):
     """Not defended, and said so in docs/pitfalls.md: it fails on the day when it is."""
     server = Server(tmp_path, "max-broadcast-change = 1.0", **LORA, **{"run.rounds": 40})

@@ -237,6 +237,7 @@ def norm(strategy: MethodStrategy) -> float:
     return math.hypot(*(float(w.norm()) for w in strategy.rounds.deployed().values()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", [0, 3])
 def test_an_upload_far_above_the_norms_of_its_round_is_refused(when, rounds):
     boosted = lambda round_: 1000.0 if round_ == when else 1.0  # noqa: E731
@@ -280,6 +281,7 @@ def test_what_the_factor_does_not_stop(rounds):
 KRUM = AggregateConfig(rule="multi-krum")
 
 
+@pytest.mark.long
 def test_multi_krum_over_the_grid_leaves_the_poisoner_out_and_the_record_says_so(rounds):
     found = rounds(lambda round_: -1.0 if round_ else 1.0, sites=5, aggregate=KRUM, min_sites=5)
     assert all("east" in record.left_out and "east" in record.accepted for record in found.history[1:])

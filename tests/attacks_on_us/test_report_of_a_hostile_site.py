@@ -30,6 +30,7 @@ REPORTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", REPORTS)
 def test_the_page_is_made_and_says_what_is_not_known(kind, make_run, capsys):  # noqa: F811
     report, expected = REPORTS[kind]

@@ -87,6 +87,16 @@ def test_a_target_on_curves_is_one_that_its_table_can_have(name, quick):
         assert target["margin"] > 0
 
 
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["runner"] == "fedrand.on_texts"])
+def test_a_target_on_curves_of_texts_is_a_method_s_loss(name, quick):
+    settings = run.read(name, quick)["settings"]
+    for target in settings.get("curve_targets", []):
+        assert settings["curve_every"] > 0
+        assert (target["row"] in settings["methods"], target["metric"]) == (True, "loss")
+        assert target["margin"] > 0
+
+
 def test_the_quick_form_of_fedrand_s_table_1_has_no_captions():
     """Too few pictures to learn any: a CIDEr of about 1 says nothing. The full form has all that the paper has."""
     full, quick = ({p["name"]: p for p in run.read("fedrand/table1", q)["settings"]["parts"]} for q in (False, True))

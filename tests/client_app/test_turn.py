@@ -97,6 +97,7 @@ def test_keys_of_steps_that_no_client_makes_are_refused_at_the_site_too(tmp_path
         upload(data, tmp_path / "state", 0, {"train.schedule": "linear", "dp.clip": 1.0})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config,named",
     [

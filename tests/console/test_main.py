@@ -133,6 +133,7 @@ FEW = "from fedveil.console import main; from fedveil.console.commands.trying im
 FEW += "; methods.run = lambda args: print('few') or 0; raise SystemExit(main.main(['methods']))"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "given",
     [["-m", "fedveil.console.main", *words.split()] for words in ("methods", "--help", "methods --help")]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from fedveil.console import samples
 from tests.console.commands.test_audit import DATA, SITES, made
 
 
+@pytest.mark.long
 def test_a_run_of_texts_has_samples_of_its_first_and_its_last_model(tmp_path):
     run = made(tmp_path / "run", SITES, {"task.evaluation": str(DATA), "run.rounds": 1, "method.name": "fedavg"})
     samples.write(run)

@@ -125,6 +125,7 @@ def agree(found: State, wanted: State, error: float) -> None:
 CASES = [(name, {}) for name in METHODS] + [(name, fields) for name in VARIANTS for fields in VARIANTS[name]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "fields"), CASES, ids=[f"{n}-{','.join(map(str, f))}" for n, f in CASES])
 def test_the_sum_unseen_is_the_sum_in_the_clear(name, fields):
     """Round after round with private state; a variant for two rounds, the defaults for every pattern of silence."""

@@ -94,6 +94,7 @@ def named(documents: Documents, kind: str) -> dict[tuple[str, str], dict[str, An
     return {(d["metadata"].get("namespace", ""), d["metadata"]["name"]): d for d in documents if d["kind"] == kind}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_is_rendered_is_kubernetes(server, site, version):
     require_valid([*server, *site], version)

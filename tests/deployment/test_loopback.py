@@ -53,6 +53,7 @@ def federation(tmp_path_factory):
     assert running.processes.alive() == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("method,worker,rounds", [("fedavg", False, 1), ("fedrand", True, 2)])
 def test_over_the_wire_and_in_process_end_bit_identical(method, worker, rounds, federation, tmp_path):
@@ -65,6 +66,7 @@ def test_over_the_wire_and_in_process_end_bit_identical(method, worker, rounds, 
             assert {name[-1] for name, *_ in line["fields"]} == {line["variant"]}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_bad_field_fails_the_run_in_one_line_before_any_site_is_asked(federation, tmp_path):
     overrides = CONFIG | {"method.fields": "rho = 1.5", "run.dir": str(tmp_path), "run.name": "bad"}
@@ -87,6 +89,7 @@ def signed(federation: LocalFederation, name: str) -> dict[str, str]:
     return media | {name: b64encode(value).decode() for name, value in about.items()}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(flower.here().speaks != "HTTP", reason="Flower 1.39's fleet port has no paths: it speaks gRPC")
 @pytest.mark.timeout(120)
 def test_whoever_reaches_the_port_of_sites_reaches_nothing_else(federation):

@@ -138,6 +138,7 @@ def test_an_option_that_slurm_does_not_know_is_found(cluster, wrong):
     assert "unrecognized option" in done.stderr
 
 
+@pytest.mark.long
 def test_several_tasks_of_srun_are_refused_in_words(cluster):
     """Two SuperNodes with one key: the real command line says so, once a task, before it looks at anything else."""
     (cluster.folder / "policy.toml").touch()

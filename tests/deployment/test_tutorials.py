@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import ROOT
@@ -20,16 +23,43 @@ def commands(page: Path) -> str:
     return "".join(re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
 
 
+def printed(script: str, folder: Path, seconds: float = 900.0) -> str:
+    """What a shell prints that runs a script in a folder, with this installation's commands; each has to end with 0.
+
+    Nothing of it is left when time is over: every command is asked to end, as by a Ctrl-C, and then ended.
+    """
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        ["bash", "-euxo", "pipefail", "-c", script], cwd=folder, env=env, start_new_session=True, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as shell:  # fmt: skip
+        late = out = err = ""
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                os.killpg(shell.pid, number)
+            try:
+                out, err = shell.communicate(timeout=seconds if number is None else 30.0)
+                break
+            except subprocess.TimeoutExpired:
+                late = f"not done within {seconds:.0f} s; "
+    assert shell.returncode == 0, f"{late}{out[-3000:]}\n{err[-3000:]}"
+    return out
+
+
+@pytest.mark.long
+def test_commands_that_do_not_end_are_ended_and_shown(tmp_path):
+    script = "sleep 987 & echo $! >pid; echo began; sleep 986"
+    with pytest.raises(AssertionError, match=r"^not done within 2 s; began\n"):
+        printed(script, tmp_path, 2.0)
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "pid").read_text())).wait(20)  # raises where it lives on
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_a_tutorial_works(page, tmp_path):
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", commands(page)],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    printed(commands(page), tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

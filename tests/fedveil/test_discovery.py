@@ -185,6 +185,7 @@ def test_a_module_with_no_method_or_with_two_is_refused(ward):
             strategies.load(name)
 
 
+@pytest.mark.long
 def test_a_new_process_finds_them_too(ward):
     """As a site's client process does, which imports nothing before it is asked."""
     code = "from fedveil import strategies, tasks; print(strategies.load('ward-average'), tasks.names())"

@@ -182,7 +182,7 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
     [
         (None, "permits nothing without one"),
         ('methods = ["fedrand"]', "method.name: this site permits"),
-        (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits"),
+        (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .*: app-digests of the site's policy"),
         (f'signers = ["{PUBLIC}"]', "app signer: .* found none that"),
         ("max-bytes-a-round = 999", "at most 999, found 1000 in the server's message alone"),
         ("methods = fedavg", "expected a readable policy file"),
@@ -312,6 +312,7 @@ def test_the_modules_of_the_installation_make_room_for_the_bundles():
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.long
 def test_the_entry_point_imports_no_torch_and_refuses_another_flower(tmp_path, monkeypatch):
     script = write_guard(tmp_path / "bin")
     assert script.name == "flwr-clientapp"

@@ -25,6 +25,7 @@ from tests.conftest import ROOT
 STEALS = "from pathlib import Path; Path({marker!r}).write_text('ran')\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", ["sitecustomize.py", "fedveil/__init__.py", "flwr/__init__.py", "grpc.py"])
 def test_no_python_variable_reaches_the_guard(tmp_path, module):
     script, marker, planted = write_guard(tmp_path / "bin"), tmp_path / "marker", tmp_path / "planted" / module

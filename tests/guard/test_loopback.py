@@ -144,6 +144,7 @@ def test_what_the_kernel_does_not_know_is_refused(scope):
     assert answered(scope) == [403]
 
 
+@pytest.mark.long
 def test_memory_of_a_slice_is_used_again_and_not_given_back_to_the_kernel():
     """In a process of its own, as Flower's programs start: page faults of twenty slices, one after the other."""
     code = """

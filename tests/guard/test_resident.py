@@ -70,6 +70,7 @@ def copies():
     return next(line for line in lines if isinstance(line, list)), found
 
 
+@pytest.mark.long
 def test_each_message_has_a_copy_of_its_own_with_its_arguments(copies):
     (*started, pid), (one, other) = copies
     assert started == [True, True]
@@ -79,6 +80,7 @@ def test_each_message_has_a_copy_of_its_own_with_its_arguments(copies):
     assert one["names"] == ["flwr-clientapp", "flwr-clientapps"]
 
 
+@pytest.mark.long
 def test_a_copy_has_the_guard_and_no_torch(copies):
     assert [line["hooked"] for line in copies[1]] == ["Guard", "Guard"]
     assert copies[1][0]["loaded"] == []
@@ -98,6 +100,7 @@ def test_a_copy_reaches_neither_the_residents_socket_nor_its_memory(copies):
         assert line["traceable"] == [1, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_resident_that_is_gone_or_hangs_is_ended_and_asked_no_more(number):
     code = f"""
@@ -115,6 +118,7 @@ except ProcessLookupError:
     assert lines == [True, [False, True, False], "gone"]
 
 
+@pytest.mark.long
 def test_the_resident_ends_with_its_socket():
     code = "one.start([])\nhere.close()\nsay(os.waitpid(pid, 0)[1])"
     assert [line for line in ran(code) if not isinstance(line, dict)] == [0]
@@ -154,6 +158,7 @@ def test_only_client_processes_are_forked_and_each_that_is_not_is_started_as_flo
     assert started[1][1] == {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
+@pytest.mark.long
 def test_the_program_takes_flowers_arguments_and_ends_with_its_resident(tmp_path):
     write_guard(tmp_path)
     done = subprocess.run([tmp_path / "flower-superexec", "--help"], capture_output=True, text=True, timeout=60)

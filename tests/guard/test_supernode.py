@@ -149,6 +149,7 @@ def test_a_reply_whose_parts_stop_coming_ends_and_goes() -> None:
     assert node.kept() == 0
 
 
+@pytest.mark.long
 def test_a_reply_whose_parts_are_still_coming_is_waited_for() -> None:
     for calls in (OURS, FLOWERS):
         node = Node(*calls, messages=[message := _message()])

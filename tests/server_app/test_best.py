@@ -139,6 +139,7 @@ DEATHS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where,name,at", DEATHS)
 def test_a_run_that_dies_and_is_resumed_ends_with_the_same_best_model(runs, where, name, at):
     runs.go("whole", keep="best")

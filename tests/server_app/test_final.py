@@ -49,6 +49,7 @@ def base():
         return AutoModelForCausalLM.from_pretrained(tiny.folder("text-generation"), dtype=torch.float32).eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name,fields",
     [

@@ -103,6 +103,7 @@ def test_a_round_that_draws_too_few_is_not_begun(grid, task):
     assert grid.pushed == []
 
 
+@pytest.mark.long
 def test_repeats_are_apart(grid, task, monkeypatch):
     waited = []
     monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(seconds))
@@ -113,6 +114,7 @@ def test_repeats_are_apart(grid, task, monkeypatch):
     assert [seconds for seconds in waited if seconds >= 1] == [2.0, 3.0]
 
 
+@pytest.mark.long
 def test_a_site_that_died_in_its_turn_is_waited_for_until_it_is_back(grid, task):
     """For a minute Flower has it as connected; the others would train for it in vain."""
     lost, looks, pushed = [], [], []
@@ -137,6 +139,7 @@ def test_a_site_that_died_in_its_turn_is_waited_for_until_it_is_back(grid, task)
     assert len(grid.pushed) == 6
 
 
+@pytest.mark.long
 def test_a_site_that_is_silent_and_stays_is_asked_again_once_flower_would_have_noticed(grid, task, monkeypatch):
     monkeypatch.setattr(sites, "_GONE_SECONDS", 1.0)
     monkeypatch.setattr(rounds, "_BACK_OFF_SECONDS", 0.0)

@@ -214,6 +214,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 def test_a_folder_has_one_serverapp_and_a_dead_one_is_told_from_a_living_one(runs):
     other = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(runs.at)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

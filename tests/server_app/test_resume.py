@@ -73,6 +73,7 @@ def runs(request, monkeypatch, tmp_path) -> Runs:
     return Runs(monkeypatch, tmp_path, request.param)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("died", [-1, 0, 2])
 def test_a_server_that_dies_with_a_round_s_uploads_ends_where_an_unbroken_one_does(runs, monkeypatch, died):
     """All sites have gone on and all uploads are lost: the worst moment, just before a checkpoint."""
@@ -94,6 +95,7 @@ def test_a_server_that_dies_with_a_round_s_uploads_ends_where_an_unbroken_one_do
     assert runs.states("broken") == runs.states("whole")
 
 
+@pytest.mark.long
 def test_a_lost_reply_and_a_missed_quorum_leave_nothing_behind(runs):
     """The reply of one site is lost in round 1, and all sites train that round again."""
     whole, _ = runs.start("whole")
@@ -113,6 +115,7 @@ def test_a_lost_reply_and_a_missed_quorum_leave_nothing_behind(runs):
     assert runs.states("broken") == runs.states("whole")
 
 
+@pytest.mark.long
 def test_a_server_that_lost_its_last_checkpoint_goes_on_from_the_one_before(runs, monkeypatch):
     whole, _ = runs.start("whole")
     real = RunFolder.checkpoint
@@ -134,6 +137,7 @@ def test_a_server_that_lost_its_last_checkpoint_goes_on_from_the_one_before(runs
     assert end == whole
 
 
+@pytest.mark.long
 def test_below_the_quorum_in_every_attempt_the_run_ends_and_can_be_resumed(runs):
     whole, _ = runs.start("whole")
 

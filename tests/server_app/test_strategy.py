@@ -231,6 +231,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_upload_is_refused_with_its_reason_and_the_round_goes_on(kind, grid, task, tmp_path):
     tamper, reason = BAD[kind]
@@ -260,6 +261,7 @@ def test_a_silent_site_ends_the_round_at_the_deadline(grid, task):
     assert 1.0 <= ours.history[0].seconds < 3.0
 
 
+@pytest.mark.long
 def test_below_the_quorum_the_round_is_repeated_and_the_run_then_ends_with_the_reasons(grid, task, tmp_path):
     broken = dict.fromkeys(("east", "south", "west"), rebuilt(lambda d, _: d[:-40]))
     folder = RunFolder(tmp_path / "run")
@@ -273,6 +275,7 @@ def test_below_the_quorum_the_round_is_repeated_and_the_run_then_ends_with_the_r
     assert [json.loads(x)["attempt"] for x in lines] == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_a_repeated_round_can_succeed(grid, task):
     calls = []
 

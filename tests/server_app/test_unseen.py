@@ -99,6 +99,7 @@ def lost(when) -> object:
     return lambda message, reply: None if when(message) else reply
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_whose_uploads_nobody_sees_ends_as_one_in_the_clear_to_the_rounding(name, monkeypatch, tmp_path):
     runs = Runs(monkeypatch, tmp_path, name)
@@ -113,6 +114,7 @@ def test_a_run_whose_uploads_nobody_sees_ends_as_one_in_the_clear_to_the_roundin
     assert history[0].unseen | {"deaf": {}} == {"sites": 5, "holders": 5, "threshold": 4, "deaf": {}}
 
 
+@pytest.mark.long
 def test_over_the_wire_and_in_one_process_the_same_bits(runs):
     over_grid, _ = runs.run(ON)
     config = parse(runs.config | {"secure.enabled": True, "secure.max-examples": 10})
@@ -126,6 +128,7 @@ def test_over_the_wire_and_in_one_process_the_same_bits(runs):
     assert digest(over_grid) == digest(federation.deployed()["server"])
 
 
+@pytest.mark.long
 def test_a_site_that_is_silent_is_not_in_the_sum_and_is_set_up_again(runs):
     """What the four others send is the mean of four; the next round is one of five again."""
     grid = runs.grid(ON, tamper={"c": lost(asks("train", [1]))})
@@ -136,6 +139,7 @@ def test_a_site_that_is_silent_is_not_in_the_sum_and_is_set_up_again(runs):
     assert len(hellos) == 6  # each site once, and c a second time
 
 
+@pytest.mark.long
 def test_four_of_five_holders_open_a_sum_and_three_do_not(runs):
     _, history = runs.run(ON, runs.grid(ON, tamper={"b": lost(asks("unmask"))}))
     assert [r.accepted for r in history] == [SITES] * 3
@@ -147,6 +151,7 @@ def test_four_of_five_holders_open_a_sum_and_three_do_not(runs):
     assert sum(asks("unmask", [1])(m) for m in grid.pushed) == 2 * 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["", "hello", "unmask", "refused"])
 def test_every_byte_of_an_attempt_is_a_site_s(kind, runs, tmp_path):
     """Keys are asked of sites that are in no cohort, too."""
@@ -219,6 +224,7 @@ def test_equal_questions_are_one_object_so_that_they_are_sent_once(runs):
         assert (len(records), len(set(records))) == (5, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("round_", [3, -1])
 def test_a_question_of_no_round_of_the_run_is_not_answered(round_, runs):
     grid, question = hello(runs)
@@ -249,6 +255,7 @@ def hello(runs) -> tuple[LocalGrid, Message]:
     return grid, next(m for m in grid.pushed if asks("hello")(m))
 
 
+@pytest.mark.long
 def test_an_attempt_that_is_thrown_away_is_repeated_with_new_keys_and_ends_as_an_unbroken_run(runs):
     whole, _ = runs.run(ON)
     done = []
@@ -284,6 +291,7 @@ def wrong_shares(message: Message, reply: Message) -> Message:
     return Message(RecordDict({"fedveil": record}), reply_to=message)
 
 
+@pytest.mark.long
 def test_a_holder_with_wrong_shares_is_waited_past_and_named(runs):
     """Of five, four open a sum. The first to answer lies, so it takes the four others."""
     whole, _ = runs.run(ON)
@@ -329,6 +337,7 @@ def test_below_the_quorum_of_the_run_nobody_is_asked_either(runs):
     assert not any(asks("unmask")(m) for m in grid.pushed)
 
 
+@pytest.mark.long
 def test_a_server_that_dies_with_a_round_s_uploads_ends_where_an_unbroken_one_does(runs, monkeypatch, tmp_path):
     with RunFolder(tmp_path / "whole") as folder:
         folder.status("running", 0, 3)
@@ -398,6 +407,7 @@ PERMITS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "line,why",
     [("min-cohort = 6", "permits at least 6, found 3"), ("min-threshold = 5", "at least 5 of 5 holders, found 4"),

@@ -265,6 +265,7 @@ def test_noise_in_the_texts_is_the_operating_systems(monkeypatch):
     assert asked == [32, 16 * (4 * CLASSES * SPACE // 2)]  # the rows; four normal draws an entry, two from 16 bytes
 
 
+@pytest.mark.long
 def test_texts_cost_what_the_prompt_costs_and_a_batch_is_used_once(tmp_path):
     plan = Plan(10, 1, 4, 12, REPLACE)
     assert make(clipped="texts").privacy_spent(plan) == make().privacy_spent(plan)

@@ -71,6 +71,7 @@ def test_nothing_hidden_is_fedavg_bit_for_bit(update):
     assert not torch.equal(plain.tensors["out.weight"], weights()["out.weight"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("targets", ["proj", "all"])
 @pytest.mark.parametrize("quantiser,bits", [("nf_sym", 2), ("absmax", 4)])
 @pytest.mark.parametrize("update", ["delta", "replace"])

@@ -102,6 +102,7 @@ def test_without_ranks_it_is_fedavg():
     assert mine.upload_bytes - theirs.upload_bytes < 200
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(
     low=st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3)),

@@ -145,6 +145,7 @@ def test_against_a_naive_twin(wire, weighted):
 # --- the wire
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
 @pytest.mark.parametrize("rate", [0.5, {"a": 0.2, "b": 0.8}, {"a": 1.0, "b": 0.5}])

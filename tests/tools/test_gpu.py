@@ -86,6 +86,7 @@ def test_a_child_that_fails_gives_exit_1(monkeypatch, tmp_path, code, device, wh
     assert gpu.exit_code(rows) == 1
 
 
+@pytest.mark.long
 def test_a_child_over_its_time_is_killed_and_named_with_all_that_it_started(monkeypatch, place):
     """Also what is in a session of its own, and does not listen to SIGTERM."""
     monkeypatch.setattr(gpu_parts, "_GRACE", 1.0)
@@ -174,6 +175,7 @@ def rows_of(tmp_path: Path, **files: str) -> list[Row]:
 GOOD = "import pytest\n@pytest.mark.gpu\ndef test_good(): pass\n"
 
 
+@pytest.mark.long
 def test_files_that_cannot_be_imported_are_left_out_and_named(tmp_path):
     rows = rows_of(tmp_path, test_a=GOOD, test_b="import no_such_module_of_anybody\n" + GOOD, test_c="import 1")
     assert [(row.name, row.result, row.detail) for row in rows] == [
@@ -183,6 +185,7 @@ def test_files_that_cannot_be_imported_are_left_out_and_named(tmp_path):
     assert gpu.exit_code(rows) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("files", "result", "detail"),
     [
@@ -210,6 +213,7 @@ def test_every_test_marked_gpu_asks_for_the_device():
             assert len(asking) == len(re.findall(r"^@pytest\.mark\.gpu$", text, re.MULTILINE)), path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", gpu.PARTS, ids=lambda part: part.name)
 def test_a_part_needs_no_more_than_it_says(part):
     """What it imports at first, with every other distribution that the project asks for out of reach."""
@@ -235,6 +239,7 @@ sys.modules |= dict.fromkeys(tops)  # an import raises, and who only asks whethe
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_a_bare_python_says_what_it_misses_and_passes_nothing(tmp_path):
     """Without site-packages: what starts needs nothing but Python."""
     command = [sys.executable, "-S", "-m", "tools.gpu", "--dry-run", "--out", str(tmp_path)]
@@ -249,6 +254,7 @@ def test_a_bare_python_says_what_it_misses_and_passes_nothing(tmp_path):
     assert "flwr==1.39" in (tmp_path / "wheels.txt").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("args", [[], ["--only", "nothing"], ["--seconds", "0"]])
 def test_no_gpu_and_wrong_arguments_are_errors(tmp_path, args):
     command = [sys.executable, "-m", "tools.gpu", "--out", str(tmp_path), *args]
@@ -258,6 +264,7 @@ def test_no_gpu_and_wrong_arguments_are_errors(tmp_path, args):
     assert "expected" in done.stderr or "invalid choice" in done.stderr
 
 
+@pytest.mark.long
 def test_ended_from_outside_it_leaves_nothing(tmp_path):
     command = [sys.executable, "-m", "tools.gpu", "--dry-run", "--only", "random_binary/speed", "--out", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

@@ -91,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
     found = load(args.folder)  # before torch: no run is said at once
     from fedveil.attacks import findings
     from fedveil.attacks.audit import audit_run
-    from fedveil.attacks.findings import strongest, verdict
     from fedveil.attacks.gate import Limit, decide
     from fedveil.attacks.samples import Source
     from fedveil.attacks.steps import Budget
+    from fedveil.attacks.verdict import strongest, verdict
 
     console = terminal()
 

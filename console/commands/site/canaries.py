@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features
 
-from fedveil.attacks import canaries
+from fedveil.attacks.canaries import pairs
 from fedveil.console.terminal import terminal
 from fedveil.errors import ConfigError
 from fedveil.foreign import shown
@@ -40,26 +40,26 @@ def run(args: argparse.Namespace) -> int:
     """Writes the folder whole, or not at all."""
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise ConfigError(f"OUT: expected a new or empty folder, found {args.out} with something in it; name another")
-    if not 0 < args.pairs <= canaries.MOST:
-        raise ConfigError(f"--pairs: expected {canaries.LEAST} to {canaries.MOST}, found {args.pairs}")
+    if not 0 < args.pairs <= pairs.MOST:
+        raise ConfigError(f"--pairs: expected {pairs.LEAST} to {pairs.MOST}, found {args.pairs}")
     file = reading.split_file(args.data, "train")
     rows = reading.read(file, (args.target_column,))
     coins = np.array([secrets.randbelow(2) == 1 for _ in range(args.pairs)])
     # The choice is the system's too: who knows which rows are canaries could look for them.
-    made = canaries.planted(list(rows), args.target_column, coins, random.SystemRandom())
+    made = pairs.planted(list(rows), args.target_column, coins, random.SystemRandom())
     with filled(args.out) as folder:
-        secret = folder / canaries.SECRET
+        secret = folder / pairs.SECRET
         secret.mkdir(mode=0o700)
-        (folder / canaries.DATA).mkdir()
-        _write(made.train, rows.features, folder / canaries.DATA / f"train{file.suffix}")
-        _write(made.first, rows.features, secret / f"{canaries.FIRST}{file.suffix}")
-        _write(made.second, rows.features, secret / f"{canaries.SECOND}{file.suffix}")
+        (folder / pairs.DATA).mkdir()
+        _write(made.train, rows.features, folder / pairs.DATA / f"train{file.suffix}")
+        _write(made.first, rows.features, secret / f"{pairs.FIRST}{file.suffix}")
+        _write(made.second, rows.features, secret / f"{pairs.SECOND}{file.suffix}")
         told = "".join("1" if coin else "0" for coin in coins)
-        (secret / canaries.COINS).write_text(json.dumps({"coins": told}))
+        (secret / pairs.COINS).write_text(json.dumps({"coins": told}))
     out = shown(str(args.out), 300)
     say = terminal()
-    say.print(f"{len(made.train)} rows with {args.pairs} canaries: {out}/{canaries.DATA}", soft_wrap=True)
-    say.print(f"Which they are: {out}/{canaries.SECRET}; keep it from whoever trains.", soft_wrap=True)
+    say.print(f"{len(made.train)} rows with {args.pairs} canaries: {out}/{pairs.DATA}", soft_wrap=True)
+    say.print(f"Which they are: {out}/{pairs.SECRET}; keep it from whoever trains.", soft_wrap=True)
     say.print(f"After the run: fedveil audit RUN --canaries SITE={out}", soft_wrap=True)
     return 0
 

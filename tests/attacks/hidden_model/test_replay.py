@@ -84,6 +84,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "fields", "fraction"), RUNS)
 def test_every_turn_is_what_it_was(name, fields, fraction, walk):
     _, view, noted = walk(name, fields, fraction)

@@ -128,6 +128,7 @@ def cosine(start, moves, row) -> float:
     return float(torch.nn.functional.cosine_similarity(mine.double(), move.double(), dim=0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name,fields", [("fedavg", ""), ("fedrand", ""), ("fedrand", "past = false"), ("fedrand", "upload_bits = 4")]
 )

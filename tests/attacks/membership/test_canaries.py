@@ -78,12 +78,14 @@ def stated() -> float:
     return accounting.epsilon(METHOD.privacy_spent(plan), DELTA, Neighbours.ADD_OR_REMOVE_ONE)
 
 
+@pytest.mark.long
 def test_the_bound_never_exceeds_the_stated_epsilon():
     found = [bound(seed) for seed in range(RUNS)]
     assert max(found) <= stated(), (max(found), stated())
     assert np.median(found) > 0.3 * stated(), "a bound that is always 0 would tell nothing"
 
 
+@pytest.mark.long
 def test_with_the_noise_halved_it_does(monkeypatch):
     real = noise.gaussian
     monkeypatch.setattr(noise, "gaussian", lambda shape, std, source: real(shape, std / 2, source))

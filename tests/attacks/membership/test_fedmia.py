@@ -48,6 +48,7 @@ def test_few_others_are_a_mean_and_many_a_distribution(monkeypatch):
     assert np.isfinite(compared([np.array([[0.9, -0.9], [0.0, 0.0], [0.0, 0.0]])])).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "fields"), [("fedavg", ""), ("fedrand", "upload_bits = 8"), ("fedrand", ""), ("fedrand", "past = false")]
 )

@@ -54,6 +54,7 @@ def area(view, knowledge, own, beside: int = 0) -> float:
     return auroc(mine, others)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "fields"), [("fedsa_lora", ""), ("fedrand", "rho = 1.0")])
 def test_it_wins_where_b_never_leaves_and_a_cosine_says_nothing(name, fields, attacked):
     view, knowledge, own = attacked(name, fields)

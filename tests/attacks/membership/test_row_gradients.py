@@ -47,6 +47,7 @@ def run(federate):
 METHODS = [("fedavg", ""), ("fedrand", ""), ("fedrand", "past = false"), ("random_binary", "")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "fields"), METHODS)
 @pytest.mark.parametrize("most", [1 << 19, 5])
 def test_shared_scores_are_those_of_each_attack_alone(name, fields, most, run):
@@ -124,6 +125,7 @@ def steps_of(found: Collector, view, knowledge, rows) -> list[Step]:
     ]
 
 
+@pytest.mark.long
 def test_an_audit_s_steps_share_gradients_and_stay_apart_in_time(run):
     """Each attack is a step of its own, at its own cost: one for which there is no time is left out."""
     view, knowledge, rows = run("fedavg")

@@ -72,6 +72,7 @@ def test_it_loses_against_an_untrained_target_and_says_so_for_each_class(kind):
     assert abs(outcome.auroc.value - 0.5) < 0.2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["per class", "global"])
 def test_its_control_to_lose_fails_where_members_are_of_another_distribution(kind):
     """A target that no row was shown to answers them more surely than the others, and nets read that."""

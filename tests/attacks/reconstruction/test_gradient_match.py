@@ -53,6 +53,7 @@ def test_a_mask_that_is_known_does_not_hide_the_image(model, sent):
     assert match.residual < 1e-8
 
 
+@pytest.mark.long
 def test_zeros_taken_as_data_do(model, sent):
     match = levenberg_marquardt(
         model, [everything(masked(sent, 0.2))], LABEL, (1, 3, 8, 8), generator=seeded(), starts=1, iterations=12
@@ -85,6 +86,7 @@ def test_a_known_upsampling_leaves_fewer_unknowns(model, small):
     assert psnr(match.image[0], true[0], 2) > 40
 
 
+@pytest.mark.long
 def test_each_exchange_is_taken_at_its_own_weights(model, small):
     """The second gradient is of other weights; told so, both fit one image, untold they cannot."""
     true, sent = small
@@ -103,6 +105,7 @@ def test_each_exchange_is_taken_at_its_own_weights(model, small):
     assert residual([first, Observed(told.values, told.seen)], starts=1) > 0.1
 
 
+@pytest.mark.long
 def test_adam_comes_nearer_with_the_mask_than_with_the_zeros(model, small):
     true, sent = small
 

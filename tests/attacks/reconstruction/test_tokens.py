@@ -39,6 +39,7 @@ def moved(setting, row, weights=None) -> torch.Tensor:
     return -0.1 * row_gradient(task, row)[A]
 
 
+@pytest.mark.long
 def test_one_step_of_sgd_gives_every_token_of_a_row_away(setting):
     task, weights, rows = setting
     found = tokens.read(task, weights, LAYER, moved(setting, rows[0]), READ)

@@ -56,6 +56,7 @@ def test_the_undefended_control_is_won(tmp_path, name):
     assert told(found) > 0.9
 
 
+@pytest.mark.long
 def test_sums_of_changing_cohorts_show_who_was_in_them(tmp_path):
     areas = []
     for seed in range(3):
@@ -67,6 +68,7 @@ def test_sums_of_changing_cohorts_show_who_was_in_them(tmp_path):
     assert np.mean(areas) > 0.7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sums", [False, True])
 def test_who_never_took_part_is_in_no_round(tmp_path, sums):
     """Asked about the rounds of another site, the attack guesses: in the mean of draws."""

@@ -48,6 +48,7 @@ def attacked(tmp_path, name: str, has, fraction: float = 1.0, rounds: int = 3, s
     return leanings(view, knowledge, having, lacking), (view, knowledge, having, lacking)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fedavg", "fedrand", "ffa_lora", "rolora"])
 def test_sites_are_ordered_by_their_share_of_a_class(tmp_path, name):
     found, _ = attacked(tmp_path, name, is_first_class)
@@ -55,6 +56,7 @@ def test_sites_are_ordered_by_their_share_of_a_class(tmp_path, name):
     assert concordance(estimates(found), SHARES) >= 0.8
 
 
+@pytest.mark.long
 def test_sites_are_not_ordered_by_what_nothing_can_learn(tmp_path):
     """Over eight draws of the rows: one alone may fall either way."""
     found = []
@@ -106,6 +108,7 @@ def test_the_sum_of_the_same_sites_in_every_round_orders_none(tmp_path):
     assert len({(each.round, each.value) for each in found}) == 3
 
 
+@pytest.mark.long
 def test_sums_of_changing_cohorts_are_told_apart(tmp_path):
     found, _ = attacked(tmp_path, "fedavg", is_first_class, fraction=0.5, rounds=24, sums=True)
     assert concordance(disaggregated(found), SHARES) >= 0.8

@@ -22,11 +22,13 @@ def found():
     return imprint.of_seed(settings, 0, Options())
 
 
+@pytest.mark.long
 def test_the_controls_stand(found):
     assert found["crafted, after a ramp of 1"][0]["rows"] == 1.0  # what comes in the end is the crafted pair
     assert found["honest broadcast"][0] == {"rows": 0.0, "false": 0.0, "change": 0.0, "norm": 1.0}
 
 
+@pytest.mark.long
 def test_a_change_is_as_large_as_asked_and_a_ramp_takes_rounds(found):
     assert found["crafted, within 1"][0]["change"] == pytest.approx(1.0, rel=1e-3)
     assert found["crafted, after a ramp of 1"][0]["ramp rounds"] > 1

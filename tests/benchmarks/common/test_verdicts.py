@@ -32,6 +32,7 @@ def table(rng: np.random.Generator, seeds: int, training: float, shared: bool, b
     return figures
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seeds", "training", "shared"), [(3, 0.1, False), (3, 0.4, True), (5, 0.1, True), (5, 0.4, False)]
 )

@@ -19,6 +19,7 @@ from fedveil.server_app.attempt import Shared
 METHODS = [("fedavg", ""), ("fedrand", ""), ("fedrand", "downlink = 'selected'"), ("fedper", "")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["in-process", "strategy"])
 @pytest.mark.parametrize("method,fields", METHODS)
 def test_every_site_takes_part_in_every_round(way, method, fields):

@@ -69,6 +69,7 @@ def test_cases_have_names_of_their_own():
     assert len(names) == 5
 
 
+@pytest.mark.long
 def test_the_figure_has_a_line_for_whatever_was_measured():
     measured = [row | {"metrics": row["metrics"] | {"CPU seconds a round": interval([1.0])}} for row in rows(1.0, 1.0)]
     found = measured + scale._arrivals(measured, 0.05, SETTINGS)

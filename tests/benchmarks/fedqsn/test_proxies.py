@@ -9,6 +9,7 @@ from fedveil.benchmarks.run import Options
 from tests.benchmarks.text_folder import settings
 
 
+@pytest.mark.long
 def test_models_proxies_and_gaps(folder):
     methods = {
         "FedAvg": {"name": "fedavg", "fields": "adapter = {kind = 'all'}"},
@@ -35,6 +36,7 @@ def test_models_proxies_and_gaps(folder):
     assert rows["FedAvg global"]["download_bytes"] > 3 * rows["FedQSN global"]["download_bytes"]
 
 
+@pytest.mark.long
 def test_noise_goes_with_a_method_as_it_is(folder):
     noisy = {"dp.clip": 1.0, "dp.noise": 1.0, "dp.learning-rate": 0.001, "dp.neighbours": "add-or-remove-one"}
     methods = {"it": {"name": "fedqsn", "fields": "bits = 4", "config": noisy}}

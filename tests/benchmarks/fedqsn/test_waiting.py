@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fedveil.benchmarks.fedqsn import waiting
 from fedveil.benchmarks.run import Options
 from tests.benchmarks.text_folder import settings
 
 
+@pytest.mark.long
 def test_waiting_shows_more_and_training_helps(folder):
     methods = {"it": {"name": "fedqsn", "fields": "bits = 4\nserver_rate = 0.2\nclient_rate = 0.3"}}
     rows = waiting.of_seed(settings(methods, data="e2e_nlg"), 0, Options(device="cpu"))

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fedveil.benchmarks.fedrand import on_texts
+from fedveil.benchmarks.common import resampling
+from fedveil.benchmarks.fedrand import curves, on_texts
 from fedveil.benchmarks.fedrand.text_federation import Run
 from fedveil.benchmarks.run import Options
 from fedveil.errors import ConfigError
@@ -53,6 +54,31 @@ def test_two_seeds_decide_no_claim():
     said = outcome([of_seed(1.5), of_seed(1.6)], claims=[CLAIM]).verdicts
     assert any("not decided." in each for each in said)
     assert any("2 seeds are too few to decide" in each for each in said)
+
+
+def with_curve(done: Run, first: float, per_round: int) -> Run:
+    """Down to its own loss in three rounds, in equal steps."""
+    last = done.scores["loss"]
+    at = [first + (last - first) * i / 3 for i in range(4)]
+    points = [curves.Point(i, per_round * i, 0, {"loss": resampling.fixed(loss)}) for i, loss in enumerate(at)]
+    return replace(done, curve=[point.to_json() for point in points])
+
+
+def test_rows_with_a_curve_show_it_and_say_what_the_reference_s_loss_cost_them():
+    done = []
+    for loss in (1.5, 1.6, 1.7):
+        each = of_seed(loss)
+        curved = {
+            "FedAvg": with_curve(each["FedAvg"], 3.0, 2_000_000),
+            "FedRand": with_curve(each["FedRand"], 3.0, 10**6),
+        }
+        done.append(each | curved)
+    found = outcome(done, curve_targets=[{"row": "FedAvg", "metric": "loss", "margin": 0.02}])
+    by_name = {row["name"]: row for row in found.rows}
+    assert "curve" not in by_name["round 0"]
+    assert [(at["round"], at["upload_bytes"]) for at in by_name["FedRand"]["curve"]][-1] == (3, 3_000_000)
+    assert by_name["FedAvg"]["curve"][-1]["metrics"]["loss"]["mean"] == pytest.approx(1.6)
+    assert any("of FedRand less those of FedAvg" in said and "0.50 of them: fewer" in said for said in found.verdicts)
 
 
 def test_a_seed_of_which_a_row_is_missing_is_in_no_row_and_said_so():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from fedveil.benchmarks.fedrand import curves
 from fedveil.benchmarks.fedrand.text_federation import Seed
 from fedveil.benchmarks.run import Options
 from tests.benchmarks.text_folder import settings
@@ -22,6 +25,7 @@ def seed(folder):
     return Seed(asked, 0, Options(device="cpu"))
 
 
+@pytest.mark.long
 def test_a_method_that_shares_all_is_fedavg_and_other_rows_are_of_the_same_start(seed):
     fedavg, same, fedper = (seed.method(name, 3e-3) for name in ("FedAvg", "all shared", "FedPer"))
     assert same.scores["loss"] == pytest.approx(fedavg.scores["loss"], rel=1e-6)
@@ -45,6 +49,20 @@ def test_a_trial_sees_validation_rows_alone_and_of_clients_with_models_all(seed,
     found = {name: seed.trial(name, 3e-3).scores for name in ("FedAvg", "FedPer")}
     assert [set(scores) for scores in found.values()] == [{"validation_loss"}] * 2
     assert found["FedAvg"]["validation_loss"] != pytest.approx(found["FedPer"]["validation_loss"])
+
+
+def test_a_curve_begins_before_any_round_ends_with_the_last_and_costs_the_training_nothing(folder):
+    asked = settings(METHODS) | {"data": "e2e_nlg", "curve_every": 2, "curve_test": 2}
+    seed = Seed(asked, 0, Options(device="cpu"))
+    done = seed.method("longer", 3e-3)
+    points = [curves.Point.from_json(point) for point in json.loads(json.dumps(done.curve))]
+    assert [point.round for point in points] == [0, 2, 3]
+    assert [point.upload_bytes for point in points][::2] == [0, done.upload_bytes]
+    losses = [point.figures["loss"].value for point in points]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] != pytest.approx(done.scores["loss"])  # of two sources, not of all
+    plain = Seed(asked | {"curve_every": 0}, 0, Options(device="cpu")).method("longer", 3e-3)
+    assert (plain.curve, plain.scores) == ([], done.scores)
 
 
 def test_a_method_may_have_rounds_of_its_own(seed):

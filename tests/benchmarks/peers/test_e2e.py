@@ -135,6 +135,7 @@ def test_what_a_peer_has_not_is_refused(changes, said):
         shared.of_peers(parse(FLAT | changes))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated"
 )  # PEFT asks transformers by the old name

@@ -49,6 +49,7 @@ def test_a_piece_is_of_every_setting_that_its_figures_hang_on():
     assert all(accuracy._name(settings(**more), "scratch", "random", 0) != name for more in other)
 
 
+@pytest.mark.long
 def test_a_table_in_pieces_is_the_one_at_once(tmp_path, monkeypatch):
     """The second time nothing is trained."""
     file, of = tmp_path / "x.pieces.jsonl", settings()
@@ -67,6 +68,7 @@ def test_a_table_in_pieces_is_the_one_at_once(tmp_path, monkeypatch):
     json.dumps(again.rows)
 
 
+@pytest.mark.long
 def test_claims_are_judged_by_the_seeds_that_both_rows_have():
     """Of four seeds of one row three have a partner."""
     found = [piece("plain", seed, 200 + seed) for seed in (0, 1, 2)]
@@ -79,6 +81,7 @@ def test_claims_are_judged_by_the_seeds_that_both_rows_have():
     assert "a control, which must have it lower: holds here." in said(found, [LOWER | {"control": True}])[0]
 
 
+@pytest.mark.long
 def test_a_claim_that_is_wrong_does_not_hold():
     found = [piece(m, seed, right + seed) for m, right in {"plain": 100, "fixed": 200}.items() for seed in range(3)]
     assert said(found, [LOWER])[0].endswith("does not hold here.")

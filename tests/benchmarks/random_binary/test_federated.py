@@ -77,6 +77,7 @@ def test_a_folder_with_another_model_is_refused(tmp_path):
         federated.start(of, section(), "named", 0, Options(device="cpu"))
 
 
+@pytest.mark.long
 def test_a_row_has_a_point_an_epoch_and_counts_by_the_law(begun):
     starts, of, vit = begun
     for name, others in {"random": "locked", "locked": "random"}.items():

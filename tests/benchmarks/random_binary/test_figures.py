@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from PIL import Image
 
 from fedveil.benchmarks.random_binary import figures
@@ -16,6 +17,7 @@ def shown(base, method, last, counts):
     return {"base": base, "method": method, "curve": points, "counts": counts}
 
 
+@pytest.mark.long
 def test_a_panel_a_base_and_one_of_counts_which_all_show_what_they_are_given():
     """Shares of zero, which a logarithm does not have, are left out."""
     random, fixed = shown("scratch", "random", 30.0, LAWS["random"]), shown("scratch", "fixed", 25.0, [0.0, 0.0, 1.0])
@@ -33,6 +35,7 @@ def test_a_panel_a_base_and_one_of_counts_which_all_show_what_they_are_given():
     assert drawn[4] == drawn[0]  # a method without a law has no counts in the figure
 
 
+@pytest.mark.long
 def test_counts_are_those_of_the_base_with_the_most_methods_that_have_a_law():
     """Also where a base with fewer stands before it: there R = 0.2, 0.8 and locked masks lay undrawn."""
     first = shown("position", "random", 90.0, LAWS["random"])

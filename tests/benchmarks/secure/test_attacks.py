@@ -138,6 +138,7 @@ def test_a_result_has_a_row_for_each_view_and_a_sheet(monkeypatch):
     assert outcome.files == {"png": b"png"}
 
 
+@pytest.mark.long
 def test_a_seed_answers_with_a_sheet_to_look_at(monkeypatch, tmp_path):
     write(tmp_path)
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))

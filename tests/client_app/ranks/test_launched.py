@@ -26,6 +26,7 @@ from tests.client_app.ranks.two import KEY, Pair, asked, assert_same, message_of
 from tests.conftest import ROOT
 
 
+@pytest.mark.long
 def test_under_dp_each_row_is_clipped_once_and_noise_is_added_once(tmp_path):
     """The noise of a deterministic run is drawn from the run's seed, so it is the same in both turns."""
     keys = {"run__deterministic": True, "dp__clip": 0.05, "dp__noise": 1.0, "train__batch_size": 8}
@@ -34,6 +35,7 @@ def test_under_dp_each_row_is_clipped_once_and_noise_is_added_once(tmp_path):
     assert_same(one, two, initial)
 
 
+@pytest.mark.long
 def test_a_base_in_shards_trains_as_a_whole_one(tmp_path):
     pair = Pair(tmp_path, node__shard_base=True)
     try:
@@ -52,6 +54,7 @@ def test_a_base_in_shards_trains_as_a_whole_one(tmp_path):
         pair.launched.close()
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_in_a_turn_ends_it_with_the_reason_and_no_process_stays(tmp_path):
     """Through the worker, as a site does it."""
     assignment = asked(tmp_path, train__max_steps=0, train__epochs=500)
@@ -76,6 +79,7 @@ def test_a_rank_that_is_killed_in_a_turn_ends_it_with_the_reason_and_no_process_
     assert not ranks()
 
 
+@pytest.mark.long
 def test_ranks_end_with_a_worker_that_is_killed(tmp_path):
     assignment = asked(tmp_path, train__max_steps=0, train__epochs=500)
     code = (
@@ -95,6 +99,7 @@ def test_ranks_end_with_a_worker_that_is_killed(tmp_path):
     until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
 
 
+@pytest.mark.long
 def test_a_rank_in_a_computation_that_notices_nothing_ends_with_the_other_end():
     own, other = socket.socketpair()
     code = (

@@ -22,6 +22,7 @@ def plain(pair):
     pair.alone.config = pair.both.config = before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "train"),
     [
@@ -53,12 +54,14 @@ def test_with_frozen_entries_and_a_penalty(plain):
         assert torch.equal(two.weights[name][mask], plain.weights[name][mask])
 
 
+@pytest.mark.long
 def test_the_gradient_of_a_batch(plain):
     one, two = (trainer.gradient(plain.weights) for trainer in plain.trainers(plain.rows[:10]))
     assert_same(one.weights, two.weights)
     assert two.report["loss_received"] == pytest.approx(one.report["loss_received"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [(), (3,), (0, 1, 2, 5, 7)])
 def test_the_gradients_of_single_rows_each_once_and_in_order(plain, rows):
     one, two = (t.rows.per_sample(plain.weights, Batch(rows)) for t in plain.trainers(plain.rows[:10]))
@@ -67,6 +70,7 @@ def test_the_gradients_of_single_rows_each_once_and_in_order(plain, rows):
     assert_same(one.gradients, two.gradients)
 
 
+@pytest.mark.long
 def test_an_error_between_two_steps_leaves_the_ranks_ready_for_the_next_training(plain):
     def broken(now):
         raise ZeroDivisionError

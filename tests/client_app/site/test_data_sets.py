@@ -68,6 +68,7 @@ def private_turn(data, state, **config):
 CTX = RoundContext(0, "s", True, bytes(32), address=Address("r"))
 
 
+@pytest.mark.long
 def test_another_name_for_the_same_rows_is_no_other_budget(pictures, tmp_path):
     """The run config names columns, classes and, where the site does not, the folder: it may write each as it likes."""
     (tmp_path / "link").symlink_to(pictures)

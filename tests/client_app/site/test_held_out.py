@@ -36,6 +36,7 @@ def trained_on(monkeypatch) -> list[int]:
     return seen
 
 
+@pytest.mark.long
 def test_a_site_scores_what_it_received_on_rows_that_it_never_trains_on(tmp_path, trained_on):
     server = Server(tmp_path, "max-scores = 5", TEXTS, **HALF)
     uploads = [server.send(server.initial, round_) for round_ in (0, 1)]

@@ -139,6 +139,7 @@ def cost(turns: int, relation: Neighbours) -> float:
     return 1.001 * accounting.epsilon({("poisson", 12, 4, 1.8 / 2**0.5): turns}, 1e-5, relation)
 
 
+@pytest.mark.long
 def test_a_server_gains_no_budget_by_another_relation(tmp_path, take):
     """What is refused under replace-one is refused under add-or-remove-one, where the same charges cost less."""
     epsilon = cost(2, Neighbours.REPLACE_ONE)

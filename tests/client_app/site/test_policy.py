@@ -199,6 +199,7 @@ def test_epsilon_is_compared_and_closes_on_what_is_no_number(found, permitted, t
     assert (question["method"], question["fields"], question["delta"]) == ("fedrand", '{"rho": 0.25}', 1e-6)
 
 
+@pytest.mark.long
 def test_an_epsilon_that_cannot_be_had_closes_the_site(tmp_path):
     with pytest.raises(
         PolicyError, match="epsilon: expected one from the method, found none .*unknown field of fedrand"

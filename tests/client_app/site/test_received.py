@@ -31,6 +31,7 @@ def test_the_first_broadcast_is_judged_against_what_the_seed_says(tmp_path):
     assert not list(PrivateStore.of(other.at, "r", "s").folder.glob("turn-*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [{}, GRADIENT, ROWS, {"method.name": "fedrand"}])
 def test_whatever_asks_for_the_rows_the_weights_are_judged_before(config, tmp_path):
     server = Server(tmp_path, **config)

@@ -57,6 +57,7 @@ def upload(data, at, text: str, **config) -> bytes:
 ONE_ROW = {"train.batch-size": 1, "train.max-steps": 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text,config,refused",
     [

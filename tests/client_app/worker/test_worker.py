@@ -153,6 +153,7 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.long
 def test_a_warm_turn_is_the_turn_of_a_fresh_process_bit_for_bit_and_loads_nothing(bench, tmp_path):
     bench.orders(load=0.5)
     warm, files = [], []
@@ -181,6 +182,7 @@ def test_a_warm_turn_is_the_turn_of_a_fresh_process_bit_for_bit_and_loads_nothin
     assert all(line["load_seconds"] < 0.1 and line["pid"] == first["pid"] for line in later)
 
 
+@pytest.mark.long
 def test_rows_that_changed_on_disk_are_read_anew(bench):
     bench.turn(0)
     bench.orders(steps=7)
@@ -198,12 +200,14 @@ def spec_of(entries: int):
     return {"h.lora_A": TensorSpec((1, 5)), "h.lora_B": TensorSpec((entries, 1))}
 
 
+@pytest.mark.long
 def test_socket_and_files_are_the_site_s_own(bench):
     bench.turn()
     assert {p.stat().st_mode & 0o777 for p in bench.folder.path.iterdir()} == {0o600}
     assert bench.folder.path.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.long
 def test_a_path_longer_than_a_socket_address_works(bench, tmp_path):
     deep = tmp_path / ("d" * 100) / ("e" * 60)
     bench.folder = Folder(deep, "north")
@@ -211,6 +215,7 @@ def test_a_path_longer_than_a_socket_address_works(bench, tmp_path):
     assert len(str(bench.folder.socket("0" * 8))) > 108
 
 
+@pytest.mark.long
 def test_two_runs_at_once_get_a_worker_each_and_do_not_meet(bench):
     ends = {}
     threads = [threading.Thread(target=lambda r=r: ends.update({r: bench.turn(run=r)})) for r in ("first", "second")]
@@ -224,6 +229,7 @@ def test_two_runs_at_once_get_a_worker_each_and_do_not_meet(bench):
     assert bench.private("first") == bench.private("second")  # the same draws, each in its own place
 
 
+@pytest.mark.long
 def test_under_a_memory_bound_an_idle_worker_of_another_run_ends_first(bench):
     bench.turn(run="first", worker_memory_mb=4000)
     (first,) = bench.workers()
@@ -233,6 +239,7 @@ def test_under_a_memory_bound_an_idle_worker_of_another_run_ends_first(bench):
     assert until(lambda: gone(first.pid))
 
 
+@pytest.mark.long
 def test_another_app_version_gets_another_worker(bench, tmp_path):
     bench.turn(0)
     newer = tmp_path / "newer"
@@ -255,6 +262,7 @@ def test_a_changed_base_gets_another_worker(bench, tmp_path):
     assert before != link.run_key(replace(assignment, order=replace(assignment.order, run="other"), config=config))
 
 
+@pytest.mark.long
 def test_a_spare_of_the_same_app_is_taken_by_the_first_run(bench):
     with bench.folder.locked():
         spare = bench.folder.start(bench.site, HERE, "", bench.app)
@@ -266,6 +274,7 @@ def test_a_spare_of_the_same_app_is_taken_by_the_first_run(bench):
     assert pids[1] not in (spare.pid, other.pid)
 
 
+@pytest.mark.long
 def test_after_its_run_s_last_round_a_worker_holds_nothing_of_it_and_the_next_run_takes_it(bench):
     bench.orders(load=0.3)
     bench.turn(4)  # the last of 5
@@ -301,6 +310,7 @@ def shell_python(tmp_path: Path, deaths: int) -> str:
     return str(script)
 
 
+@pytest.mark.long
 def test_killed_at_start_one_more_is_started(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", shell_python(tmp_path, 1))
     assert bench.turn()
@@ -324,6 +334,7 @@ def test_killed_for_memory_before_it_listens_the_server_is_told_too(bench, tmp_p
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
 
 
+@pytest.mark.long
 def test_killed_in_training_the_turn_is_repeated_once_and_ends_as_if_unbroken(bench, tmp_path):
     whole = unbroken(tmp_path / "whole", bench.app, rounds=2)
     uploads = [bench.turn(0)]
@@ -334,6 +345,7 @@ def test_killed_in_training_the_turn_is_repeated_once_and_ends_as_if_unbroken(be
     assert bench.private() == whole.private()
 
 
+@pytest.mark.long
 def test_killed_in_training_twice_is_an_error_and_the_private_state_stays(bench):
     bench.turn(0)
     before = bench.private()
@@ -349,6 +361,7 @@ def test_killed_in_training_twice_is_an_error_and_the_private_state_stays(bench)
     assert bench.turn(1)
 
 
+@pytest.mark.long
 def test_killed_for_memory_by_the_kernel_the_site_is_told_what_to_lower_and_the_server_no_figure(
     bench, tmp_path, monkeypatch
 ):
@@ -365,6 +378,7 @@ def test_killed_for_memory_by_the_kernel_the_site_is_told_what_to_lower_and_the_
     assert [bool(re.search(said, line["failed"])) for line in bench.ends()] == [True, True]
 
 
+@pytest.mark.long
 def test_a_worker_that_nobody_here_started_is_judged_by_what_it_noted(bench, monkeypatch):
     """It was started by an earlier client process, so its exit signal is not for this one."""
     bench.turn(0)
@@ -378,6 +392,7 @@ def test_a_worker_that_nobody_here_started_is_judged_by_what_it_noted(bench, mon
     assert link._exit_code(os.getppid()) is None
 
 
+@pytest.mark.long
 def test_a_crash_is_not_taken_for_want_of_memory(bench, monkeypatch):
     bench.turn(0)
     bench.orders(deaths=2, die_by="SIGSEGV")
@@ -387,6 +402,7 @@ def test_a_crash_is_not_taken_for_want_of_memory(bench, monkeypatch):
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: killed or crashed"
 
 
+@pytest.mark.long
 def test_a_worker_s_memory_stands_beside_its_card_until_it_ends_or_is_asked_for(bench):
     bench.turn(0)
     (worker,) = bench.workers()
@@ -405,6 +421,7 @@ def test_a_worker_s_memory_stands_beside_its_card_until_it_ends_or_is_asked_for(
     assert not file.exists()
 
 
+@pytest.mark.long
 def test_killed_while_replying_the_turn_is_repeated_from_the_same_private_state(bench, tmp_path, monkeypatch):
     entries = 4_000_000  # 16 MB: more than the sockets on the way can hold
     whole = unbroken(tmp_path / "whole", bench.app, rounds=2, entries=entries)
@@ -428,6 +445,7 @@ def test_killed_while_replying_the_turn_is_repeated_from_the_same_private_state(
     assert bench.private() == whole.private()
 
 
+@pytest.mark.long
 def test_a_stale_socket_and_a_broken_card_are_removed(bench):
     bench.folder.path.mkdir(parents=True, mode=0o700)
     left = socket.socket(socket.AF_UNIX)
@@ -441,6 +459,7 @@ def test_a_stale_socket_and_a_broken_card_are_removed(bench):
     assert len(list(bench.folder.path.glob("*.json"))) == 1
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(bench):
     bench.orders(entries=200_000)
     bench.turn(0)
@@ -461,6 +480,7 @@ def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(ben
     assert bench.workers() == [worker]
 
 
+@pytest.mark.long
 def test_a_turn_whose_upload_never_came_leaves_nothing_behind(bench, tmp_path):
     whole = unbroken(tmp_path / "whole", bench.app, rounds=2)
     uploads = [bench.turn(0)]
@@ -472,6 +492,7 @@ def test_a_turn_whose_upload_never_came_leaves_nothing_behind(bench, tmp_path):
     assert bench.private() == whole.private()
 
 
+@pytest.mark.long
 def test_a_turn_whose_worker_is_stopped_ends_with_the_order_s_time_and_the_next_one_goes_on(bench, tmp_path):
     whole = unbroken(tmp_path / "whole", bench.app, rounds=2)
     uploads = [bench.turn(0)]
@@ -489,6 +510,7 @@ def test_a_turn_whose_worker_is_stopped_ends_with_the_order_s_time_and_the_next_
     assert uploads == whole.uploads
 
 
+@pytest.mark.long
 def test_a_turn_that_is_too_slow_ends_with_the_order_s_time(bench):
     bench.turn(0)
     bench.orders(steps=1000, pause=0.05)
@@ -524,6 +546,7 @@ def another():
         process.kill()
 
 
+@pytest.mark.long
 def test_another_supernode_of_the_same_site_cannot_reach_the_worker(bench, another):
     bench.turn(0)
     (worker,) = bench.workers()
@@ -540,6 +563,7 @@ def test_another_supernode_of_the_same_site_cannot_reach_the_worker(bench, anoth
     assert bench.workers() == [worker]
 
 
+@pytest.mark.long
 def test_a_worker_ends_with_its_supernode_and_leaves_no_file(bench, another):
     bench.turn(0, owner=Owner.of(another.pid))
     (worker,) = bench.workers()
@@ -550,6 +574,7 @@ def test_a_worker_ends_with_its_supernode_and_leaves_no_file(bench, another):
     assert bench.turn(1)  # of the SuperNode that came after
 
 
+@pytest.mark.long
 def test_an_idle_worker_ends(bench):
     bench.turn(0, worker_idle_seconds=0.5)
     (worker,) = bench.workers()
@@ -558,6 +583,7 @@ def test_an_idle_worker_ends(bench):
     assert "idle for 0.5 s" in bench.folder.log.read_text()
 
 
+@pytest.mark.long
 def test_beyond_its_memory_the_turn_fails_and_the_worker_ends(bench):
     bench.orders(hold_mb=600)
     with pytest.raises(link.TurnError, match="worker-memory-mb: expected at most 500 MB, found") as error:
@@ -570,6 +596,7 @@ def test_beyond_its_memory_the_turn_fails_and_the_worker_ends(bench):
     assert until(lambda: bench.workers() == [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["MemoryError", "RuntimeError"])
 def test_an_allocation_that_fails_is_called_want_of_memory(kind, bench):
     bench.orders(raises=kind, words="DefaultCPUAllocator: can't allocate memory")
@@ -578,6 +605,7 @@ def test_an_allocation_that_fails_is_called_want_of_memory(kind, bench):
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind,stays", [("TaskError", True), ("ValueError", False)])
 def test_after_an_error_that_nobody_foresaw_the_worker_ends(kind, stays, bench):
     bench.orders(raises=kind)
@@ -595,6 +623,7 @@ def test_after_an_error_that_nobody_foresaw_the_worker_ends(kind, stays, bench):
         assert until(lambda: bench.workers() == [])
 
 
+@pytest.mark.long
 def test_a_turn_whose_caller_has_gone_is_given_up(bench):
     bench.orders(pause=0.1, steps=1000)
     assignment = bench.assignment()
@@ -620,6 +649,7 @@ def test_a_turn_whose_caller_has_gone_is_given_up(bench):
     assert bench.turn(0)
 
 
+@pytest.mark.long
 def test_a_worker_seals_under_the_sites_key_which_no_argument_or_environment_has(bench, tmp_path):
     seal = new_key(tmp_path / "state.key")
     for round_ in range(2):

@@ -147,6 +147,7 @@ def test_the_time_reaches_the_audit(make_run, monkeypatch):
     assert asked[1].left == float("inf")
 
 
+@pytest.mark.long
 def test_controls_and_models_stand_beside_each_other(audited):
     by = {(f["model"], f["attack"]): f for f in audited["findings"]}
     assert by["overfitted FedAvg", "loss"]["verdict"] == "above"
@@ -170,6 +171,7 @@ def test_controls_and_models_stand_beside_each_other(audited):
     assert any(note.startswith("Left out of every audit: LiRA") for note in audited["notes"])
 
 
+@pytest.mark.long
 def test_the_bound_of_canaries_stands_beside_the_claim(audited):
     """The run has not trained on them, and claims nothing. 19 coins of 20 are guessed right once in 50,000 audits."""
     said = audited["notes"][0]
@@ -179,6 +181,7 @@ def test_the_bound_of_canaries_stands_beside_the_claim(audited):
     assert 0 <= audited["epsilon_shown"] < 1.0
 
 
+@pytest.mark.long
 def test_members_are_the_rows_of_the_site(run_folder):
     """site-2 is the first share and site-10 the second, though "site-10" sorts first."""
     config = parse(json.loads((run_folder / "config.json").read_text())["config"])
@@ -195,6 +198,7 @@ def test_members_are_the_rows_of_the_site(run_folder):
     assert {row.origin.file for row in others} == {str(DATA / "train.jsonl")}
 
 
+@pytest.mark.long
 def test_rows_of_all_sites_are_prepared_at_once_so_what_is_cut_is_said_once(run_folder, caplog):
     config = parse(runs.load(run_folder).config["config"] | {"task.max-tokens": 24})
     task = tasks.load(config, strategies.create("fedrand", config.method.fields).adapter, "cpu")
@@ -204,6 +208,7 @@ def test_rows_of_all_sites_are_prepared_at_once_so_what_is_cut_is_said_once(run_
     assert members["site-10"].rows == list(task.encode(task.examples(DATA, "train", Share(1, 2))))
 
 
+@pytest.mark.long
 def test_the_report_has_a_section_of_it(run_folder, audited):
     page = report.html([runs.load(run_folder)])
     assert "What attacks found" in page
@@ -246,6 +251,7 @@ def test_a_report_without_an_audit_says_so(make_run):
     assert shown.count("Not attacked, so nothing is known") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -8,7 +8,7 @@ import re
 import pytest
 from datasets import Dataset
 
-from fedveil.attacks.canaries import coins_of
+from fedveil.attacks.canaries.pairs import coins_of
 from fedveil.console.main import main
 
 ROWS = [{"mr": f"meaning {i}", "ref": f"text {i} \u00fc"} for i in range(100)]

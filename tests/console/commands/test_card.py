@@ -112,6 +112,7 @@ def problems(run: Path) -> list[str]:
         return [str(error)]
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_byte_of_any_file_that_changes_is_found(signed_run, data):
@@ -127,6 +128,7 @@ def test_any_byte_of_any_file_that_changes_is_found(signed_run, data):
         file.write_bytes(before)
 
 
+@pytest.mark.long
 def test_every_byte_of_the_small_files_counts(signed_run):
     for name in ("adapter_config.json", "adapter_model.safetensors", "processor/config.json", "README.md"):
         file = signed_run / "final" / name
@@ -295,6 +297,7 @@ def test_a_statement_of_another_form_is_refused_though_its_signatures_hold(signe
     assert "expected an in-toto statement about a privacy card" in put(signed_run, change)[0]
 
 
+@pytest.mark.long
 def test_signing_and_checking_import_no_torch():
     code = "import sys, fedveil.console.commands.running.card; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

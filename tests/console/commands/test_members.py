@@ -10,6 +10,7 @@ from fedveil.console.main import main
 from tests.conftest import extract
 
 
+@pytest.mark.long
 def test_registering_with_a_server_that_is_not_there_says_how_to_start_it(tmp_path, capsys, monkeypatch):
     """Flower's own answer, for a port at which nothing listens."""
     monkeypatch.chdir(tmp_path)
@@ -33,3 +34,6 @@ def test_registering_with_a_server_that_is_not_there_says_how_to_start_it(tmp_pa
     assert "no run under" in shown.out  # the runs, though nobody answers for the sites
     assert "control port" in shown.err
     assert main([*register, "--offline"]) == 0
+    capsys.readouterr()
+    assert main([*register, "--offline"]) == 2
+    assert "found the one that it is registered with; there is nothing to do" in capsys.readouterr().err

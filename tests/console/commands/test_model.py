@@ -61,6 +61,7 @@ def merged(folder: Path):
         return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fields", ["adapter = {rank = 4}", 'adapter = {kind = "all"}'])
 def test_a_merged_folder_writes_in_transformers_what_generate_writes(fields, tmp_path, capsys):
     prompt = "name[Alimentum], area[city centre], familyFriendly[no]"
@@ -102,6 +103,7 @@ def test_the_card_goes_with_a_merged_model_without_the_signatures_of_other_files
     assert not (tmp_path / "third").exists()
 
 
+@pytest.mark.long
 def test_pictures_are_captioned_and_asked_about(tmp_path, capsys):
     run, file = made(tmp_path / "run", 0.4, **SEEING), picture(tmp_path / "a.png")
     found = {"Describe this image concisely.": said(capsys, "generate", run, "--image", file)}

@@ -33,6 +33,7 @@ def test_a_plan_there_and_back(capsys, monkeypatch):
     assert epsilons(capsys.readouterr().out) == pytest.approx([worst, better])
 
 
+@pytest.mark.long
 def test_a_plan_of_dp_sgd_there_and_back(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     steps = ["--exchange", "epoch", "--steps", "3"]
@@ -93,6 +94,7 @@ def run_of(method: str = "dp_fpl", deterministic: bool = False, **fields) -> Run
     return Run(Path("run"), {"config": config, "method": {"name": method, "fields": fields}}, {}, attempts, {}, [])
 
 
+@pytest.mark.long
 def test_the_report_states_the_honest_epsilon_of_every_site():
     first, a, b = privacy.statements(run_of(noise_local=4.0, noise_global=4.0))
     assert "trusted" not in first

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from fedveil.console.flower.bundle import copied
+from fedveil.console.flower.command_line import Flower
 from fedveil.console.flower.processes import LaunchError
 from fedveil.console.main import main
 
@@ -67,6 +68,14 @@ def test_the_exit_code_is_what_the_run_says_of_itself(tmp_path, flower, capsys, 
     assert shown.count("round 1/1") == 1
     assert f"its folder is {tmp_path / 'runs' / 'first'}" in shown
     assert f"next: fedveil report {tmp_path / 'runs' / 'first'}" in shown
+
+
+def test_a_folder_that_is_no_federation_is_named_as_it_was_given(tmp_path, capsys):
+    assert main(["submit", "--federation", str(tmp_path / "pilt"), "--extras-at-server"]) == 2
+    said = f"{tmp_path}/pilt: expected a folder that fedveil provision made, found no server/flower/config.toml in it"
+    assert f"error: {said}; name the folder that it made" in capsys.readouterr().err
+    with pytest.raises(LaunchError, match="FLWR_HOME: expected config.toml in .*; name the folder that has it"):
+        Flower(tmp_path)
 
 
 def test_a_round_is_shown_once(tmp_path, flower, capsys, monkeypatch):

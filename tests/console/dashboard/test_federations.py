@@ -146,6 +146,7 @@ def cells(row: str) -> list[str]:
     return [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
 
 
+@pytest.mark.long
 def test_two_federations_have_their_runs_and_their_sites_apart(two):
     client = opened(None, *two)
     pages = every_page(client)

@@ -63,6 +63,7 @@ def is_whole(text: str) -> None:
         assert (one.get("href") or one["src"]).startswith(("/", "data:,"))
 
 
+@pytest.mark.long
 def test_every_page_is_linked_whole_and_within_the_policy(runs):
     client = opened(runs)
     pages = every_page(client)
@@ -112,7 +113,7 @@ def goes_on(runs, name, **about) -> None:
     run = write_run(runs, name, state="running")
     now = time.time()
     said = {"round": 3, "attempt": 0, "phase": "round", "since": now - 41.2, "deadline_seconds": 600.0, "quorum": 2}
-    said |= {"asked": 4, "accepted": 1, "failed": 1, "waiting": [EVIL, "west"], "reasons": {}, "until": now + 259.9}
+    said |= {"asked": 4, "accepted": 1, "failed": 1, "waiting": [EVIL, "west"], "reasons": {}, "until": now + 254.2}
     (run / "progress.json").write_text(json.dumps(said | about))
 
 
@@ -126,6 +127,7 @@ AWAITED = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("about", "words"),
     [({}, UNDER_WAY), ({"phase": "waiting", "there": 1, "refused": {EVIL: "its policy"}}, AWAITED),

@@ -67,6 +67,7 @@ def test_a_head_without_end_is_refused(server):
         assert line.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.long
 def test_who_reads_no_event_stalls_nobody_and_keeps_no_dashboard_from_ending(server):
     stream = ask(server, "/events?seen=")
     assert stream.getheader("content-type").startswith("text/event-stream")
@@ -109,6 +110,7 @@ def test_a_folder_that_is_no_site_s_is_named(tmp_path, capsys):
     assert "FOLDER: expected a folder of runs" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_as_soon_as_the_link_is_shown_ends_it_in_order(runs, which):
     command = [sys.executable, "-m", "fedveil.console.main", "dashboard", str(runs), "--port", "0"]

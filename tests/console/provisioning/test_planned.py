@@ -31,6 +31,7 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr(planned.work, "measured", lambda bf16: 2e12)
 
 
+@pytest.mark.long
 def test_an_8_b_base_of_four_bits_fits_a_gpu_of_24_gb_and_a_70_b_base_does_not(tmp_path, capsys):
     eight, seventy = folder(tmp_path / "8b", B8), folder(tmp_path / "70b", B70)
     options = ["--gpu-gb", "24", "--tflops", "100", "--rows", "2000"]
@@ -50,6 +51,7 @@ def test_an_8_b_base_of_four_bits_fits_a_gpu_of_24_gb_and_a_70_b_base_does_not(t
     assert "seconds: give --tflops" in shown
 
 
+@pytest.mark.long
 def test_a_70_b_base_in_bf16_fits_four_gpus_of_80_gb_if_it_is_divided(tmp_path, capsys):
     settings = [f"task.model={folder(tmp_path / '70b', B70)}", "train.precision=bf16", "train.checkpointing=true"]
     options = ["--gpu-gb", "80", "--gpus", "4", "--tflops", "100"]
@@ -77,6 +79,7 @@ def test_processes_of_a_machine_without_gpus_would_share_its_memory(monkeypatch,
     assert "--gpus: expected --gpu-gb beside it, or as many as this machine has, found 2 of 0" in shown
 
 
+@pytest.mark.long
 def test_what_would_fit_is_named_and_fits(tmp_path, capsys):
     eight = folder(tmp_path / "8b", B8)
     assert doctor(f"task.model={eight}", options=["--gpu-gb", "12"]) == 1
@@ -88,6 +91,7 @@ def test_what_would_fit_is_named_and_fits(tmp_path, capsys):
     assert doctor(f"task.model={eight}", *changed[1:], options=["--gpu-gb", "12"]) == 1  # none of them is too much
 
 
+@pytest.mark.long
 def test_this_machine_is_planned_for_by_its_own_memory(monkeypatch, capsys):
     assert doctor("task.model=tiny") == 0
     shown = capsys.readouterr().out

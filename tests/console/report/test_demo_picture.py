@@ -7,6 +7,8 @@ import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
+import pytest
+
 from fedveil.attacks.findings import Finding
 from fedveil.attacks.paired import Across
 from fedveil.console.report import gained, trade, trade_picture
@@ -52,6 +54,7 @@ def test_a_picture_of_its_own_has_both_schemes_and_no_script():
     assert root.attrib["aria-label"].startswith("What was gained. fedavg: test loss")
 
 
+@pytest.mark.long
 def test_an_orange_point_within_the_band_of_the_untrained_is_open_and_said():
     base, other, *_ = arms()
     assert base.told is not None

@@ -19,6 +19,7 @@ from tests.console.conftest import write_run
 from tests.console.report.made import audited, found
 
 
+@pytest.mark.long
 def test_a_run_with_a_tap_is_attacked_and_one_without_is_not(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "key"))
     tapped = made(tmp_path / "tapped", SITES, {"run.tap": True, "run.rounds": 1, "method.name": "fedavg"})

@@ -45,6 +45,7 @@ def test_a_round_that_no_line_has_yet_is_known_from_its_messages(make_run, state
     assert "refused: &lt;x&gt;" in page
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [{"round": "x"}, {"reasons": [1]}, {"attempt": None}, {"waiting": 3}])
 def test_a_progress_that_the_server_has_not_written_ends_no_page(make_run, change):
     run = under_way(make_run(), "running", **change)

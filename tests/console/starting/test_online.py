@@ -60,10 +60,14 @@ def test_the_reason_that_the_server_gives_is_shown_as_text(log, tmp_path):
     processes.log("north").write_text(log)
     processes.ended = lambda name: 0
     with pytest.raises(
-        ConfigError, match="serves it no more: fedveil: the last day of this key was 2026-03-01"
+        ConfigError, match="does not serve it: fedveil: the last day of this key was 2026-03-01"
     ) as error:
         watch(processes).until_ended()
     assert "\x1b" not in str(error.value)
+    was_online = watch(processes)
+    was_online.online = True
+    with pytest.raises(ConfigError, match="serves it no more: fedveil: the last day"):
+        was_online.until_ended()
 
 
 def test_a_supernode_that_the_server_ended_is_not_taken_for_one_that_was_stopped(tmp_path):

@@ -38,6 +38,8 @@ def first(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLD, str(state)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         child = int(holder.stdout.readline())
+        while not psutil.Process(child).environ():  # the kernel has not copied it yet
+            time.sleep(0.01)
         yield state, holder, child
         holder.kill()
         with suppress(psutil.Error):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fedveil.console.flower.keys import new_ca, write_server
@@ -57,10 +60,23 @@ def test_a_port_in_use_is_named_before_anything_is_started(pilot, which, what):
     port = ports(pilot)[which]
     with (
         socket.create_server(("127.0.0.1", port)),
-        pytest.raises(ConfigError, match=f"{what}: expected a free port at .*:{port}, found it in use"),
+        pytest.raises(ConfigError, match=f"{what}: expected a free port at .*:{port}, found it in use: ") as error,
     ):
         server.settled(pilot)
+    assert re.search(rf"process {os.getpid()} \(.+\) listens \(kill {os.getpid()}\); end that one", str(error.value))
     assert server.settled(pilot).control_port == ports(pilot)[1]
+
+
+def test_who_listens_and_cannot_be_known_is_said_so(pilot, monkeypatch):
+    def denied(kind):
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", denied)
+    with (
+        socket.create_server(("127.0.0.1", ports(pilot)[0])),
+        pytest.raises(ConfigError, match="in use: another server runs here, or another program; end that one"),
+    ):
+        server.settled(pilot)
 
 
 @pytest.mark.parametrize("listen", ["nonsense", "127.0.0.1:99999", "203.0.113.1:9092"])
@@ -78,4 +94,5 @@ def test_a_missing_file_an_expired_certificate_and_another_folder_are_named(pilo
     assert main(["server", "start", str(pilot)]) == 2
     assert "expected server.key, found none" in capsys.readouterr().err
     assert main(["server", "start", str(tmp_path)]) == 2
-    assert "expected a folder that fedveil provision made" in capsys.readouterr().err
+    assert "expected a folder that fedveil provision made" in (said := capsys.readouterr().err)
+    assert said.endswith("; name the folder that it made\n")

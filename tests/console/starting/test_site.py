@@ -20,7 +20,7 @@ from fedveil.console.flower.keys import new_ca, write_certificate, write_server
 from fedveil.console.flower.processes import Processes
 from fedveil.console.main import main
 from fedveil.console.runs import noted
-from fedveil.console.starting import running
+from fedveil.console.starting import device, running
 from fedveil.console.starting import site as site_start
 from fedveil.errors import ConfigError
 from tests.conftest import ROOT, extract
@@ -118,7 +118,7 @@ def test_without_kit_the_missing_options_and_a_kit_at_hand_are_named(kit, capsys
         ('site = "../x"', "site.toml: site: "),
         ("poll-seconds = 0", "site.toml: poll-seconds: "),
         ('more = "x"', "site.toml: more: "),
-        ("[", "--kit: expected site.toml in .*, found none that can be read"),
+        ("[", "--kit: expected site.toml in .*, found none that can be read .* run this in its folder or name that"),
     ],
 )
 def test_a_kit_that_was_changed_is_refused_by_key(kit, capsys, line, reason):
@@ -161,6 +161,19 @@ def test_a_key_that_flower_does_not_take_is_named_by_its_form(kit, capsys, kind,
     assert f"found {kind.partition(', in PKCS#8')[0]}" in said
     assert mend in said
     assert not (kit / "state").exists()
+
+
+@pytest.mark.long
+def test_a_gpu_that_is_not_there_is_said_before_anything_starts_and_others_are_not_looked_for(kit, capsys, monkeypatch):
+    assert start(kit, "--device", "cuda:99") == 2
+    said = capsys.readouterr().err
+    assert 'GPUs that torch finds here, found "cuda:99"; --device auto takes what is there' in said
+    assert not (kit / "state").exists()
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    for fits in ("auto", "cpu"):
+        device.require(fits)
+    with pytest.raises(ConfigError, match="device: expected that torch counts the GPUs for 'cuda', found it does not"):
+        device.require("cuda")
 
 
 def test_a_node_key_that_others_can_read_is_refused(kit, capsys):
@@ -262,6 +275,7 @@ def test_a_state_folder_that_cannot_be_is_named(kit, capsys, monkeypatch, where)
     assert ((kit / "a-file").stat().st_mode & 0o777, (kit / "a-file").read_text()) == (0o644, "mine")
 
 
+@pytest.mark.long
 def test_what_waits_for_weeks_does_without_torch(tmp_path):
     """Some hundred MB; the policy's names are looked up by the names of files."""
     (tmp_path / "site-policy.toml").write_text('methods = ["fedavg"]\ntasks = ["text-generation"]\n')

@@ -166,6 +166,7 @@ ROWS = Example.of(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("quantised", ["none", "4bit"])
 def test_a_task_trains_it(form, quantised):

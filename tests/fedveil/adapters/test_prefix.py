@@ -72,6 +72,7 @@ def test_it_starts_as_the_keys_and_values_of_tokens_of_the_vocabulary(kind):
         torch.testing.assert_close(model(IDS[:1]).logits, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cells", [0, 2])
 def test_a_model_is_set_back_by_little_at_first(cells):
     """By two tenths of a nat at most, where a prefix at random took nine."""

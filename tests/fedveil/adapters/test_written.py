@@ -94,6 +94,7 @@ def test_peft_loads_pairs_with_the_same_logits(base, kind, tmp_path):
     assert len(found) == len([n for n in trained if n.endswith("lora_A")])  # no other layer has a pair there
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", PAIRS)
 def test_merged_weights_give_the_same_logits(base, kind):
     model = BASES[base]()

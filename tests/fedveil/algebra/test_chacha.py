@@ -60,6 +60,7 @@ def test_pieces_of_a_keystream_go_on_as_one(monkeypatch):
     assert bytes(chacha.keystream(chacha.state(KEY, 5, 1), 1000).numpy()) == theirs(KEY, 5, 1, 1000)
 
 
+@pytest.mark.long
 @examples
 @given(keys, st.integers(0, 99), st.floats(0, 1), shapes)
 def test_a_mask_is_that_of_the_naive_twin_on_either_device(key, number, keep, shape):

@@ -148,6 +148,7 @@ def test_bad_input_is_refused(table, bits, block, named):
         Quantiser(table, bits, block)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("table,bits", [("nf_sym", 2), ("absmax", 4)])
 def test_threads_change_nothing(table, bits):
     """Three chunks and a short block, by one thread and by three; torch has as many as before."""

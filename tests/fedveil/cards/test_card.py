@@ -74,6 +74,7 @@ def naive(rows: int, batch: int, steps: int) -> float:
     return float(accountant.get_epsilon(1e-5))
 
 
+@pytest.mark.long
 def test_epsilon_is_the_accountants_for_the_site_with_the_fewest_rows(tmp_path):
     told = attempts()
     for row in told:
@@ -110,6 +111,7 @@ def test_one_site_of_which_nothing_is_known_and_no_ledger_bounds_it_takes_the_gu
     assert (found.formal, found.epsilon) == (False, "not known")
 
 
+@pytest.mark.long
 def test_a_nominal_epsilon_stands_beside_the_honest_one_and_the_server_is_named(tmp_path):
     fields = 'mode = "paper"\nepsilon = 4.0\nrounds = 2'
     found = card(tmp_path, **{"method.name": "dp_fpl", "method.fields": fields, "train.batch-size": 8}).guarantee
@@ -120,6 +122,7 @@ def test_a_nominal_epsilon_stands_beside_the_honest_one_and_the_server_is_named(
     assert found.model.startswith("central")
 
 
+@pytest.mark.long
 def test_a_whole_card_has_mu(tmp_path):
     (north, south) = card(tmp_path, whole=True, **DP).guarantee.sites
     assert north.mu == south.mu

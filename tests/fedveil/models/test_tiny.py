@@ -104,6 +104,7 @@ def test_no_paragraph_holds_a_meaning_representation_with_its_sentence():
     assert lines == sorted(row["ref"] for row in rows)
 
 
+@pytest.mark.long
 def test_the_script_repeats_itself(tmp_path):
     rows = script.read_rows(ROOT / "data" / "e2e" / "train.jsonl")
     # The bundled rows are all private; a changed mr is public with probability 0.2.

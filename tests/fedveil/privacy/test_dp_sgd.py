@@ -156,6 +156,7 @@ def test_a_penalty_is_added_after_the_noise_and_leaves_frozen_entries():
     assert kept[1] == 1.0
 
 
+@pytest.mark.long
 def test_every_training_of_a_turn_is_charged_before_its_rows_are_looked_at(tmp_path):
     """FedSP trains twice a turn: 2 turns of 2 times 3 steps. The third turn would go above and looks at nothing."""
     ledger, plan = Ledger(tmp_path / "ledger.json"), Plan(1, 3, 4, 9, Neighbours.REPLACE_ONE)

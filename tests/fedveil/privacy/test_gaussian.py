@@ -30,6 +30,7 @@ def test_mu_of_gaussian_steps_is_the_root_of_their_sum():
     assert mu(charges, 1e-5, ADD).down_to == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("neighbours", [ADD, REPLACE])
 def test_mu_of_subsampled_steps_bounds_the_whole_curve_and_not_much_more(neighbours):
     found = mu(STEPS, 1e-5, neighbours)

@@ -160,6 +160,7 @@ def test_rounding_moves_integers_of_neighbours_by_no_more_than_the_noise_counts(
     assert sigma == pytest.approx(1.25 / moved * (moved * part * scale + math.sqrt(entries) * (1 + 2**-21 * scale)))
 
 
+@pytest.mark.long
 @given(
     entries=st.integers(1, 1 << 30), noise=st.floats(0.05, 50.0), rate=st.floats(1e-3, 10.0), sites=st.integers(2, 200)
 )

@@ -152,6 +152,7 @@ def test_calibrated_noise_keeps_the_epsilon_and_wastes_little(wished):
     assert 0.99 * wished < accounting.epsilon(cost(z), DELTA, REPLACE) <= wished
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "steps, batch, rows, wished, neighbours",
     [(20, 16, 240, 0.7, REPLACE), (3000, 64, 50_000, 0.5, ADD)],  # coarse grids are near here, and far off there
@@ -325,6 +326,7 @@ def test_the_ledger_stops_before_the_budget_is_passed_and_survives_a_restart(tmp
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.long
 def test_charges_of_other_kinds_compose(tmp_path):
     ledger = Ledger(tmp_path / "s.json")
     poisson = ("poisson", 50, 5, 1.5)
@@ -337,6 +339,7 @@ def test_charges_of_other_kinds_compose(tmp_path):
         ledger.charge(["a"], {STEP: 1}, limit(1))
 
 
+@pytest.mark.long
 def test_charges_that_no_accountant_takes_together_are_added_up(tmp_path):
     """Each of the two alone, at delta / 2; and before 0.2 an error of the config, in the middle of a run."""
     poisson, fixed = {("poisson", 50, 5, 1.5): 4}, {("fixed", 50, 5, 8.0): 3}

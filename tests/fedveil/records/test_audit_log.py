@@ -137,6 +137,7 @@ def test_what_cannot_be_written_is_an_error(tmp_path):
         audit_log.verify(tmp_path / "none.jsonl")
 
 
+@pytest.mark.long
 def test_several_processes_write_one_chain(tmp_path):
     file = tmp_path / "log.jsonl"
     gate, append = tmp_path / "gate", f"audit_log.append(Path({str(file)!r}), 'sent', {{'i': i}})"

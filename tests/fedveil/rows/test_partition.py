@@ -30,6 +30,7 @@ def parts(rows: Dataset, count: int, config: TaskConfig, seed: int = 3) -> list[
     return [list(cut(rows, Share(i, count), config, seed)["id"]) for i in range(count)]
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(["iid", "dirichlet", "pathological", "natural"]),

@@ -37,6 +37,7 @@ def test_a_user_s_columns_come_through_whatever_their_names(folder, partition):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("column", NAMES)
 @pytest.mark.parametrize("partition", BY_LABEL)
 def test_any_column_can_be_cut_by(folder, partition, column):

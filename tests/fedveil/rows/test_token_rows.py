@@ -87,6 +87,7 @@ def test_rows_are_the_naive_ones_in_memory_on_the_first_and_on_the_second_time(
     assert list(tmp_path.rglob("*.part")) == []
 
 
+@pytest.mark.long
 def test_training_on_them_ends_bit_identically(tmp_path, data):
     task, ends = make(run__deterministic=True), []
     start = task.initial(Stream(bytes(32)))
@@ -184,6 +185,7 @@ def test_parquet_reads_alike_in_memory_and_mapped(tmp_path):
         reading.read(tmp_path / "cut.parquet", (), tmp_path / "scratch")
 
 
+@pytest.mark.long
 def test_a_site_scores_the_received_weights_on_so_many_rows_or_on_none(data):
     write(data, texts(90))
     for count, reported in ((0, False), (64, True), (70, True)):

@@ -228,6 +228,7 @@ def test_a_transport_has_no_gradients_of_single_rows(folder, data):
             act(weights, Batch((0,)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clipped", ["prompt", "texts"])
 def test_dp_fpl_learns_on_it_in_process(folder, data, clipped):
     """Two sites with two classes each; without noise and far from the bounds the loss of each site falls."""
@@ -277,6 +278,7 @@ def test_half_precision_keeps_the_trained_tensors_whole_and_the_loss_near(folder
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_training_lowers_the_loss_and_leaves_the_model_alone(folder, data, form):
     task, seen = ready(folder, data, FORMS[form], train__epochs=8, train__learning_rate=0.02)
@@ -415,6 +417,7 @@ def test_names_that_cannot_be_are_refused(folder, names, length, message):
         task.texts(weights)
 
 
+@pytest.mark.long
 def test_a_model_of_another_kind_is_refused():
     with pytest.raises(
         TaskError, match="task.model: expected all weights of the model, found that .* lacks logit_scale"

@@ -159,6 +159,7 @@ def test_the_company_in_a_batch_changes_nothing(task, rows):
     assert float(task.loss_sum(batch).detach()) == pytest.approx(5 * together, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keys", [{}, {"train__bucketing": True, "train__accumulate": 2, "train__checkpointing": True}])
 def test_training_learns_the_images(data, keys):
     task = make(train__epochs=20, train__learning_rate=2e-3, **keys)

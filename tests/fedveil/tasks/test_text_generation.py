@@ -222,6 +222,7 @@ def test_all_weights_train_and_the_base_values_survive(rows):
     assert all(torch.equal(again[n], base[n]) for n in base)
 
 
+@pytest.mark.long
 def test_a_few_steps_teach_the_mapping():
     task = make(
         Lora(), train__max_steps=25, train__learning_rate=3e-3, evaluate__max_examples=8, evaluate__max_new_tokens=32
@@ -310,6 +311,7 @@ def test_a_llama_from_a_folder_goes_the_same_way(llama, rows):
     assert len(task.generate(start, ["name[X]", "name[The Mill], area[riverside]"])) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantised", ["4bit", "8bit"])
 def test_a_quantised_base_trains_its_factors(quantised, rows):
     task = make(Lora(rank=2), train__quantized_base=quantised, train__max_steps=2, train__learning_rate=5e-3)
@@ -323,6 +325,7 @@ def test_a_quantised_base_trains_its_factors(quantised, rows):
         make(AllWeights(), train__quantized_base=quantised)
 
 
+@pytest.mark.long
 def test_bf16_computes_coarsely_and_keeps_fp32_weights(task, rows):
     coarse = make(Lora(rank=3, alpha=6.0), train__precision="bf16", train__max_steps=2)
     assert {p.dtype for p in coarse.base.trained.values()} == {torch.float32}
@@ -347,6 +350,7 @@ print(hashlib.sha256(b"".join(trained.weights[n].numpy().tobytes() for n in sort
 """
 
 
+@pytest.mark.long
 def test_two_processes_train_bit_identically():
     command = [sys.executable, "-c", _SCRIPT, str(DATA)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)

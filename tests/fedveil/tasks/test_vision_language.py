@@ -247,6 +247,7 @@ def test_predictions_are_the_rows_own(task, rows):
         assert 1 <= len(each.logits["generated"]) <= 6
 
 
+@pytest.mark.long
 def test_training_learns_the_captions(data):
     task = make(train__epochs=30, train__learning_rate=5e-3, evaluate__max_new_tokens=8)
     examples = list(task.examples(data, "train"))[2:]
@@ -304,6 +305,7 @@ def test_a_prompt_without_room_is_refused(data):
         task.encode(task.examples(data, "train"))
 
 
+@pytest.mark.long
 def test_a_model_without_eyes_or_template_is_refused(tmp_path):
     with pytest.raises(
         TaskError, match="expected an image-text-to-text model with its processor, found that .* does not"

@@ -69,6 +69,7 @@ def test_a_round_past_the_runs_is_refused():
         schedule(schedule="cosine").rate(4, 0, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimiser", ["adamw", "adamw-8bit"])
 def test_the_optimiser_steps_with_the_rounds_rates(monkeypatch, optimiser):
     """29 rows of 8 a batch: 4 steps. The same round again has the same rates, and ends in the same weights."""

@@ -74,6 +74,7 @@ def gradients(task: TextGeneration, rows: list[TokenRow]) -> dict[str, torch.Ten
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_the_defaults_are_a_plain_loop_bit_for_bit(configured, rows, start):
     """The naive twin: batches in the drawn order, one AdamW step each, the loss picked out by a mask of labels."""
@@ -311,6 +312,7 @@ def test_the_first_loss_that_is_not_finite_is_named(configured, rows, start, mon
     assert all(p.grad is None for p in task.trained.values())
 
 
+@pytest.mark.long
 def test_weights_that_the_last_step_broke_do_not_leave(configured, rows, start, monkeypatch):
     """Its loss is finite, its gradient is not; and of many rows a few are named."""
     task = configured(train__batch_size=1, train__accumulate=40, train__epochs=2, train__max_steps=2)
@@ -447,6 +449,7 @@ def test_tasks_without_sources_refuse_a_loss_on_them(name):
         load(config, method.adapter, "cpu")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_gradient_is_clipped_once_a_step_with_the_penalty_and_without_what_is_held(
     configured, rows, start, monkeypatch, accumulate
@@ -528,6 +531,7 @@ def test_all_weights_train_under_checkpointing_too(rows):
     assert all(torch.equal(got.weights[n], expected.weights[n]) for n in base)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_all_weights_train_as_by_hand_and_belong_to_the_caller(rows):
     """Bit for bit; the model keeps no copy, and a second training changes nothing of the first."""

@@ -328,6 +328,7 @@ def test_codes_refuse_values(value, match):
         Codes(5).encode(value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("levels", [2, 3, 5, 9, 15, 16, 17, 33, 255, 256])
 @pytest.mark.parametrize("count", [0, 1, 87, 89, 1000, 4096])
 def test_codes_on_another_device_have_the_same_bytes(monkeypatch, levels, count):

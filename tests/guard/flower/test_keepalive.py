@@ -93,6 +93,7 @@ def _asked(relay: Relay) -> tuple[grpc.Channel, grpc.UnaryUnaryMultiCallable]:
     return channel, ask
 
 
+@pytest.mark.long
 def test_a_question_into_the_dark_ends_and_the_next_one_is_answered(kept: None, relay: Relay) -> None:
     channel, ask = _asked(relay)
     connections = relay.connections
@@ -104,6 +105,7 @@ def test_a_question_into_the_dark_ends_and_the_next_one_is_answered(kept: None, 
     channel.close()
 
 
+@pytest.mark.long
 def test_flowers_own_channel_would_still_wait(relay: Relay) -> None:
     channel, ask = _asked(relay)
     question = ask.future(b"two")

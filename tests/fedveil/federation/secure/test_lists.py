@@ -45,6 +45,7 @@ def both_halves(local, attempt, uploads, lists, victim, colluding=()) -> tuple[b
     return len(heard.get(victim, {})) >= t, len(silent.get(victim, {})) >= t
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(count=st.integers(4, 8), data=st.data())
 def test_at_more_than_two_thirds_no_split_of_the_holders_opens_both_halves(count, data):

@@ -44,6 +44,7 @@ def forty():
     return local
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "silent"), [(40, 0), (40, 13), (100, 33)])
 def test_the_sum_of_many_sites_is_exact(count, silent, forty):
     """The silent third answers as holder, but for one site that is dead."""
@@ -102,6 +103,7 @@ def test_parts_by_hand():
     assert parts.smallest(membership_of(10, 0), names(10)[::2]) == 5
 
 
+@pytest.mark.long
 def test_a_cohort_in_which_a_site_has_no_partner_is_not_masked_for(forty):
     """Its vector would have its own mask alone, which holders take off."""
     near = set(forty.coordinator.membership.holders("s00"))
@@ -126,6 +128,7 @@ def test_a_sum_that_falls_apart_is_not_asked_for_and_not_opened(forty):
         forty.sites[holder].unmask(question(attempt.plan, attempt, holder, uploads, uploads))
 
 
+@pytest.mark.long
 def test_a_holder_answers_one_sum_also_of_sites_that_it_holds_nothing_of(forty):
     attempt = forty.begin(6, 0, FORTY)
     uploads = masked(forty, attempt, {s: drawn(3, i) for i, s in enumerate(FORTY)})
@@ -137,6 +140,7 @@ def test_a_holder_answers_one_sum_also_of_sites_that_it_holds_nothing_of(forty):
         forty.sites["s00"].unmask(other)
 
 
+@pytest.mark.long
 def test_a_site_that_nobody_near_has_uploaded_beside_leaves_no_mask_to_take_off(forty):
     """Its prekey need not be opened; the sum is exact all the same."""
     attempt = forty.begin(4, 0, FORTY)

@@ -58,6 +58,7 @@ def round_of_seven():
     return local, attempt, vectors, uploads
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["heard", "silent"])
 @pytest.mark.parametrize("liar", SITES)
 def test_one_holder_with_wrong_shares_is_left_out_and_the_sum_is_right(round_of_seven, liar, how):

@@ -190,6 +190,7 @@ NOT_SO = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", strategies.names())
 def test_only_methods_that_send_trained_weights_as_they_are_have_noise_in_the_sum(name):
     """Others are refused at the site, with the upload withheld, or before. A method in neither list may be either."""

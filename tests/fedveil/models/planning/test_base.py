@@ -58,6 +58,7 @@ def test_bytes_of_a_base_of_four_bits(settings, width, layers, keys, mlp, publis
     assert found.nbytes("none", 2) == 2 * published + found.buffers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [8, 16])
 @pytest.mark.parametrize(("settings", "width", "layers", "keys", "mlp", "published"), BIG)
 def test_adapters_and_what_they_put_on_the_wire(settings, width, layers, keys, mlp, published, rank):

@@ -27,6 +27,7 @@ def row(name: str, text: str = TEXT) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("column", "settings"), [(0, EIGHT), (1, SEVENTY)])
 def test_memory_by_part_and_seconds(column, settings):
     plan = memory.plan(settings, CONFIG, Lora(), on_gpu=True)
@@ -79,6 +80,7 @@ def exchange(name: str, fields: str, settings: Settings) -> Exchange:
     return Exchange(method, name, base.spec(settings, method.adapter))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("column", "settings"), [(0, EIGHT), (2, SEVENTY)])
 def test_bytes_of_messages(column, settings):
     for words, name, fields, downloaded, variants in MESSAGES:
@@ -93,6 +95,7 @@ def test_bytes_of_messages(column, settings):
         assert row(words)[column : column + 2] == [f"{sizes['start'] + three:,}", f"{pairs:,}"], name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("column", "settings"), [(0, EIGHT), (1, SEVENTY)])
 def test_bytes_of_masked_uploads(column, settings):
     said = TEXT.partition("| method, secure |")[2]

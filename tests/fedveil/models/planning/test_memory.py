@@ -38,6 +38,7 @@ def config_of(**changed: object):
     return parse({"train.batch-size": 2, "task.max-tokens": 32} | changed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_the_estimate_is_within_15_per_cent_of_each_worker_that_was_measured(row):
     """fedveil bench core/memory, over gRPC, on a CPU in fp32."""

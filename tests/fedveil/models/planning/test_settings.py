@@ -71,6 +71,7 @@ def test_what_else_a_config_says_does_not_reach_the_library(tmp_path):
     assert (found.layers, found.width, found.heads, found.context, found.stored) == (2, 16, 4, None, 2)
 
 
+@pytest.mark.long
 def test_the_largest_base_that_is_read_is_made_in_bounded_time(tmp_path):
     most = {"vocab_size": 1 << 22, "hidden_size": 1 << 16, "num_hidden_layers": 512, "intermediate_size": 1 << 20}
     started = time.perf_counter()

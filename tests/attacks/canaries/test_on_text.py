@@ -11,8 +11,8 @@ import pytest
 
 from fedveil import places, rng, strategies, tasks
 from fedveil.attacks.base import Knowledge, View
-from fedveil.attacks.canaries import bound_of, planted
-from fedveil.attacks.one_run import Bound
+from fedveil.attacks.canaries.one_run import Bound
+from fedveil.attacks.canaries.pairs import bound_of, planted
 from fedveil.config import parse
 from fedveil.contract.budget import Neighbours, Plan
 from fedveil.federation.exchange import Exchange

@@ -12,8 +12,8 @@ import torch
 from dp_accounting import gaussian_mechanism
 
 from fedveil.attacks.base import Knowledge
-from fedveil.attacks.canaries import bound_of, coins_of, planted, words
-from fedveil.attacks.one_run import Bound
+from fedveil.attacks.canaries.one_run import Bound
+from fedveil.attacks.canaries.pairs import bound_of, coins_of, planted, words
 from fedveil.contract.budget import Budget, Neighbours
 from fedveil.contract.task import Example
 from fedveil.contract.trainer import Trained
@@ -145,6 +145,7 @@ def test_an_undefended_run_shows_a_large_epsilon_an_untrained_one_none(run):
     assert bound_of(untrained[0], "a", *untrained[1:], DELTA).epsilon == 0.0
 
 
+@pytest.mark.long
 def test_a_private_run_shows_less_than_its_epsilon(run):
     """Replacing a row moves the sum by 2 at most, the noise is 4: N(0, 1) against N(1 / 2, 1)."""
     truth = gaussian_mechanism.get_epsilon_gaussian(Noisy.noise / 2, DELTA)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dp_accounting import gaussian_mechanism
 
-from fedveil.attacks.one_run import bound, epsilon_at_least, p_value
+from fedveil.attacks.canaries.one_run import bound, epsilon_at_least, p_value
 from fedveil.attacks.statistics import clopper_pearson
 
 DELTA = 1e-5
@@ -87,6 +87,7 @@ def test_of_randomized_response_it_is_rarely_above_the_truth_and_often_near(eps)
     assert np.median(found) > 0.5 * eps or eps == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mu", [0.5, 1.5])
 def test_of_the_gaussian_mechanism_it_is_rarely_above_the_truth(mu):
     """The release of each coin is N(+-mu / 2, 1): neighbours are mu apart."""

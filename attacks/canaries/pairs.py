@@ -1,4 +1,4 @@
-"""Canaries in a site's rows: pairs of which a coin put one in, and what a run shows of the coins (attacks/one_run.py).
+"""Canaries in a site's rows: pairs of which a coin put one in, and what a run shows of the coins (one_run.py).
 
 A canary is a row of the data with another row's target: what a model knows of it, it learnt from that row. Each place
 holds one of a pair, so that data sets of different coins differ by replacing one row: the relation is replace-one. The
@@ -35,11 +35,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.attacks import one_run
 from fedveil.attacks.base import Knowledge, View, misfit
+from fedveil.attacks.canaries import one_run
+from fedveil.attacks.canaries.one_run import Bound
 from fedveil.attacks.membership.alignment import Alignment, alignment_scores
 from fedveil.attacks.membership.scores import PublicBase, loss_of
-from fedveil.attacks.one_run import Bound
 from fedveil.attacks.samples import encoded
 from fedveil.attacks.statistics import Scores
 from fedveil.contract.budget import Budget, Neighbours
