@@ -30,6 +30,7 @@ from fedveil.errors import ConfigError
 NVFLARE, VARIABLE = "NVFlare FedAvg", "FEDVEIL_NVFLARE_PYTHON"
 JOB, _HOWTO = "benchmarks/peers/stock_nvflare", "benchmarks/README.md says how to make one"
 _USER, _SERVER, _SITE = "lead@bench.org", "localhost", "site-0"
+_STORES = "/tmp/nvflare/"  # of its template
 _READY, _PREPARED = 180.0, 300.0
 _PROBE = """
 import json, sys
@@ -124,6 +125,19 @@ def project(port: int, relay: int, sites: int) -> str:
     )
 
 
+def stored(resources: str, folder: Path) -> str:
+    """The server's resources, with jobs and snapshots below `folder`.
+
+    By default all servers on a machine share a folder, and a server first runs what a killed one has left there.
+
+    Raises:
+        ConfigError: resources that do not name that folder.
+    """
+    if resources.count(_STORES) != 2:
+        raise ConfigError(f"resources.json.default: expected {_STORES} for jobs and for snapshots, found another text")
+    return resources.replace(_STORES, json.dumps(f"{folder}/")[1:-1])
+
+
 def variables_of(python: Path, home: Path, threads: int) -> dict[str, str]:
     """The environment of NVFlare's processes: their own Python first, and for the rest what the other sides have."""
     return {
@@ -208,6 +222,8 @@ class Federation:
         try:
             (self._folder / "project.yml").write_text(project(self._port, self.relay.port, len(self._sites)))
             self._call("provision", "-p", "project.yml", "-w", "kits", program="nvflare", timeout=_PREPARED)
+            resources = self._kit(_SERVER) / "local" / "resources.json.default"
+            resources.write_text(stored(resources.read_text(), self._folder))
             for name in (_SERVER, *self._sites):
                 # --once: the process itself, without the loop that starts it again after its end.
                 script = self._kit(name) / "startup" / "sub_start.sh"

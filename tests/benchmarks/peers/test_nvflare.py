@@ -108,6 +108,14 @@ def test_sites_reach_the_server_through_the_relay_over_grpc():
     assert [scheme for scheme in schemes if scheme] == ["grpc"]
 
 
+def test_its_jobs_and_snapshots_lie_in_the_federation_s_folder_and_not_where_a_killed_one_left_its_own(tmp_path):
+    template = json.dumps({"snapshots": "/tmp/nvflare/snapshot-storage", "jobs": "/tmp/nvflare/jobs-storage"})
+    found = json.loads(nvflare.stored(template, tmp_path))
+    assert found == {"snapshots": f"{tmp_path}/snapshot-storage", "jobs": f"{tmp_path}/jobs-storage"}
+    with pytest.raises(ConfigError, match=r"resources\.json\.default: expected /tmp/nvflare/ for jobs and for snap"):
+        nvflare.stored(template.replace("/tmp/nvflare/jobs", "/var/jobs"), tmp_path)
+
+
 def test_its_processes_find_their_own_python_first_and_nothing_of_fedveil_s(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "fedveil's")
     monkeypatch.setenv("FLWR_HOME", "flower's")
