@@ -204,6 +204,7 @@ class Pretended:
         return "the log ends"
 
 
+@pytest.mark.long
 def test_a_run_is_scored_by_what_its_job_leaves(tmp_path, monkeypatch):
     monkeypatch.setattr(nvflare, "Federation", Pretended)
     config = SETTINGS["config"] | {"evaluate.max-examples": 4}
