@@ -14,18 +14,22 @@ same test rows.
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedveil import places
 from fedveil.benchmarks.common import resampling, verdicts
 from fedveil.benchmarks.fedrand.on_texts import figures_of
+from fedveil.benchmarks.peers import nvflare
+from fedveil.benchmarks.peers.costs import COSTS, TIMEOUT, Costs, Run, peak
+from fedveil.benchmarks.peers.nvflare import NVFLARE
 from fedveil.benchmarks.peers.shared import Shared, factors
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.benchmarks.watch.relay import Relay, through
@@ -36,40 +40,8 @@ from fedveil.records import disclosure
 from fedveil.records.state import load_state
 
 FLOWER, BEFORE = "Flower FedAvg", "before training"
-COSTS = ("s a round", "s", "MB up", "MB down", "server MB", "site MB")
+PEERS = (FLOWER, NVFLARE)
 _SITE, _SERVER = "site-0", "superlink"  # whose memory is watched
-_TIMEOUT = 3600.0
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run.
-
-    Attributes:
-        scores: by the names of the table above.
-        seen: of each upload, what the server sees: "A and B", "A alone" or "B alone".
-    """
-
-    scores: Mapping[str, float]
-    seen: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The costs of a run: seconds of each round and of the whole, bytes up and down, peak MB of server and site."""
-
-    whole: float
-    up: int
-    down: int
-    server_mb: float
-    site_mb: float
-
-    def scores(self, loss: float, seconds: Sequence[float]) -> dict[str, float]:
-        """With the loss, and the seconds of each round. Raises ConfigError for a single round."""
-        if len(seconds) < 2:
-            raise ConfigError(f"run.rounds: expected at least 2, for the first is not timed, found {len(seconds)}")
-        values = (sum(seconds[1:]) / len(seconds[1:]), self.whole, self.up / 1e6, self.down / 1e6)
-        return {"loss": loss, **dict(zip(COSTS, (*values, self.server_mb, self.site_mb), strict=True))}
 
 
 def run(settings: dict[str, Any], options: Options) -> Outcome:
@@ -81,17 +53,23 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     seeds = [Shared(settings, seed, options) for seed in range(options.seeds or settings["seeds"])]
     if options.launch is None:
         raise ConfigError("peers/e2e: expected a launcher, found none; run it as `fedveil bench peers/e2e`")
+    environment = nvflare.found(os.environ)
+    if environment.said:
+        options.say(environment.said)
     done: dict[str, list[Run]] = {BEFORE: []}
     for seed, shared in enumerate(seeds):
         done[BEFORE].append(Run({"loss": shared.initial_loss}, []))
-        for label in (*settings["methods"], FLOWER):
+        for label in (*settings["methods"], FLOWER, *([NVFLARE] if environment.python else [])):
             with tempfile.TemporaryDirectory() as scratch:
-                one = _stock if label == FLOWER else _ours
-                found = one(shared, settings, label, Path(scratch), options)
+                if label == NVFLARE and environment.python:
+                    found = nvflare.run(shared, settings, Path(scratch), options, environment.python)
+                else:
+                    one = _stock if label == FLOWER else _ours
+                    found = one(shared, settings, label, Path(scratch), options)
             done.setdefault(label, []).append(found)
             told = ", ".join(f"{name} {value:.4g}" for name, value in found.scores.items())
             options.say(f"seed {seed}: {label}: {told}")
-    return outcome(done, settings)
+    return outcome(done, settings, environment.said)
 
 
 def _ours(shared: Shared, settings: Mapping[str, Any], label: str, scratch: Path, options: Options) -> Run:
@@ -129,35 +107,37 @@ def _run(
         site = Usage(lambda: federation.processes.alive(_SITE), program, 0.5, shared=True)
         with server, site:
             up, down, began = federation.relay.up, federation.relay.down, time.monotonic()
-            ended = federation.wait(federation.run(app, config), _TIMEOUT)
+            ended = federation.wait(federation.run(app, config), TIMEOUT)
             whole = time.monotonic() - began
             up, down = federation.relay.up - up, federation.relay.down - down
         if not ended.completed:
             raise ConfigError(f"{app.name if app else 'fedveil'}: expected a completed run, found: {ended.reason}")
-    return Costs(whole, up, down, _peak(server), _peak(site))
+    return Costs(whole, up, down, peak(server), peak(site))
 
 
-def _peak(usage: Usage) -> float:
-    return max(sum(by_kind.values()) for _, by_kind in usage.timeline)
+def outcome(done: Mapping[str, Sequence[Run]], settings: Mapping[str, Any], note: str = "") -> Outcome:
+    """Rows and verdicts of the runs, by way and seed; what a peer does with less is said as the claims are.
 
-
-def outcome(done: Mapping[str, Sequence[Run]], settings: Mapping[str, Any]) -> Outcome:
-    """Rows and verdicts of the runs, by way and seed; what a peer does with less is said as the claims are."""
+    Args:
+        note: on NVFlare's environment; of a peer that is left out, no claim is made.
+    """
     figures = {label: figures_of([run.scores for run in runs]) for label, runs in done.items()}
     rows = []
     for label, runs in done.items():
         metrics = {name: resampling.interval(figure) for name, figure in figures[label].items()}
         seen = Counter(what for run in runs for what in run.seen)
         rows.append({"name": label, "metrics": metrics, **({"server_sees": dict(seen)} if seen else {})})
-    said = verdicts.compared(figures, settings["claims"], "+.4f")
-    for label in settings["methods"]:
-        for cost in COSTS:
-            mine, theirs = figures[label][cost], figures[FLOWER][cost]
-            less = resampling.less(mine, theirs)
-            text = f"{cost}: {label} {mine.value:.4g}, {FLOWER} {theirs.value:.4g}, the difference {_shown(less)}"
-            said.append((text, verdicts.told(less, "FedVeil is ahead", f"{FLOWER} is ahead")))
+    peers = [peer for peer in PEERS if peer in done]
+    out = set(PEERS) - set(peers)
+    claims = [claim for claim in settings["claims"] if not {claim["row"], claim["than"]} & out]
+    said = verdicts.compared(figures, claims, "+.4f")
+    for label, peer, cost in itertools.product(settings["methods"], peers, COSTS):
+        mine, theirs = figures[label][cost], figures[peer][cost]
+        less = resampling.less(mine, theirs)
+        text = f"{cost}: {label} {mine.value:.4g}, {peer} {theirs.value:.4g}, the difference {_shown(less)}"
+        said.append((text, verdicts.told(less, "FedVeil is ahead", f"{peer} is ahead")))
     sees = [f"The server sees of a site: {label}: {_uploads(runs)}." for label, runs in done.items() if label != BEFORE]
-    return Outcome(rows, [*verdicts.table(said, len(done[FLOWER])), *sees])
+    return Outcome(rows, [*verdicts.table(said, len(done[FLOWER])), *sees, *([f"{note}."] if note else [])])
 
 
 def _shown(figure: resampling.Figure) -> str:

@@ -149,14 +149,15 @@ def test_a_peer_s_step_from_the_same_factors_on_the_same_rows_is_fedveil_s(tmp_p
     task = tasks.load(config, strategies.create("fedavg", "").adapter, "cpu")
     initial = task.initial(rng.initial(3, "weights"))
     for site in range(2):
-        theirs, loss, rows = trainer_of_the_peer().trained(
-            tmp_path / "task", site, 1, load_file(tmp_path / "task" / "initial.safetensors")
-        )
+        peer = trainer_of_the_peer().Site(tmp_path / "task", site)
+        begin = load_file(tmp_path / "task" / "initial.safetensors")
+        peer.trained(7, {name: tensor + 0.1 for name, tensor in begin.items()})  # leaves nothing behind for the next
+        theirs, loss = peer.trained(1, begin)
         save_file(theirs, tmp_path / "weights.safetensors")
         read = task_files.read(tmp_path / "weights.safetensors")
         encoded = task.encode(task.examples(task_files.data, "train", Share(site, 2)))
         ours = task.trainer(encoded, rng.initial(3, "batches")).train(initial)
-        assert rows == len(encoded) == 12
+        assert peer.rows == len(encoded) == 12
         assert loss == pytest.approx(ours.report["loss_trained"], abs=1e-5)
         moved = [name for name in read if not torch.equal(read[name], initial[name])]
         assert moved

@@ -5,7 +5,7 @@ from pathlib import Path
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from .training import trained
+from .training import Site
 
 app = ClientApp()
 
@@ -13,9 +13,9 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """One round."""
-    folder, site = Path(str(context.run_config["task"])), int(context.node_config["partition-id"])
+    site = Site(Path(str(context.run_config["task"])), int(context.node_config["partition-id"]))
     weights = message.content.array_records["arrays"].to_torch_state_dict()
     round_ = int(str(message.content.config_records["config"]["server-round"]))
-    after, loss, rows = trained(folder, site, round_, weights)
-    metrics = MetricRecord({"train_loss": loss, "num-examples": rows})
+    after, loss = site.trained(round_, weights)
+    metrics = MetricRecord({"train_loss": loss, "num-examples": site.rows})
     return Message(RecordDict({"arrays": ArrayRecord(after), "metrics": metrics}), reply_to=message)

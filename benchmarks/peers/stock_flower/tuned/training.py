@@ -19,39 +19,54 @@ from transformers import AutoModelForCausalLM
 _IGNORED = -100  # of a label: the loss leaves it out
 
 
-def trained(
-    folder: Path, site: int, round_: int, weights: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], float, int]:
-    """The weights after a round's steps from `weights`, the mean loss of the steps, and how many rows the site has.
+class Site:
+    """One site's rows and model, loaded once.
 
     Args:
-        round_: names the order of the rows.
+        folder: of the task.
+        number: of the site.
 
-    Raises:
-        ValueError: weights that are not the model's.
+    Attributes:
+        rows: how many it has.
     """
-    task = json.loads((folder / "task.json").read_text())
-    rows = [json.loads(line) for line in (folder / f"site-{site}.jsonl").read_text().splitlines()]
-    base = AutoModelForCausalLM.from_pretrained(task["base"], dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(**task["lora"], task_type="CAUSAL_LM"))
-    if set(get_peft_model_state_dict(model)) != set(weights):
-        raise ValueError(f"weights: expected PEFT's of this model, found {sorted(weights)[:2]} and others")
-    set_peft_model_state_dict(model, dict(weights))
-    model.train()
-    optimiser = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=task["learning_rate"], weight_decay=task["weight_decay"]
-    )
-    order = list(range(len(rows)))
-    random.Random(f"{task['seed']} {site} {round_}").shuffle(order)
-    losses, size = [], task["batch_size"]
-    for first in itertools.islice(range(0, len(order), size), task["steps"]):
-        loss = model(**batch([rows[i] for i in order[first : first + size]], task["padding"])).loss
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        losses.append(loss.item())
-    found = {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(model).items()}
-    return found, sum(losses) / len(losses), len(rows)
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._task, self._number = json.loads((folder / "task.json").read_text()), number
+        self._rows = [json.loads(line) for line in (folder / f"site-{number}.jsonl").read_text().splitlines()]
+        self.rows = len(self._rows)
+        base = AutoModelForCausalLM.from_pretrained(self._task["base"], dtype=torch.float32)
+        self._model = get_peft_model(base, LoraConfig(**self._task["lora"], task_type="CAUSAL_LM"))
+
+    def trained(self, round_: int, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+        """The weights after a round's steps from `weights`, and the mean loss of the steps.
+
+        Args:
+            round_: from 1; it names the order of the rows.
+
+        Raises:
+            ValueError: weights that are not the model's.
+        """
+        task, model = self._task, self._model
+        if set(get_peft_model_state_dict(model)) != set(weights):
+            raise ValueError(f"weights: expected PEFT's of this model, found {sorted(weights)[:2]} and others")
+        set_peft_model_state_dict(model, dict(weights))
+        model.train()
+        optimiser = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad],
+            lr=task["learning_rate"],
+            weight_decay=task["weight_decay"],
+        )
+        order = list(range(self.rows))
+        random.Random(f"{task['seed']} {self._number} {round_}").shuffle(order)
+        losses, size = [], task["batch_size"]
+        for first in itertools.islice(range(0, len(order), size), task["steps"]):
+            loss = model(**batch([self._rows[i] for i in order[first : first + size]], task["padding"])).loss
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            losses.append(loss.item())
+        found = {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(model).items()}
+        return found, sum(losses) / len(losses)
 
 
 def batch(rows: Sequence[Mapping[str, Any]], padding: int) -> dict[str, Tensor]:

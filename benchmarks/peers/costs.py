@@ -1,0 +1,48 @@
+"""What a run of the comparison leaves: its loss, its costs, and what the server saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fedveil.benchmarks.watch.usage import Usage
+from fedveil.errors import ConfigError
+
+COSTS = ("s a round", "s", "MB up", "MB down", "server MB", "site MB")
+TIMEOUT = 3600.0  # seconds of one run
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        scores: by the names of the table in e2e.py.
+        seen: of each upload, what the server sees: "A and B", "A alone" or "B alone".
+    """
+
+    scores: Mapping[str, float]
+    seen: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a run: its seconds, bytes up and down, peak MB of server and site."""
+
+    whole: float
+    up: int
+    down: int
+    server_mb: float
+    site_mb: float
+
+    def scores(self, loss: float, seconds: Sequence[float]) -> dict[str, float]:
+        """With the loss, and the seconds of each round. Raises ConfigError for a single round."""
+        if len(seconds) < 2:
+            raise ConfigError(f"run.rounds: expected at least 2, for the first is not timed, found {len(seconds)}")
+        values = (sum(seconds[1:]) / len(seconds[1:]), self.whole, self.up / 1e6, self.down / 1e6)
+        return {"loss": loss, **dict(zip(COSTS, (*values, self.server_mb, self.site_mb), strict=True))}
+
+
+def peak(usage: Usage) -> float:
+    """The most MB at a time of all processes watched."""
+    return max(sum(by_kind.values()) for _, by_kind in usage.timeline)

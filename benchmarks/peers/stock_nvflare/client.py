@@ -1,0 +1,26 @@
+"""What each site runs: NVFlare's client API around PEFT's training."""
+
+import argparse
+from pathlib import Path
+
+import nvflare.client as flare
+from training import Site  # stock_flower/tuned/training.py, which the job carries
+
+
+def main() -> None:
+    """Trains in each round the factors that come, and sends all of them back."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", type=Path, required=True, help="folder of the task")
+    folder = parser.parse_args().task
+    flare.init()
+    site = Site(folder, int(flare.get_site_name().removeprefix("site-")))
+    while flare.is_running():
+        received = flare.receive()
+        after, loss = site.trained(received.current_round + 1, received.params)
+        # FedAvg weighs an upload by this; Flower's does by the same number.
+        meta = {"NUM_STEPS_CURRENT_ROUND": site.rows}
+        flare.send(flare.FLModel(params=after, metrics={"train_loss": loss}, meta=meta))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The server's model: the LoRA factors alone, under PEFT's names."""
+
+import torch
+from safetensors.torch import load_file
+
+
+class Factors(torch.nn.Module):
+    """Its state dict is what `file` holds; the server needs no base model to average factors."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        for name, tensor in load_file(file).items():
+            *path, last = name.split(".")
+            module: torch.nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, torch.nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, torch.nn.Parameter(tensor))
