@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -112,11 +113,29 @@ def _one(module: str, settings: dict[str, Any], seed: int, options: Options) -> 
     return found["result"]
 
 
+class Once(logging.Filter):
+    """Lets each text through once: every federation of a seed says of the same rows that they are too long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether nothing has said it before."""
+        text = record.getMessage()
+        new = text not in self._said
+        self._said.add(text)
+        return new
+
+
 def serve(of_seed: OfSeed) -> None:
     """Answers for one seed.
 
     It reads settings as JSON on standard input. It writes lines of progress, and then the result as one line of JSON.
     """
+    warnings = logging.StreamHandler()
+    warnings.addFilter(Once())
+    logging.basicConfig(format="%(message)s", handlers=[warnings])
     asked = json.load(sys.stdin)
 
     def say(text: str) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +37,26 @@ def test_a_process_gets_the_file_and_the_minutes_that_it_was_given(monkeypatch, 
     got = []
     seeds.serve(lambda settings, seed, options: got.append((seed, options.pieces, options.minutes)))
     assert got == [(3, Path(pieces) if pieces else None, minutes)]
+
+
+@pytest.mark.long
+def test_what_every_federation_of_a_seed_warns_of_is_said_once(tmp_path):
+    (tmp_path / "warning.py").write_text(
+        "import logging\nfrom fedveil.benchmarks.common import seeds\n"
+        "log = logging.getLogger('fedveil.rows')\n"
+        "seeds.serve(lambda *_: [log.warning('%d of %d rows', n, 9) for n in (1, 1, 2, 1)] and 3)\n"
+    )
+    asked = {"settings": {}, "seed": 0, "quick": True, "device": "cpu", "pieces": None, "minutes": None}
+    command = [sys.executable, tmp_path / "warning.py"]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=True)
+    assert done.stdout == '{"result": 3}\n'
+    assert done.stderr.splitlines() == ["1 of 9 rows", "2 of 9 rows"]
+
+
+def test_a_text_passes_once_whatever_it_was_made_of():
+    once = seeds.Once()
+    records = [logging.makeLogRecord({"msg": text, "args": args}) for text, args in (("a %d", (1,)), ("a 1", ()))]
+    assert [once.filter(record) for record in records] == [True, False]
 
 
 class Measured(list):
