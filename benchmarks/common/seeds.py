@@ -37,12 +37,15 @@ def run(module: str, settings: dict[str, Any], options: Options, in_pieces: bool
 
     With `in_pieces` it gets the file of pieces and the minutes that are left, and keeps its pieces there.
 
+    Whoever interrupts it ends the seeds' processes.
+
     Raises:
         ConfigError: a seed that failed, with its reason.
     """
     seeds, began = range(options.seeds or settings["seeds"]), time.monotonic()
     file = None if in_pieces else _file(options.pieces)
     asked, writing = _digest(module, settings, options), threading.Lock()
+    processes: list[subprocess.Popen[str]] = []
     known = {piece["seed"]: piece["answer"] for piece in pieces.kept(file) if piece["asked"] == asked}
 
     def answered(seed: int) -> Any:
@@ -50,13 +53,19 @@ def run(module: str, settings: dict[str, Any], options: Options, in_pieces: bool
             options.say(f"seed {seed}: measured before, at this commit")
             return known[seed]
         now = options.after(time.monotonic() - began)
-        answer = _one(module, settings, seed, now if in_pieces else replace(now, pieces=None, minutes=None))
+        now = now if in_pieces else replace(now, pieces=None, minutes=None)
+        answer = _one(module, settings, seed, now, processes.append)
         with writing:
             pieces.keep(file, {"seed": seed, "asked": asked, "answer": answer})
         return answer
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        answers = list(pool.map(answered, seeds))
+        try:
+            answers = list(pool.map(answered, seeds))
+        except KeyboardInterrupt:  # no signal reaches them where this process alone got one
+            for process in processes:
+                process.kill()
+            raise
     if file:
         file.unlink(missing_ok=True)  # whoever asks again wants it measured again
     return answers
@@ -76,7 +85,9 @@ def _digest(module: str, settings: dict[str, Any], options: Options) -> str:
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
-def _one(module: str, settings: dict[str, Any], seed: int, options: Options) -> Any:
+def _one(
+    module: str, settings: dict[str, Any], seed: int, options: Options, started: Callable[[subprocess.Popen[str]], None]
+) -> Any:
     asked = json.dumps(
         {
             "settings": settings,
@@ -94,6 +105,7 @@ def _one(module: str, settings: dict[str, Any], seed: int, options: Options) -> 
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+    started(process)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(asked)

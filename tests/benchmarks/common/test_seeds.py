@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,6 +55,30 @@ def test_what_every_federation_of_a_seed_warns_of_is_said_once(tmp_path):
     assert done.stderr.splitlines() == ["1 of 9 rows", "2 of 9 rows"]
 
 
+@pytest.mark.long
+def test_whoever_interrupts_it_alone_ends_the_seeds_processes_too(tmp_path):
+    (tmp_path / "sleeping.py").write_text(
+        "import os, time\n"
+        "def of_seed(settings, seed, options):\n"
+        "    options.say(f'{os.getpid()}')\n"
+        "    time.sleep(300)\n"
+    )
+    (tmp_path / "asking.py").write_text(
+        "from fedveil.benchmarks.common import seeds\nfrom fedveil.benchmarks.run import Options\n"
+        "seeds.run('sleeping', {'seeds': 1}, Options(say=lambda text: print(text, flush=True)))\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "asking.py"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | {"PYTHONPATH": paths},
+    ) as asking:  # fmt: skip
+        seed = int(asking.stdout.readline())
+        asking.send_signal(signal.SIGINT)
+        assert asking.wait(60) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(seed, 0)
+
+
 def test_a_text_passes_once_whatever_it_was_made_of():
     once = seeds.Once()
     records = [logging.makeLogRecord({"msg": text, "args": args}) for text, args in (("a %d", (1,)), ("a 1", ()))]
@@ -64,7 +90,7 @@ class Measured(list):
 
     failing = frozenset({2})
 
-    def one(self, module, settings, seed, options):
+    def one(self, module, settings, seed, options, started):
         if seed in self.failing:
             raise ConfigError(f"seed {seed}: cut off")
         self.append(seed)
@@ -131,7 +157,7 @@ def test_without_a_file_every_seed_is_measured(measured):
 
 def test_a_module_in_pieces_gets_their_file_and_what_is_left_of_the_minutes(monkeypatch, tmp_path):
     given = []
-    monkeypatch.setattr(seeds, "_one", lambda module, settings, seed, options: given.append(options))
+    monkeypatch.setattr(seeds, "_one", lambda module, settings, seed, options, started: given.append(options))
     monkeypatch.setattr(seeds, "commit", lambda: "0123456789ab")
     options = Options(pieces=tmp_path / "x.pieces.jsonl", minutes=5.0)
     seeds.run("a.module", {"seeds": 1}, options)
