@@ -113,7 +113,7 @@ def when(value: object) -> object:
         iso = moment.astimezone(UTC).isoformat(timespec="seconds")
     except (ValueError, OverflowError, OSError):
         return shown(value, 40)
-    return Html(f'<time datetime="{iso}">{iso[:10]} {iso[11:19]}</time>')
+    return Html(f'<time datetime="{iso}"><span>{iso[:10]}</span> {iso[11:19]}</time>')
 
 
 def log_rows(lines: Iterable[dict[str, Any]]) -> list[list[object]]:

@@ -35,7 +35,7 @@ tbody tr:hover { background: var(--soft); }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1.2rem; }
 figure { margin: 0; } figure svg { width: 100%; height: auto; } .figures figure, .forest { max-width: 40rem; }
 .verdict { font-size: 1.12rem; font-weight: 600; } li, p, h1, h3 { overflow-wrap: anywhere; }
-.wide td { min-width: 4.5rem; }
+.wide td:not(.n) { min-width: 4.5rem; }
 .tag { display: inline-block; padding: .05rem .55rem; border-radius: 1rem; border: 1px solid; font-size: .82rem; }
 .completed { color: var(--good); } .failed { color: var(--bad); } .plain { color: inherit; }
 .wait { border-left: 4px solid var(--line); background: var(--soft); padding: .6rem .9rem; }

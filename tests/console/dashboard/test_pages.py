@@ -156,7 +156,7 @@ def test_sites_over_all_runs(runs):
     text = client.get(f"{client.base}/sites").text
     north = re.search(r'<tr><td data-label="site">north</td>.*?</tr>', text)[0]
     when = audit_log.read(runs / audit_log.NAME)[20]["time"]  # of round 3
-    assert f"{when[:10]} {when[11:19]}" in north
+    assert f"<span>{when[:10]}</span> {when[11:19]}" in north
     assert re.findall(r">(\d+)<", north)[:4] == ["1", "4", "3", "1"]
     south = re.search(r'<tr><td data-label="site">south</td>.*?</tr>', text)[0]
     assert re.findall(r">(\d+)<", south)[:4] == ["1", "4", "2", "2"]
