@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,18 @@ def run(module: str, settings: dict[str, Any], options: Options, in_pieces: bool
             pieces.keep(file, {"seed": seed, "asked": asked, "answer": answer})
         return answer
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        try:
-            answers = list(pool.map(answered, seeds))
-        except KeyboardInterrupt:  # no signal reaches them where this process alone got one
-            for process in processes:
-                process.kill()
-            raise
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    try:
+        asked_for = [pool.submit(answered, seed) for seed in seeds]
+        wait(asked_for, return_when=FIRST_EXCEPTION)
+        pool.shutdown(cancel_futures=True)  # those that run go on where another has failed: what they answer is kept
+    except KeyboardInterrupt:  # no signal reaches their processes where this one alone got it
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
+            process.wait()
+        raise
+    answers = [each.result() for each in asked_for]  # one that was cancelled stands behind the one that failed
     if file:
         file.unlink(missing_ok=True)  # whoever asks again wants it measured again
     return answers

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from fedveil.benchmarks.watch.usage import Usage
+from fedveil.benchmarks.watch.usage import Usage, program
 from fedveil.errors import ConfigError
 
+T = TypeVar("T")
 COSTS = ("s a round", "s", "MB up", "MB down", "server MB", "site MB")
 TIMEOUT = 3600.0  # seconds of one run
 
@@ -43,6 +46,26 @@ class Costs:
         return {"loss": loss, **dict(zip(COSTS, (*values, self.server_mb, self.site_mb), strict=True))}
 
 
-def peak(usage: Usage) -> float:
+def watched(federation: Any, server: str, site: str, run: Callable[[], T]) -> tuple[T, Costs]:
+    """What `run` returns, and what it cost.
+
+    Args:
+        federation: with the processes of both names, and a relay between them.
+        server, site: whose memory is watched.
+        run: a whole run, from its submission.
+    """
+
+    def memory(name: str) -> Usage:
+        return Usage(lambda: federation.processes.alive(name), program, 0.5, shared=True)
+
+    with memory(server) as of_server, memory(site) as of_site:
+        up, down, began = federation.relay.up, federation.relay.down, time.monotonic()
+        ended = run()
+        whole = time.monotonic() - began
+        up, down = federation.relay.up - up, federation.relay.down - down
+    return ended, Costs(whole, up, down, _peak(of_server), _peak(of_site))
+
+
+def _peak(usage: Usage) -> float:
     """The most MB at a time of all processes watched."""
     return max(sum(by_kind.values()) for _, by_kind in usage.timeline)

@@ -6,7 +6,7 @@ same test rows.
 | metric | |
 |---|---|
 | loss | of the server's model, nats a token |
-| s a round | all rounds but the first, from one round's end to the next's, at the server |
+| s a round | at the server, all but the first; FedVeil's without its scoring and checkpoint, which peers have not |
 | s | the whole run, from its submission; the federation runs already |
 | MB up, MB down | all that passed between sites and server in the run, TLS and heartbeats included (watch/relay.py) |
 | server MB, site MB | the most PSS at a time of all processes of the server, of one site |
@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,12 +27,11 @@ from fedveil import places
 from fedveil.benchmarks.common import resampling, verdicts
 from fedveil.benchmarks.fedrand.on_texts import figures_of
 from fedveil.benchmarks.peers import nvflare
-from fedveil.benchmarks.peers.costs import COSTS, TIMEOUT, Costs, Run, peak
+from fedveil.benchmarks.peers.costs import COSTS, TIMEOUT, Costs, Run, watched
 from fedveil.benchmarks.peers.nvflare import NVFLARE
 from fedveil.benchmarks.peers.shared import Shared, factors
 from fedveil.benchmarks.run import Options, Outcome
 from fedveil.benchmarks.watch.relay import Relay, through
-from fedveil.benchmarks.watch.usage import Usage, program
 from fedveil.contract.spec import Weights
 from fedveil.errors import ConfigError
 from fedveil.records import disclosure
@@ -103,16 +101,12 @@ def _run(
     launch = options.launch
     sites = [launch.LocalSite(f"site-{i}", data) for i in range(settings["sites"])]
     with through(launch.LocalFederation, Relay)(sites, own_waits=app is not None) as federation:
-        server = Usage(lambda: federation.processes.alive(_SERVER), program, 0.5, shared=True)
-        site = Usage(lambda: federation.processes.alive(_SITE), program, 0.5, shared=True)
-        with server, site:
-            up, down, began = federation.relay.up, federation.relay.down, time.monotonic()
-            ended = federation.wait(federation.run(app, config), TIMEOUT)
-            whole = time.monotonic() - began
-            up, down = federation.relay.up - up, federation.relay.down - down
+        ended, found = watched(
+            federation, _SERVER, _SITE, lambda: federation.wait(federation.run(app, config), TIMEOUT)
+        )
         if not ended.completed:
             raise ConfigError(f"{app.name if app else 'fedveil'}: expected a completed run, found: {ended.reason}")
-    return Costs(whole, up, down, peak(server), peak(site))
+    return found
 
 
 def outcome(done: Mapping[str, Sequence[Run]], settings: Mapping[str, Any], note: str = "") -> Outcome:

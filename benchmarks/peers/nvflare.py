@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from fedveil import places
-from fedveil.benchmarks.peers.costs import TIMEOUT, Costs, Run, peak
+from fedveil.benchmarks.peers.costs import TIMEOUT, Run, watched
 from fedveil.benchmarks.peers.shared import Shared, factors
 from fedveil.benchmarks.run import Options
 from fedveil.benchmarks.watch.relay import Relay
-from fedveil.benchmarks.watch.usage import Usage, program
 from fedveil.errors import ConfigError
 
 NVFLARE, VARIABLE = "NVFlare FedAvg", "FEDVEIL_NVFLARE_PYTHON"
@@ -160,19 +158,14 @@ def run(shared: Shared, settings: Mapping[str, Any], scratch: Path, options: Opt
     shared.write(scratch / "task")
     with Federation(options.launch, python, sites, scratch / "nvflare") as federation:
         job = federation.export(scratch / "task", out, settings["config"]["run.rounds"])
-        server = Usage(lambda: federation.processes.alive(_SERVER), program, 0.5, shared=True)
-        site = Usage(lambda: federation.processes.alive(_SITE), program, 0.5, shared=True)
-        with server, site:
-            up, down, began = federation.relay.up, federation.relay.down, time.monotonic()
-            name, status = ended(federation.admin("run", job, timeout=TIMEOUT))
-            whole = time.monotonic() - began
-            up, down = federation.relay.up - up, federation.relay.down - down
+        said, costs = watched(federation, _SERVER, _SITE, lambda: federation.admin("run", job, timeout=TIMEOUT))
+        name, status = ended(said)
         if status != "FINISHED:COMPLETED":
             raise ConfigError(f"{NVFLARE}: expected a completed run, found: {status}; {federation.tails()}")
         federation.admin("result", name, out, timeout=_READY)
     seconds, seen = noted((out / "server.json").read_text(), settings["config"]["run.rounds"], sites)
     loss = shared.loss(shared.read(out / "weights.safetensors"))
-    return Run(Costs(whole, up, down, peak(server), peak(site)).scores(loss, seconds), seen)
+    return Run(costs.scores(loss, seconds), seen)
 
 
 def ended(said: str) -> tuple[str, str]:

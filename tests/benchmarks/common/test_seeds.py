@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,16 +57,20 @@ def test_what_every_federation_of_a_seed_warns_of_is_said_once(tmp_path):
 
 
 @pytest.mark.long
-def test_whoever_interrupts_it_alone_ends_the_seeds_processes_too(tmp_path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_whoever_interrupts_it_alone_ends_the_seeds_processes_too(tmp_path, fails):
+    """While it waits for all seeds, and while it waits for the others where one has failed."""
     (tmp_path / "sleeping.py").write_text(
-        "import os, time\n"
+        "import os, time\nfrom fedveil.errors import ConfigError\n"
         "def of_seed(settings, seed, options):\n"
+        f"    if seed == 1 and {fails}:\n"
+        "        raise ConfigError('no data')\n"
         "    options.say(f'{os.getpid()}')\n"
         "    time.sleep(300)\n"
     )
     (tmp_path / "asking.py").write_text(
         "from fedveil.benchmarks.common import seeds\nfrom fedveil.benchmarks.run import Options\n"
-        "seeds.run('sleeping', {'seeds': 1}, Options(say=lambda text: print(text, flush=True)))\n"
+        f"seeds.run('sleeping', {{'seeds': {1 + fails}}}, Options(say=lambda text: print(text, flush=True)))\n"
     )
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
@@ -73,6 +78,7 @@ def test_whoever_interrupts_it_alone_ends_the_seeds_processes_too(tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | {"PYTHONPATH": paths},
     ) as asking:  # fmt: skip
         seed = int(asking.stdout.readline())
+        time.sleep(10 if fails else 0)  # the other one's process has to start, and end, meanwhile
         asking.send_signal(signal.SIGINT)
         assert asking.wait(60) != 0
     with pytest.raises(ProcessLookupError):
@@ -143,6 +149,21 @@ def test_an_answer_to_another_question_is_not_taken(measured, tmp_path, monkeypa
 def test_nothing_is_kept_where_no_commit_says_what_ran(measured, tmp_path, monkeypatch, commit):
     monkeypatch.setattr(seeds, "commit", lambda: commit)
     assert not cut_off(Options(pieces=tmp_path / "x_y.pieces.jsonl")).exists()
+
+
+def test_behind_a_seed_that_failed_no_other_is_begun(monkeypatch):
+    begun = []
+
+    def one(module, settings, seed, options, started):
+        begun.append(seed)
+        if seed == 0:
+            raise ConfigError("cut off")
+        time.sleep(0.2)
+
+    monkeypatch.setattr(seeds, "_one", one)
+    with pytest.raises(ConfigError, match="cut off"):
+        seeds.run("a.module", {"seeds": 40}, Options())
+    assert len(begun) < 30
 
 
 def test_without_a_file_every_seed_is_measured(measured):

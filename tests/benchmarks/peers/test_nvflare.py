@@ -90,6 +90,12 @@ def test_the_pins_are_those_of_the_lock_where_both_sides_have_a_package():
     assert {"torch", "transformers", "peft"} <= set(PINS)
 
 
+def test_what_comes_along_with_a_package_is_pinned_too():
+    pinned = nvflare.pins((places.folder(nvflare.JOB) / "constraints.txt").read_text())
+    assert nvflare.pins().items() <= pinned.items()
+    assert {"grpcio", "cryptography", "protobuf"} <= set(pinned)
+
+
 @pytest.mark.parametrize("line", ["torch", "torch>=2.13"])
 def test_a_requirement_without_a_pin_is_refused(line):
     assert nvflare.pins("# words\n\npeft==1.0\n") == {"peft": "1.0"}
