@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from fedveil.attacks.base import Knowledge, View
-from fedveil.attacks.membership.row_gradients import row_gradient
+from fedveil.attacks.membership.many_rows import row_gradient
 from fedveil.attacks.membership.turns import Turn, Turns
 from fedveil.attacks.reconstruction import tokens
 from fedveil.attacks.samples import Sample

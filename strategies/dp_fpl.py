@@ -81,7 +81,7 @@ from fedveil.contract.spec import Spec, Weights
 from fedveil.contract.sums import Sums, Term, Terms
 from fedveil.contract.trainer import Batch, RowGradients, Trainer
 from fedveil.errors import ConfigError, WireError
-from fedveil.privacy import clipping, noise
+from fedveil.privacy import accounting, clipping, noise
 from fedveil.privacy import sampling as turn
 from fedveil.rng import Stream
 from fedveil.wire.dense import Dense
@@ -172,8 +172,6 @@ class DpFpl(Method, Claim):
     @override
     def privacy_spent(self, plan: Plan) -> Spent:
         """Against everyone but the site; in the modes paper and code, against everyone but the site and the server."""
-        from fedveil.privacy import accounting  # heavy (dp-accounting, scipy), and only claims need it
-
         z = joint(self.noise_local, self.noise_global) if self.mode == "strict" else joint(*[self._nominal] * 3)
         if self.mode == "code":
             # Adding a row moves the mean by 2 C, as replacing one does; the accountant takes it to be half of that.

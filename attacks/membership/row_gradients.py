@@ -7,7 +7,7 @@ well (rows of no site are asked about each of them), and the numbers are kept.
 
 | what is held | at most |
 |---|---|
-| gradients | one, of one row |
+| gradients | those of a training batch, of at most `many_rows.MOST_BYTES` |
 | moves of sites | those of one turn that the attacks read: the site's own, and of OTHERS other sites |
 | starts | of those, as many as differ |
 | numbers | of `most` rows and readings, about 200 bytes each, and of the request under way; the oldest are forgotten |
@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from fedveil.attacks.base import Knowledge, UploadAttack, View
 from fedveil.attacks.hidden_model import replay
+from fedveil.attacks.membership.many_rows import row_gradients
 from fedveil.attacks.membership.turns import Turn, Turns
 from fedveil.attacks.statistics import Scores
 from fedveil.contract.spec import Weights
@@ -176,12 +177,14 @@ class Shared:
         """Reads what is not known yet at a start: one gradient of each row."""
         known = {key: self._known.setdefault(key, {}) for key in reads}
         task.put(start)
-        for row in rows:
-            if left := [key for key in reads if id(row) not in known[key]]:
-                gradient = row_gradient(task, row)
-                self.computed += 1
-                for key in left:
-                    known[key][id(row)] = row, tuple(reads[key](gradient))
+        unread = {id(row): row for row in rows if any(id(row) not in of for of in known.values())}
+        wanted = list(unread.values())
+        for place, gradient in row_gradients(task, wanted):
+            row = wanted[place]
+            self.computed += 1
+            for key, of in known.items():
+                if id(row) not in of:
+                    of[id(row)] = row, tuple(reads[key](gradient))
 
     def _forget(self, asked: Sequence[_Key]) -> None:
         """Drops the numbers that were asked for longest ago, down to `most`."""
@@ -195,17 +198,6 @@ class Shared:
 
 def _key(task: object, reading: Reading) -> _Key:
     return id(task), reading.turn.starts_at, reading.turn.moves_by, reading.gauge.name
-
-
-def row_gradient(task: Any, row: Any) -> dict[str, Tensor]:
-    """The gradient of one row's loss at the weights put in last, on the CPU; without tensors that it does not reach."""
-    for parameter in task.trained.values():
-        parameter.grad = None
-    task.loss_sum(task.collate([row]).to(task.device)).backward()
-    found = {name: p.grad.detach().cpu() for name, p in task.trained.items() if p.grad is not None}
-    for parameter in task.trained.values():
-        parameter.grad = None
-    return found
 
 
 def _cosine_with(turn: Turn) -> Read:

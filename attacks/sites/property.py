@@ -42,8 +42,8 @@ import numpy as np
 from torch import Tensor
 
 from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.membership.many_rows import row_gradients
 from fedveil.attacks.membership.overlap import is_blind
-from fedveil.attacks.membership.row_gradients import row_gradient
 from fedveil.attacks.membership.turns import Turn, Turns
 from fedveil.contract.task import Rows
 
@@ -92,8 +92,8 @@ def mean_pull(task: Any, turn: Turn, rows: Rows) -> dict[str, Tensor]:
     """The mean of g(x) / |g(x)| over rows at a turn's start, of the tensors that were sent; a gradient of 0 adds 0."""
     total: dict[str, Tensor] = {}
     task.put(turn.start)
-    for row in rows:
-        gradient = {n: g.double() for n, g in row_gradient(task, row).items() if n in turn.moved}
+    for _, found in row_gradients(task, rows):
+        gradient = {n: g.double() for n, g in found.items() if n in turn.moved}
         length = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
         for name, g in gradient.items() if length else ():
             total[name] = total.get(name, 0.0) + g / (length * len(rows))

@@ -20,6 +20,9 @@ Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C 
 A charge of integer noise is two: "summed", with the noise that the honest sites of a sum have together, and "own
 share", with that of the site alone. `epsilon` counts the first: it holds as long as no more sites than the run says
 work together with the server. `against_all` is the same history against the server and all other sites together.
+
+dp-accounting brings scipy's statistics (1.5 s of a core, 70 MB): it is imported where an epsilon is computed, since
+every server and worker of a run without a claim imports this module.
 """
 
 from __future__ import annotations
@@ -27,13 +30,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import dp_accounting
 import numpy as np
-from dp_accounting import gaussian_mechanism
-from dp_accounting.pld import PLDAccountant
-from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from numpy.typing import NDArray
 
 from fedveil.contract.budget import (
@@ -51,10 +50,9 @@ from fedveil.contract.budget import (
 )
 from fedveil.errors import ConfigError
 
-_RELATION = {
-    Neighbours.ADD_OR_REMOVE_ONE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
-    Neighbours.REPLACE_ONE: dp_accounting.NeighboringRelation.REPLACE_ONE,
-}
+if TYPE_CHECKING:
+    import dp_accounting
+
 _LARGEST_MULTIPLIER = 1e6
 _TOLERANCE = 1e-3  # relative, of a calibrated multiplier; always on the private side
 _INTERVAL = 1e-4  # of privacy losses, at which an epsilon is charged
@@ -85,16 +83,24 @@ def spent(multiplier: float, sampling: Sampling, plan: Plan, across_rounds: bool
 
 def relation(neighbours: Neighbours) -> dp_accounting.NeighboringRelation:
     """dp-accounting's name of the relation."""
-    return _RELATION[neighbours]
+    from dp_accounting import NeighboringRelation
+
+    if neighbours is Neighbours.REPLACE_ONE:
+        return NeighboringRelation.REPLACE_ONE
+    return NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
 def event(charges: Spent) -> Any:
     """The charges as one dp-accounting event."""
+    import dp_accounting
+
     parts = [dp_accounting.SelfComposedDpEvent(_one(*step), count) for step, count in charges.items() if count]
     return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
 
 
 def _one(kind: str, examples: int, batch: int, multiplier: float) -> Any:
+    import dp_accounting
+
     if multiplier == 0:
         return dp_accounting.NonPrivateDpEvent()
     gaussian = dp_accounting.GaussianDpEvent(multiplier)
@@ -191,12 +197,16 @@ def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Ne
         return math.inf
     if not charges:
         return 0.0
+
+    from dp_accounting import gaussian_mechanism
+    from dp_accounting.pld import PLDAccountant
+
     if kinds == {"gaussian"}:
         moved = 2 if neighbours is Neighbours.REPLACE_ONE else 1
         together = sum(count / step[3] ** 2 for step, count in charges) ** -0.5
         return float(gaussian_mechanism.get_epsilon_gaussian(together / moved, delta))
     if not kinds & {"fixed", SUMMED}:
-        return _composed(PLDAccountant(_RELATION[neighbours], interval), charges, delta)
+        return _composed(PLDAccountant(relation(neighbours), interval), charges, delta)
     if "fixed" in kinds and neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         return math.inf
     if "poisson" in kinds:
@@ -215,11 +225,13 @@ def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neig
     Under replace-one, a subsampled step goes by way of the data set without the row (Mironov 2017, Proposition 11):
     D_a(P, Q) <= (a - 1/2) / (a - 1) D_2a(P, R) + D_2a-1(R, Q).
     """
+    from dp_accounting.rdp import RdpAccountant, compute_epsilon
+
     replaced = neighbours is Neighbours.REPLACE_ONE
     drawn = [(step, count) for step, count in charges if step[0] == SUMMED and step[1]]
     whole = [(step, count) for step, count in charges if (step, count) not in drawn]
     orders = [order for order in _HALF_ORDERS if replaced or order == int(order)] if drawn else None
-    rest = RdpAccountant(orders, _RELATION[neighbours])
+    rest = RdpAccountant(orders, relation(neighbours))
     for (kind, examples, batch, z), count in whole:
         shifted = ("gaussian" if kind == SUMMED else kind, examples, batch, z / 2 if replaced else z)
         rest.compose(_one(*shifted), count)
@@ -238,7 +250,9 @@ def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neig
 
 def _drawn(charges: Iterable[tuple[Step, int]], orders: NDArray[np.float64]) -> NDArray[np.float64]:
     """Divergences of Poisson-subsampled steps when a row is added or removed."""
-    accountant = RdpAccountant(orders.tolist(), dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant(orders.tolist(), relation(Neighbours.ADD_OR_REMOVE_ONE))
     for (_, examples, batch, z), count in charges:
         accountant.compose(_one("poisson", examples, batch, z), count)
     return np.asarray(accountant.rdp)

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import dp_accounting
 import numpy as np
-from dp_accounting.pld import PLDAccountant
-from scipy.stats import norm
 
 from fedveil.contract.budget import Neighbours, Spent
 from fedveil.privacy import accounting
+
+if TYPE_CHECKING:
+    import dp_accounting
 
 _POINTS = 1000  # of epsilon; between two of them the distribution's delta counts as at the lower one
 _LARGEST = 100.0
@@ -51,6 +52,9 @@ def mu(charges: Spent, delta: float, neighbours: Neighbours) -> Mu | None:
     if kinds == {"gaussian"}:
         moved = 2 if neighbours is Neighbours.REPLACE_ONE else 1
         return Mu(moved * math.sqrt(sum(count / step[3] ** 2 for step, count in taken.items())), 0.0)
+
+    from dp_accounting.pld import PLDAccountant  # heavy: see accounting.py
+
     accountant = PLDAccountant(accounting.relation(neighbours))
     accountant.compose(accounting.event(taken))
     return _dominating(accountant, delta / 100)
@@ -58,6 +62,8 @@ def mu(charges: Spent, delta: float, neighbours: Neighbours) -> Mu | None:
 
 def _dominating(accountant: dp_accounting.PrivacyAccountant, floor: float) -> Mu | None:
     """The smallest mu whose curve of deltas lies above the accountant's, for epsilons from 0 up to that of `floor`."""
+    from scipy.stats import norm
+
     top = float(accountant.get_epsilon(floor))
     if not 0 < top < math.inf:
         return None

@@ -50,8 +50,8 @@ SETTINGS: dict[str, Any] = {
     "task.max-examples": 100,
     "train.batch-size": 8,
     "train.learning-rate": 3e-3,
-    "train.max-steps": 20,
-    "evaluate.max-examples": 30,
+    "train.max-steps": 16,
+    "evaluate.max-examples": 20,
     "evaluate.generate": "never",
     "run.tap": True,
 }
@@ -111,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     arms, settings = _arms(args.methods, args.sites), SETTINGS | overrides(None, args.set)
     if args.set:
         _check(arms, settings)
+    # Its many processes share this machine's cores, and a thread of OpenMP that waits by spinning takes one of them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console, out, started = terminal(), _writable(args.out.absolute()), time.monotonic()
     if old := [arm.name for arm in arms if (out / arm.name / "status.json").is_file()]:
         console.print(f"{out} has runs of an earlier demo, which these replace: {', '.join(old)}", soft_wrap=True)

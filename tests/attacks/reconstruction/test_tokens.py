@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedveil import places, rng, strategies, tasks
-from fedveil.attacks.membership.row_gradients import row_gradient
+from fedveil.attacks.membership.many_rows import row_gradient
 from fedveil.attacks.reconstruction import tokens
 from fedveil.config import parse
 from fedveil.rng import Stream

@@ -46,7 +46,7 @@ def test_gaussian_steps_agree_with_the_closed_formula(z, steps, neighbours, move
 
 @pytest.mark.parametrize("neighbours", [ADD, REPLACE])
 def test_the_analytic_value_is_what_loss_distributions_say(neighbours):
-    accountant = dp_accounting.pld.PLDAccountant(accounting._RELATION[neighbours])
+    accountant = dp_accounting.pld.PLDAccountant(accounting.relation(neighbours))
     accountant.compose(accounting.event({("gaussian", 0, 0, 2.71828): 11}))
     assert accounting.epsilon({("gaussian", 0, 0, 2.71828): 11}, DELTA, neighbours) == pytest.approx(
         accountant.get_epsilon(DELTA), rel=0.01

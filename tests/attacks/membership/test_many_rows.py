@@ -1,0 +1,97 @@
+"""The gradients of many rows at once are those of each row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedveil.attacks.membership import many_rows
+from fedveil.attacks.membership.many_rows import row_gradient, row_gradients
+from fedveil.errors import TaskError
+from fedveil.rng import Stream
+from fedveil.training import per_sample
+from tests.fedveil.training.small import DATA, KEY, make
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many rows each call of torch.func took."""
+    taken, real = [], per_sample.of_samples
+
+    def of_samples(task, samples, spec, weights):
+        taken.append(len(samples[0]))
+        return real(task, samples, spec, weights)
+
+    monkeypatch.setattr(per_sample, "of_samples", of_samples)
+    return taken
+
+
+def prepared(count: int = 7, **keys: object):
+    task = make(**{"train__batch_size": 3} | keys)
+    noise = torch.Generator().manual_seed(1)
+    task.put({n: w + 0.05 * torch.randn(w.shape, generator=noise) for n, w in task.initial(Stream(KEY)).items()})
+    return task, task.prepare(DATA, "train").rows[:count]
+
+
+def is_each_alone(task, rows) -> None:
+    found = dict(row_gradients(task, rows))
+    assert sorted(found) == list(range(len(rows)))
+    for place, row in enumerate(rows):
+        alone = row_gradient(task, row)
+        assert set(found[place]) == set(alone)
+        for name, g in alone.items():
+            assert float(g.norm()) > 0
+            torch.testing.assert_close(found[place][name], g, rtol=1e-3, atol=1e-4 * float(g.norm()))
+
+
+def test_many_rows_at_once_have_each_ones_own_gradient(counted):
+    """In numbers, too: an attack may read a gradient's length, and a longer row sums more terms."""
+    task, rows = prepared()
+    is_each_alone(task, rows)
+    assert counted == [3, 3, 1]
+
+
+@pytest.mark.parametrize("keys", [{"train__loss_on": "all"}, {"train__packing": True, "task__max_tokens": 128}])
+def test_rows_whose_loss_in_steps_is_another_are_read_one_by_one(keys, counted):
+    """The attacks ask about the target alone, whatever the steps learn."""
+    is_each_alone(*prepared(3, **keys))
+    assert not counted
+
+
+def test_gradients_of_a_large_adapter_are_few_at_a_time(counted, monkeypatch):
+    task, rows = prepared(3)
+    monkeypatch.setattr(many_rows, "MOST_BYTES", 2 * sum(p.nbytes for p in task.trained.values()) + 1)
+    is_each_alone(task, rows)
+    assert counted == [2, 1]
+
+
+def test_a_row_without_a_target_pulls_nothing(counted):
+    task, rows = prepared(3)
+    ids = rows[1].ids
+    rows = [rows[0], type(rows[1])(**vars(rows[1]) | {"start": len(ids)}), rows[2]]
+    found = dict(row_gradients(task, rows))
+    assert counted == [3]
+    assert all(float(g.abs().sum()) == 0 for g in found[1].values())
+    assert all(float(g.norm()) > 0 for g in found[0].values())
+
+
+def test_a_model_that_cannot_be_taken_at_once_is_said_and_read_row_by_row(monkeypatch):
+    task, rows = prepared(3)
+
+    def refuses(*args):
+        raise RuntimeError("vmap: data-dependent control flow\nand where")
+
+    monkeypatch.setattr(per_sample, "of_samples", refuses)
+    with pytest.warns(UserWarning, match="one row at a time: vmap: data-dependent control flow$"):
+        is_each_alone(task, rows)
+
+
+def test_a_task_that_refuses_rows_apart_is_read_row_by_row(counted, monkeypatch):
+    task, rows = prepared(3)
+
+    def refuses(*args):
+        raise TaskError("adapter.form: a prompt whose loss branches on values")
+
+    monkeypatch.setattr(type(task), "samples", refuses)
+    is_each_alone(task, rows)
+    assert not counted
