@@ -105,7 +105,7 @@ class Guard:
         try:
             digest = self._admit(content)
             self._note("admitted")
-            folder = self._install(content, *args, **kwargs)
+            folder = self._installed() or self._install(content, *args, **kwargs)
             self._require_installed(content, folder)
         except Exception as error:
             self._refuse(error)
@@ -169,6 +169,14 @@ class Guard:
         if run.signature and not re.fullmatch(re.escape(run.name) + r"-[0-9a-f]{8}", order.run):
             raise Refused(f"run.signature: expected a run called {run.name!r}, found {order.run!r}; set run.name")
         return str(self._signature.signer(run.signature, run.name, digest))
+
+    def _installed(self) -> Path | None:
+        """The folder that Flower loads, if it is there: Flower would extract all files anew and then return it too."""
+        run, fab = self._task[2:]
+        loaded = get_project_dir(run.fab_id, run.fab_version, fab.hash_str)
+        # The server names it: of any other place on this machine not even compiled code is to be dropped.
+        is_app = loaded.parent == get_project_dir("a/b", "", "").parent and not loaded.is_symlink()
+        return loaded if is_app and loaded.is_dir() else None
 
     def _require_installed(self, content: bytes, folder: Path) -> None:
         run, fab = self._task[2:]

@@ -44,8 +44,12 @@ _MOST_BYTES = 1 << 16  # of a client process's arguments
 _ANSWER_SECONDS = 30.0
 _STARTED = b"started"
 _NAME, _DUMPABLE = 15, 4  # Linux's PR_SET_NAME and PR_SET_DUMPABLE
-# Of other people's, what a bundle imports in a client process. Of this installation nothing: the bundle has its own.
+# Of other people's, what Flower and a bundle import in a client process. Of this installation nothing: the bundle has
+# its own.
 _LOADED = (
+    "httpcore",
+    "grpc._channel",
+    "xxhash",
     "numpy.random",
     "pydantic",
     "cryptography.hazmat.primitives.ciphers.aead",

@@ -104,9 +104,9 @@ class Site:
             install_from_fab=install_from_fab,
             push_message=lambda client, message, context: self.sent.append(message),
         )
-        guard = Guard(self.runtime, require_policy=True)
+        self.guard = Guard(self.runtime, require_policy=True)
         assert self.runtime.install_from_fab is install_from_fab  # nothing is changed by making one
-        guard.install()
+        self.guard.install()
         self.message = self.runtime.pull_task_input(None)[0]
 
     @property
@@ -254,6 +254,31 @@ def test_what_lies_in_the_apps_folder_already_is_not_trusted(tmp_path, monkeypat
         assert not cache.exists()
         return
     site.assert_refused("app: expected the bundle's own files")
+
+
+def test_a_bundle_that_is_there_is_compared_and_not_extracted_anew(tmp_path, monkeypatch, fab):
+    """Flower extracts all files of the bundle for each message and then returns the folder that is there."""
+    site = Site(tmp_path, monkeypatch, fab, "")
+    folder, compared = site.install(), []
+    again = Site(tmp_path, monkeypatch, fab, "")
+    again.guard._install = lambda *args, **kwargs: pytest.fail("extracted anew")
+    require_same = again.guard._bundle.require_same
+    monkeypatch.setattr(again.guard._bundle, "require_same", lambda *of: compared.append(of) or require_same(*of))
+    assert again.install() == folder
+    assert compared == [(fab, folder)]
+
+
+def test_a_folder_elsewhere_that_the_server_names_for_the_apps_is_left_alone(tmp_path, monkeypatch, fab):
+    """Before files are compared, compiled code among them is dropped."""
+    (tmp_path / "flower" / "apps" / "us.toy.0.1.0").mkdir(parents=True)
+    named = "0.1.0/../../../else"
+    elsewhere = tmp_path / f"else.{hashlib.sha256(fab).hexdigest()[:8]}"
+    cache = elsewhere / "__pycache__"
+    cache.mkdir(parents=True)
+    Site(tmp_path, monkeypatch, fab, "", fab_version=named).assert_refused("expected the run to name us.toy")
+    (tmp_path / "flower" / "apps" / f"us.toy.0.2.0.{elsewhere.name[5:]}").symlink_to(elsewhere)
+    Site(tmp_path, monkeypatch, fab, "", fab_version="0.2.0").assert_refused("expected the run to name us.toy")
+    assert cache.is_dir()
 
 
 def test_an_upload_beyond_the_bounds_is_withheld(tmp_path, monkeypatch, fab, lora_spec, lora_weights):
