@@ -34,6 +34,7 @@ from typing import Any
 from flwr.supercore import log
 
 from fedveil.guard import repeats, superlink, supernode
+from fedveil.guard.flower import unfinished
 from fedveil.guard.operators import App, Scope
 
 _TABLE = Path("/proc/net/tcp")
@@ -112,6 +113,8 @@ def main(program: str) -> None:
     else:
         superlink.serve_through(closed_to_others)
     repeats.of_flower()
+    if program == "flower-superlink":
+        unfinished.of_flower()
     module, function = _PROGRAMS[program]
     getattr(importlib.import_module(module), function)()
 

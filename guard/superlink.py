@@ -26,6 +26,7 @@ import uvicorn
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.guard import flower, repeats
 from fedveil.guard.control_log import ControlLog
+from fedveil.guard.flower import unfinished
 from fedveil.guard.members import Members
 from fedveil.guard.operators import App, Operators
 
@@ -68,6 +69,7 @@ def main() -> None:
     if fronts is not None:
         fronts.serve()
     repeats.of_flower()
+    unfinished.of_flower()
     from flwr.superlink.cli import flower_superlink  # a second of imports, which the scripts' tests do without
 
     flower_superlink()

@@ -42,7 +42,8 @@ _GRACE_SECONDS = 60.0  # a message outlives its round, so that the round says wh
 REASON_CHARACTERS = 300
 _FEWEST_FOR_A_MEDIAN = 3
 _LOST = {  # by Flower's ErrorCode
-    3: "its message was lost before it came: the site was removed from the federation, or the SuperLink's state was",
+    3: "its message was lost before all of it had come: the site ended while it sent, or was removed from the "
+    "federation, or the SuperLink's state was",
     4: "its reply was lost, or came too late",
     5: "its SuperNode has shown no sign of life for a minute: its machine, its network or the process is gone",
     8: "its client process (flwr-clientapp) ended without a word: killed, perhaps for want of memory; see its log",

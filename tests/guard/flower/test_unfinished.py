@@ -1,0 +1,167 @@
+"""Replies whose parts have not all come, in Flower's own states of a SuperLink."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from flwr.app import Message, RecordDict
+from flwr.app.metadata import Metadata
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.server.superlink.linkstate import in_memory_linkstate, sql_linkstate
+from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
+from flwr.supercore.corestate import in_memory_corestate, sql_corestate
+from flwr.supercore.date import now
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, no_object_id_recompute
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.superlink.federation import NoOpFederationManager
+
+from fedveil.guard.flower import unfinished
+
+STATES = (in_memory_linkstate.InMemoryLinkState, sql_linkstate.SqlLinkState)
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's own classes, changed as in a SuperLink, and put back."""
+    for flowers in STATES:
+        for name in ("store_message_and_object_tree", "get_message_res"):
+            monkeypatch.setattr(flowers, name, getattr(flowers, name))
+    unfinished.of_flower()
+
+
+class Superlink:
+    """A state with two sites online, each with one message of one run."""
+
+    def __init__(self, kind: str) -> None:
+        manager, store = NoOpFederationManager(), ObjectStoreFactory().store()
+        if kind == "a dictionary":
+            self.state: Any = STATES[0](manager, store)
+        else:
+            self.state = STATES[1](":memory:", manager, store)
+            self.state.initialize()
+        self.run = self.state.create_run(
+            "us/toy", "0.1.0", "0", {}, NOOP_FEDERATION_ID, None, None, TaskType.SERVER_APP
+        )
+        self.nodes = [self.state.create_node("us", "us", bytes([i]), 30.0) for i in range(2)]
+        self.sent = []
+        for node in self.nodes:
+            self.state.activate_node(node, 30.0)
+            message = self._made(SUPERLINK_NODE_ID, node, "")
+            self._announced(message)
+            self.sent.append(message.metadata.message_id)
+
+    def _made(self, by: int, to: int, answers: str) -> Message:
+        with no_object_id_recompute():
+            made = Message(
+                RecordDict(), metadata=Metadata(self.run, "", by, to, answers, "", now().timestamp(), 100.0, "train")
+            )
+            made.metadata.__dict__["_message_id"] = made.object_id
+        return made
+
+    def _announced(self, message: Message) -> tuple[str, list[str]]:
+        session = self.state.start_session(self.run)
+        stored, missing = self.state.store_message_and_object_tree(message, get_object_tree(message), session)
+        assert stored
+        return session, missing
+
+    def answer(self, site: int, reply: Message | None = None) -> tuple[str, dict[str, bytes]]:
+        """The site announces its reply, of which no part has come: the session, and the parts by name."""
+        reply = reply or self.reply(site)
+        session, missing = self._announced(reply)
+        parts = {name: part.deflate() for name, part in get_all_nested_objects(reply).items()}
+        return session, {name: parts[name] for name in missing}
+
+    def reply(self, site: int) -> Message:
+        return self._made(self.nodes[site], SUPERLINK_NODE_ID, self.sent[site])
+
+    def take(self, session: str, name: str, part: bytes) -> None:
+        assert self.state.store_object(self.run, session, name, part)
+
+    def found(self, *sites: int) -> list[int]:
+        """Whose replies the ServerApp is given, errors among them as -1."""
+        asked = {self.sent[site] for site in sites}
+        replies = self.state.get_message_res(asked, self.run)
+        return sorted(
+            -1 if reply.has_error() else self.sent.index(reply.metadata.reply_to_message_id) for reply in replies
+        )
+
+
+@pytest.fixture(params=["a dictionary", "SQL"])
+def superlink(request: pytest.FixtureRequest) -> Superlink:
+    return Superlink(request.param)
+
+
+def test_flower_hands_out_a_reply_of_which_nothing_has_come(superlink: Superlink) -> None:
+    superlink.answer(0)
+    assert superlink.found(0, 1) == [0]
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_reply_is_there_once_all_of_it_is_and_holds_up_no_other(superlink: Superlink) -> None:
+    stalled, parts = superlink.answer(0)
+    assert superlink.found(0, 1) == []
+    *some, last = parts.items()
+    for part in some:
+        superlink.take(stalled, *part)
+    other, all_parts = superlink.answer(1)
+    for part in all_parts.items():
+        superlink.take(other, *part)
+    assert superlink.found(0, 1) == [1]
+    assert superlink.found(0) == []
+    superlink.take(stalled, *last)
+    assert superlink.found(0) == [0]
+    assert superlink.found(0) == []  # once
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_whole_reply_that_is_announced_again_is_there(superlink: Superlink) -> None:
+    """As by a site whose connection ended before it had heard that the first was taken."""
+    reply = superlink.reply(0)
+    session, parts = superlink.answer(0, reply)
+    for part in parts.items():
+        superlink.take(session, *part)
+    assert superlink.answer(0, reply)[1] == {}
+    assert superlink.found(0) == [0]
+
+
+@pytest.mark.usefixtures("ours")
+def test_of_a_site_without_a_sign_of_life_the_server_learns_so(
+    superlink: Superlink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not only after the three minutes in which a part might come."""
+    superlink.answer(0)
+    later = now().timestamp() + 100
+    for module in (in_memory_linkstate, sql_linkstate):
+        monkeypatch.setattr(module, "now", lambda: type(now()).fromtimestamp(later, now().tzinfo))
+    monkeypatch.setattr("flwr.supercore.date.now", lambda: type(now()).fromtimestamp(later, now().tzinfo))
+    assert superlink.found(0) == [-1]
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_reply_whose_parts_nobody_sends_any_more_is_flowers_to_lose(
+    superlink: Superlink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (in_memory_corestate, sql_corestate):
+        monkeypatch.setattr(module, "OBJECT_PUSH_SESSION_TTL_SECONDS", 0)
+    superlink.answer(0)
+    assert superlink.found(0) == [0]
+
+
+def test_nothing_is_announced_while_replies_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a reply that comes between the look at its parts and Flower's own is handed out without them."""
+    superlink, announced = Superlink("a dictionary"), threading.Event()
+    for name in ("store_message_and_object_tree", "get_message_res"):
+        monkeypatch.setattr(STATES[0], name, getattr(STATES[0], name))
+    thread = threading.Thread(target=lambda: (superlink.answer(0), announced.set()))
+
+    def looks(state: Any, message_ids: set[str]) -> set[str]:
+        thread.start()
+        assert not announced.wait(0.5)
+        return set()
+
+    unfinished._only_whole(STATES[0], looks)
+    assert superlink.found(0) == []
+    thread.join(10)
+    assert announced.is_set()
