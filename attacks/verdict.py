@@ -82,9 +82,9 @@ def notes(found: Sequence[Finding], overfitted: Control, taught: Control | None)
     """
     said = [
         f"The overfitted control has {100 * overfitted.loss_share:.0f} % of its members' loss left after "
-        f"{overfitted.rounds} rounds of 8 epochs.",
+        f"{8 * overfitted.rounds} epochs.",
         f"The control of other rows was taught {len(taught.members)} of the members to {100 * taught.loss_share:.0f} % "
-        f"of their loss in {taught.rounds} epochs, and is asked about the others."
+        f"of their loss (epochs: {taught.rounds}), and is asked about the others."
         if taught
         else "There is NO control of other rows: there are too few members to teach it some and ask it about others.",
     ]

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import final
 
 from fedveil.errors import ConfigError
+from fedveil.foreign import meant
 
 
 @final
@@ -56,8 +57,9 @@ class Room:
         found = list(entry_points(group=self.group, name=name))
         if not found:
             raise ConfigError(
-                f'{self.key}: expected one of {self.names()}, found "{name}"; correct the name, or install on this '
-                "machine the package that brings it: Flower's bundle carries FedVeil's own parts alone"
+                f'{self.key}: expected one of {self.names()}, found "{name}"; '
+                f"{meant(name, self.names())}Correct the name, or install on this machine the package that brings it: "
+                "Flower's bundle carries FedVeil's own parts alone"
             )
         if len(found) > 1:
             raise ConfigError(

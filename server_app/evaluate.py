@@ -23,7 +23,7 @@ from typing import Any
 from fedveil.config import EvaluateConfig, RunConfig
 from fedveil.contract.method import Method, State
 from fedveil.contract.task import Examples, Metric, Metrics, Task
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, TaskError
 
 Scores = dict[str, dict[str, float]]
 
@@ -42,7 +42,11 @@ class Evaluator:
         """None if the server has no test data. Raises TaskError if task.evaluation names data that is missing."""
         if not config.task.evaluation:
             return None
-        return cls(task, task.examples(Path(config.task.evaluation), "test"), config.evaluate, config.run.rounds)
+        try:
+            examples = task.examples(Path(config.task.evaluation), "test")
+        except TaskError as error:  # whose text names the key of the sites' rows
+            raise TaskError(str(error).replace("task.data:", "task.evaluation:", 1)) from None
+        return cls(task, examples, config.evaluate, config.run.rounds)
 
     def scores(self, method: Method, server: State, round_: int) -> Scores:
         """{view: {metric: value}}; empty in a round that is not scored. Round -1 is the model before round 0."""

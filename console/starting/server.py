@@ -86,8 +86,8 @@ def require_free(what: str, host: str, port: int) -> None:
             used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             said = f"it in use: {_listening(port)}" if used else f"it cannot be used ({error})"
             raise ConfigError(
-                f"{what}: expected a free port at {host}:{port}, found {said}; end that one, or name another port in "
-                "a new federation.toml"
+                f"{what}: expected a free port at {host}:{port}, found {said}; if it is an earlier start of this "
+                "federation's server, end it, else provision one with another port"
             ) from None
 
 

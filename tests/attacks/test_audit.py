@@ -104,7 +104,7 @@ def test_an_attack_that_scores_all_rows_of_a_model_alike_says_nothing_of_it():
 def test_the_control_of_other_rows_is_told_of():
     assert "There is NO control of other rows" in verdict.notes([], CONTROL, None)[1]
     taught = SimpleNamespace(loss_share=0.61, rounds=3, members=range(40))
-    assert "was taught 40 of the members to 61 % of their loss in 3 epochs" in verdict.notes([], CONTROL, taught)[1]
+    assert "was taught 40 of the members to 61 % of their loss (epochs: 3)" in verdict.notes([], CONTROL, taught)[1]
 
 
 def test_the_alignment_loses_on_wrong_sites_unless_it_wins_on_one():

@@ -195,3 +195,8 @@ def test_a_new_process_finds_them_too(ward):
     )
     assert "ward_average.WardAverage" in done.stdout
     assert "heights" in done.stdout
+
+
+def test_of_a_name_that_is_spelled_nearly_right_the_other_is_asked():
+    with pytest.raises(ConfigError, match=r'found "fedrnd"; did you mean fedrand\? Correct the name'):
+        strategies.load("fedrnd")

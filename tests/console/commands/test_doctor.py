@@ -121,7 +121,7 @@ def test_the_policy_check_warns_of_one_that_names_no_app(tmp_path):
         ('methods = ["fedrand"]', "warn", "neither app-digests nor signers"),
         (f'app-digests = ["{"ab" * 32}"]', "warn", "has no [permits]"),
         (f'app-digests = ["{"ab" * 32}"]\n[permits]\n', "ok", "can be read"),
-        ("app-digests = []\n[permits]\n", "warn", "permits nothing: app-digests empty"),
+        ("app-digests = []\n[permits]\n", "warn", "permits nothing as it stands: app-digests empty"),
         (
             f'methods = ["fedrnd", "fedavg"]\ntasks = ["sorting"]\napp-digests = ["{"ab" * 32}"]\n[permits]\n',
             "warn",

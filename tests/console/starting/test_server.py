@@ -63,7 +63,7 @@ def test_a_port_in_use_is_named_before_anything_is_started(pilot, which, what):
         pytest.raises(ConfigError, match=f"{what}: expected a free port at .*:{port}, found it in use: ") as error,
     ):
         server.settled(pilot)
-    assert re.search(rf"process {os.getpid()} \(.+\) listens \(kill {os.getpid()}\); end that one", str(error.value))
+    assert re.search(rf"process {os.getpid()} \(.+\) listens \(kill {os.getpid()}\); if it is", str(error.value))
     assert server.settled(pilot).control_port == ports(pilot)[1]
 
 
@@ -74,7 +74,7 @@ def test_who_listens_and_cannot_be_known_is_said_so(pilot, monkeypatch):
     monkeypatch.setattr(psutil, "net_connections", denied)
     with (
         socket.create_server(("127.0.0.1", ports(pilot)[0])),
-        pytest.raises(ConfigError, match="in use: another server runs here, or another program; end that one"),
+        pytest.raises(ConfigError, match="another server runs here, or another program; if it is an earlier"),
     ):
         server.settled(pilot)
 

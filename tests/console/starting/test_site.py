@@ -260,6 +260,7 @@ def test_an_expired_ca_is_said_before_anybody_is_asked(kit, capsys):
     assert start(kit) == 2
     assert f"{kit}/ca.crt: expected a certificate that is valid now" in (said := capsys.readouterr().err)
     assert "expired on" in said
+    assert "the operator has to provision the federation anew" in said  # no certificate outlives its CA
 
 
 @pytest.mark.parametrize("where", ["/proc/x", "a-file", "a-file/below"])
