@@ -44,6 +44,7 @@ class Processes:
         self.token = secrets.token_hex(8)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._seen: set[int] = set()
+        self._found: dict[tuple[str, str], psutil.Process | None] = {}  # by program and name: what `runs` found last
         _adopt_orphans()
 
     def start(
@@ -129,7 +130,13 @@ class Processes:
 
     def runs(self, program: str, name: str) -> bool:
         """Whether `name` has a process of this program running."""
-        return any(_name(process).startswith(program[:15]) for process in self._marked(name))
+        known = self._found.get((program, name))
+        # Who waits for its end asks twice a second, and to look at all processes takes a tenth of one.
+        if known is not None and known.is_running() and _runs(known):
+            return True
+        of_it = (process for process in self._marked(name) if _name(process).startswith(program[:15]))
+        self._found[program, name] = found = next(of_it, None)
+        return found is not None
 
     def alive(self, name: str | None = None) -> list[psutil.Process]:
         """Everything that carries the mark and still runs; with `name`, that process and what it started."""

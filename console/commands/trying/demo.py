@@ -111,8 +111,7 @@ def run(args: argparse.Namespace) -> int:
     arms, settings = _arms(args.methods, args.sites), SETTINGS | overrides(None, args.set)
     if args.set:
         _check(arms, settings)
-    # Its many processes share this machine's cores, and a thread of OpenMP that waits by spinning takes one of them.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else waiting threads spin on cores that others need
     console, out, started = terminal(), _writable(args.out.absolute()), time.monotonic()
     if old := [arm.name for arm in arms if (out / arm.name / "status.json").is_file()]:
         console.print(f"{out} has runs of an earlier demo, which these replace: {', '.join(old)}", soft_wrap=True)

@@ -44,6 +44,26 @@ def test_stop_ends_grandchildren_in_other_sessions(processes, kind):
     assert not psutil.pid_exists(grandchild)
 
 
+def test_whether_a_program_runs_is_looked_for_among_all_processes_until_it_is_found(processes, monkeypatch):
+    """Who waits for a ServerApp's end asks twice a second, and to look at all processes takes a tenth of one."""
+    looked, marked = [], processes._marked
+    monkeypatch.setattr(processes, "_marked", lambda name=None: looked.append(name) or marked(name))
+    assert not processes.runs("sleep", "one")
+    processes.start("one", ["sleep", "60"], dict(os.environ))
+    deadline = time.monotonic() + 20
+    while not processes.runs("sleep", "one"):
+        assert time.monotonic() < deadline
+    before = len(looked)
+    assert processes.runs("sleep", "one")
+    assert len(looked) == before
+    assert not processes.runs("sh", "one")
+    processes.kill("one")
+    assert not processes.runs("sleep", "one")
+    processes.start("one", ["sleep", "60"], dict(os.environ))
+    while not processes.runs("sleep", "one"):
+        assert time.monotonic() < deadline
+
+
 def test_kill_takes_one_and_leaves_the_other(processes):
     first, second = _start(processes, "one", "orphan"), _start(processes, "two", "parent")
     processes.kill("one")
