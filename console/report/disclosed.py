@@ -10,8 +10,9 @@ from fedveil.console.runs import by_site, disclosure
 from fedveil.console.runs.folder import Run
 
 LEDGER_NOTE = (
-    "Every message of every attempt, as it crossed the wire; refused and repeated ones count. Payload is the bytes "
-    "of the tensors; overhead is everything else in the message: names, shapes, and the figures a site reports about "
+    "Every message of every attempt that the server has; refused and repeated ones count. What a site sent and the "
+    "server never had whole is in the site's own log alone, so that one may count more. Payload is the bytes of the "
+    "tensors; overhead is everything else in the message: names, shapes, and the figures a site reports about "
     "its training. Refused uploads, and the keys and shares of secure aggregation, stand in one line, without fields. "
     "The lines of a direction add up to the bytes in the summary."
 )

@@ -46,12 +46,12 @@ td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem
 @media (max-width: 40rem) { /* a row is a card, each cell behind its column's name */
   .wide { background: none; }
   .wide thead { position: absolute; clip-path: inset(50%); width: 1px; height: 1px; overflow: hidden; }
-  .wide :is(table, caption, thead, tbody, tr, td) { display: block; } .wide td { white-space: normal; text-align: left;
-    position: relative; padding: .25rem .5rem .25rem 9.2rem; border: 0; min-height: 1.6rem; overflow-wrap: anywhere; }
+  .wide :is(table, caption, thead, tbody, tr) { display: block; } .wide td { white-space: normal; text-align: left;
+    display: flow-root; padding: .25rem .5rem .25rem 9.2rem; border: 0; min-height: 1.6rem; overflow-wrap: anywhere; }
   .wide tr { border: 1px solid var(--line); border-radius: .5rem; margin: .6rem 0; padding: .3rem 0; }
-  .wide td::before { content: attr(data-label); position: absolute; left: .6rem; width: 8.2rem; color: var(--mute);
+  .wide td::before { content: attr(data-label); float: left; margin-left: -8.6rem; width: 8.2rem; color: var(--mute);
     font-size: .85rem; } .wide td:empty { display: none; }
-  .texts td { padding-left: .6rem; } .texts td::before { position: static; display: block; width: auto; } }
+  .texts td { padding-left: .6rem; } .texts td::before { float: none; margin: 0; display: block; width: auto; } }
 """
 
 

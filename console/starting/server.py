@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -109,6 +110,7 @@ def run(server: Server) -> int:
     command = superlink(
         own, registry(server.folder), server.state, server.control_port, server.fleet, True, own / "superexec-secret"
     )
+    print("Starting Flower's server; some seconds", file=sys.stderr, flush=True)
     try:
         start_isolated(
             processes, NAME, command, env, server.control_port, own / "superexec-secret", own / "ca.crt", server.folder

@@ -7,6 +7,7 @@ prints. `fedveil site dashboard` is the same for a site.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from fedveil.errors import ConfigError
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Until Ctrl-C."""
     if args.folder and not args.folder.is_dir():
         raise ConfigError(f"FOLDER: expected a folder of runs, found none at {args.folder}; name the run.dir of yours")
+    print("Starting; the link follows in some seconds", file=sys.stderr, flush=True)
     from fedveil.console.dashboard.opened import server
 
     return server(args.folder, args.federation, args.host, args.port)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedveil.config import RunConfig, parse
+from fedveil.config import RunConfig, RunSection, parse
 from fedveil.console.flower.command_line import Flower
 from fedveil.console.run_config import overrides
 from fedveil.console.runs.following import Followed
 from fedveil.console.terminal import terminal
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, StateError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         if args.app is None:
             try:
                 _require_possible(parsed)
-            except ConfigError as error:
+                _require_new(args.federation, config)
+            except (ConfigError, StateError) as error:
                 raise ConfigError(f"{error}; nothing was sent") from None
         if parsed.sinks.names:
             _require_sinks(parsed)
@@ -77,6 +78,15 @@ def _require_possible(config: RunConfig) -> None:
     optimisers.check(method, config)
     Choice.of(config, tasks.info(config.task.name).metrics(config.task))
     rules.check_cohort(config.secure, config.aggregate, config.cohort)
+
+
+def _require_new(federation: Path, run: RunSection) -> None:
+    """Raises StateError where fedveil server start would run the app in a folder that has a run already."""
+    folder = federation / Path(run.dir).expanduser() / run.name
+    if run.name and not run.resume and folder.is_dir():
+        from fedveil.server_app import going_back  # needs torch
+
+        going_back.require_new(folder)
 
 
 def _require_sinks(config: RunConfig) -> None:

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import math
+import sys
 from pathlib import Path
 
 from fedveil import strategies, tasks
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print(permits.needed(config))
         return 0
     optimisers.check(method, config)
+    print(f"Reading {shown(config.task.model)}, for what is trained of it", file=sys.stderr, flush=True)
     task = tasks.load(config, method.adapter, "cpu")
     exchange = Exchange(method, config.method.name, task.spec)
     roster = args.policy is not None and bool(policies.of_site(_site(args.policy)).roster)

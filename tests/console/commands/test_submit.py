@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 
 import pytest
 
@@ -160,7 +161,7 @@ def test_the_folder_of_a_server_that_was_started_from_its_federation_is_found(fl
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pilot").mkdir()
     folder(tmp_path / "pilot", "completed")
-    assert main(["submit", "--federation", "pilot", "--set", "run.name=first"]) == 0
+    assert main(["submit", str(tmp_path), "--federation", "pilot", "--set", "run.name=first"]) == 0
     assert f"its folder is {tmp_path}/pilot/runs/first" in capsys.readouterr().out
 
 
@@ -168,7 +169,8 @@ def test_the_end_says_rounds_scores_model_and_the_next_command(flower, make_run,
     made = make_run(method="first")
     (made / "final").mkdir()
     (made / "flower-run").write_text("77")
-    assert main(["submit", "--federation", "pilot", "--set", f"run.dir={tmp_path}", "--set", "run.name=first"]) == 0
+    settings = ["--set", f"run.dir={tmp_path}", "--set", "run.name=first"]
+    assert main(["submit", str(tmp_path), "--federation", "pilot", *settings]) == 0
     *_, state, rounds, model, after = capsys.readouterr().out.splitlines()
     assert (state, model) == ("completed", f"model: {made}/final")
     assert rounds == "rounds: 3 of 3; last scores: bleu 21.2500, cider 0.8750, loss 3.1312"
@@ -232,3 +234,23 @@ def test_a_server_with_packages_of_its_own_may_know_another_method(tmp_path, flo
     more = ["--set", f"run.dir={tmp_path / 'runs'}", "--set", "run.name=first", "--set", "method.name=theirs"]
     assert main(["submit", "--federation", str(tmp_path), "--extras-at-server", *more]) == 0
     assert flower[1][1]["method.name"] == "theirs"
+
+
+def own_app(tmp_path, *more):
+    return main(["submit", "--federation", str(tmp_path), "--set", "run.name=first", *more])
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_name_that_a_run_has_is_refused_before_anything_is_sent(tmp_path, flower, capsys, ended):
+    folder(tmp_path, "completed" if ended else "running")
+    assert own_app(tmp_path) == 2
+    assert flower == []
+    error = capsys.readouterr().err
+    assert re.search(r"run folder .*runs/first: expected a new one, found a run.*run\.name.*; nothing was sent", error)
+
+
+@pytest.mark.parametrize("more", [("--set", "run.resume=true"), ("--set", "run.name=second"), ("--extras-at-server",)])
+def test_another_name_a_resume_and_a_server_elsewhere_are_sent(tmp_path, flower, more):
+    folder(tmp_path, "stopped")
+    own_app(tmp_path, *more)
+    assert any(isinstance(given, tuple) for given in flower)
