@@ -125,6 +125,7 @@ def initial(method: Method, task: Task, config: RunConfig) -> Weights:
 
     from fedveil import tasks
     from fedveil.errors import ConfigError
+    from fedveil.rows import reading
     from fedveil.server_app.distillation import Distillation
     from fedveil.tasks.text_generation import TextGeneration
 
@@ -134,5 +135,6 @@ def initial(method: Method, task: Task, config: RunConfig) -> Weights:
             f"task.server-data: expected a folder of the server's own rows, on which {config.method.name} trains "
             f'before round 0, found "{config.task.server_data}"; name one, or set distil_steps = 0'
         )
-    rows = task.encode(task.examples(Path(config.task.server_data), "train"))
+    with reading.named_by("task.server-data"):
+        rows = task.encode(task.examples(Path(config.task.server_data), "train"))
     return method.before_round_0(weights, Distillation(task, model, rows, rng.initial(config.run.seed, "preparation")))

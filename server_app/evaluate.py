@@ -23,7 +23,8 @@ from typing import Any
 from fedveil.config import EvaluateConfig, RunConfig
 from fedveil.contract.method import Method, State
 from fedveil.contract.task import Examples, Metric, Metrics, Task
-from fedveil.errors import ConfigError, TaskError
+from fedveil.errors import ConfigError
+from fedveil.rows import reading
 
 Scores = dict[str, dict[str, float]]
 
@@ -42,10 +43,8 @@ class Evaluator:
         """None if the server has no test data. Raises TaskError if task.evaluation names data that is missing."""
         if not config.task.evaluation:
             return None
-        try:
+        with reading.named_by("task.evaluation"):
             examples = task.examples(Path(config.task.evaluation), "test")
-        except TaskError as error:  # whose text names the key of the sites' rows
-            raise TaskError(str(error).replace("task.data:", "task.evaluation:", 1)) from None
         return cls(task, examples, config.evaluate, config.run.rounds)
 
     def scores(self, method: Method, server: State, round_: int) -> Scores:

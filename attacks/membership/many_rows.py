@@ -31,13 +31,13 @@ def row_gradients(task: Any, rows: Rows) -> Iterator[tuple[int, dict[str, Tensor
 
     Not in the order of the rows: those of like length are computed together.
     """
-    if not _is_apart(task, rows):
+    sizes = _sizes(task, rows)
+    if sizes is None:
         yield from ((place, row_gradient(task, rows[place])) for place in range(len(rows)))
         return
     weights = {name: p.detach() for name, p in task.trained.items()}
-    bytes_a_row = sum(w.nbytes for w in weights.values())
-    size = max(1, min(task.config.train.batch_size, MOST_BYTES // bytes_a_row))
-    order = sorted(range(len(rows)), key=lambda place: int(task.samples([rows[place]])[0].numel()))
+    size = max(1, min(task.config.train.batch_size, MOST_BYTES // sum(w.nbytes for w in weights.values())))
+    order = sorted(range(len(rows)), key=sizes.__getitem__)
     for begin in range(0, len(order), size):
         places = order[begin : begin + size]
         yield from zip(places, _together(task, weights, [rows[place] for place in places]), strict=True)
@@ -54,18 +54,17 @@ def row_gradient(task: Any, row: Any) -> dict[str, Tensor]:
     return found
 
 
-def _is_apart(task: Any, rows: Rows) -> bool:
-    """Whether `sample_loss` is the mean of what `loss_sum` sums, and torch.func can take it."""
+def _sizes(task: Any, rows: Rows) -> list[int] | None:
+    """How long each row is; None unless `sample_loss` is the mean of `loss_sum` and torch.func may have it."""
     if len(rows) < 2 or not isinstance(task, per_sample.SampleLoss):
-        return False
+        return None
     train = task.config.train  # type: ignore[attr-defined]  # a task of rows apart has local training's config
     if train.loss_on != "targets" or train.packing or train.quantized_base != "none":
-        return False
+        return None
     try:
-        task.samples(rows[:1])
+        return [task.samples([row])[0].numel() for row in rows]
     except TaskError:  # a prompt whose loss branches on values
-        return False
-    return True
+        return None
 
 
 def _together(task: Any, weights: dict[str, Tensor], rows: Rows) -> Iterator[dict[str, Tensor]]:

@@ -61,8 +61,8 @@ def certificate(file: Path, now: datetime | None = None) -> Check:
             f"valid from {found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, now is {moment:%Y-%m-%d %H:%M}",
         )
     if moment >= ends:
-        # The server's certificate is of the CA, and does not outlive it.
-        anew = "provision the federation anew" if file.name == "ca.crt" else "renew it: fedveil members renew-server"
+        is_ca = found.issuer == found.subject  # a CA signed itself, and there is no renewing it
+        anew = "provision the federation anew" if is_ca else "renew it: fedveil members renew-server"
         return Check(name, "fail", f"expired on {ends:%Y-%m-%d}; the operator has to {anew}")
     return Check(name, "warn" if ends - moment < _SOON else "ok", f"until {ends:%Y-%m-%d}")
 

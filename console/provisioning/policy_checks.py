@@ -22,9 +22,7 @@ def policy(file: str) -> Check:
             "warn",
             f"{file} names neither app-digests nor signers: any code may come, and could undo the rest",
         )
-    if empty := [
-        name for name in ("methods", "tasks", "models", "app_digests", "signers") if getattr(found, name) == []
-    ]:
+    if empty := [name for name in _NAMES if getattr(found, name) == []]:
         what = ", ".join(empty).replace("_", "-")
         return Check("policy", "warn", f"{file} permits nothing as it stands: {what} empty; fill in what is agreed on")
     if "permits" not in found.model_fields_set:

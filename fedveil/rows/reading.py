@@ -6,6 +6,7 @@ Python objects a few at a time, while they are looked at.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -117,6 +118,15 @@ def table(data: Path, split: str, columns: tuple[str, ...], scratch: Path | None
     file = split_file(data, split)
     name, folder = str(file), data if data.is_dir() else data.parent
     return Table(read(file, columns, scratch), lambda i: Origin(name, i + 1), str(folder))
+
+
+@contextlib.contextmanager
+def named_by(key: str) -> Iterator[None]:
+    """Around the reading of rows that `key` names: what is wrong with them is said of it, and not of task.data."""
+    try:
+        yield
+    except TaskError as error:
+        raise TaskError(str(error).replace("task.data:", f"{key}:", 1)) from None
 
 
 def digest(file: Path) -> str:

@@ -7,11 +7,14 @@ sites: for three minutes without a part, for over an hour with them, past every 
 | a reply | Flower's own | here |
 |---|---|---|
 | all of it is there | handed out | handed out |
-| parts are missing, its site is online | handed out; the ServerApp waits for them | not yet there |
+| parts are missing, and its site is online and may still push them | handed out; the ServerApp waits | not yet there |
 | the same, and the run's deadline is over | waited for | "no reply within the deadline" |
-| the same, its site has shown no sign of life for a minute | waited for | "no sign of life" |
-| the same, no part for three minutes | lost | lost |
+| the same, no part for three minutes, or no sign of life for a minute | waited for, then lost | lost |
+| parts are missing, and nobody was told to push them | waited for, for over an hour | lost |
 | announced while it is looked for | handed out | not yet there: the two exclude each other |
+
+What is missing is asked of the store and not of the sessions in which parts are pushed: a site announces what it likes,
+its reply below another object too, in whose session it then stands. No reply that lacks a part is handed out.
 
 It is part of the SuperLink's process. A SuperLink that is Flower's own does as Flower does.
 """
@@ -20,23 +23,26 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-_Unfinished = Callable[[Any, set[str]], set[str]]
+_Replies = Callable[[Any, set[str]], Iterator[tuple[str, str, bool]]]
 
 
 def of_flower() -> None:
     """From now on the state of a SuperLink of this process hands out whole replies alone."""
-    for module, name, unfinished in (
+    for module, name, replies in (
         ("sql_linkstate", "SqlLinkState", _in_sql),
         ("in_memory_linkstate", "InMemoryLinkState", _in_memory),
     ):
         state = getattr(importlib.import_module(f"flwr.server.superlink.linkstate.{module}"), name)
-        _only_whole(state, unfinished)
+        _only_whole(state, replies)
 
 
-def _only_whole(state: Any, unfinished: _Unfinished) -> None:
+def _only_whole(state: Any, replies: _Replies) -> None:
+    """Changes Flower's class. `replies` gives, of each reply to the messages: the message, the reply, and whether its
+    site is online and has a session for it.
+    """
     one_at_a_time = threading.RLock()
     announce, find = state.store_message_and_object_tree, state.get_message_res
 
@@ -46,51 +52,69 @@ def _only_whole(state: Any, unfinished: _Unfinished) -> None:
 
     def get_message_res(self: Any, message_ids: set[str], run_id: int) -> Any:
         with one_at_a_time:
-            wanted = message_ids - unfinished(self, message_ids) if message_ids else message_ids
-            return find(self, wanted, run_id)
+            found = list(replies(self, message_ids)) if message_ids else []
+            lacking = {message: may_come for message, reply, may_come in found if _lacks(self.object_store, reply)}
+            lost = {message for message, may_come in lacking.items() if not may_come}
+            self.delete_messages(lost)  # of these Flower says that they are lost
+            return find(self, message_ids - (lacking.keys() - lost), run_id)
 
     state.store_message_and_object_tree, state.get_message_res = store_message_and_object_tree, get_message_res
 
 
-def _in_memory(state: Any, message_ids: set[str]) -> set[str]:
-    """Of the messages, those whose site is online and whose reply lacks parts that may still come."""
+def _in_memory(state: Any, message_ids: set[str]) -> Iterator[tuple[str, str, bool]]:
     from flwr.supercore.date import now
 
-    found, current = set(), now()
+    current = now()
     with state.lock, state._lock_object_push_sessions:
-        for message_id in message_ids:
-            reply = state.message_ins_id_to_message_res_id.get(message_id, "")
+        for message_id in message_ids & state.message_ins_id_to_message_res_id.keys() & state.message_ins_store.keys():
+            reply = state.message_ins_id_to_message_res_id[message_id]
             session = state._object_push_sessions.get(state._object_push_session_by_root.get(reply, ""))
-            if session is None or not session.pending_object_ids or session.expires_at <= current:
-                continue
-            message = state.message_ins_store.get(message_id)
-            node = state.nodes.get(message.metadata.dst_node_id) if message else None
-            if node is not None and node.online_until >= current.timestamp():
-                found.add(message_id)
-    return found
+            node = state.nodes.get(state.message_ins_store[message_id].metadata.dst_node_id)
+            is_online = node is not None and node.online_until >= current.timestamp()
+            yield message_id, reply, is_online and session is not None and session.expires_at > current
 
 
-def _in_sql(state: Any, message_ids: set[str]) -> set[str]:
-    """As `_in_memory`."""
+def _in_sql(state: Any, message_ids: set[str]) -> Iterator[tuple[str, str, bool]]:
     from flwr.supercore.date import now
     from flwr.supercore.state.schema.corestate_models import ObjectPushSession as Session
     from flwr.supercore.state.schema.corestate_models import ObjectPushSessionRoot as Root
     from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes, Node
-    from sqlalchemy import select
+    from sqlalchemy import and_, select
 
     current = now()
-    lacking = (
-        select(MessageIns.message_id)
+    told = (
+        select(MessageIns.message_id, MessageRes.message_id, Session.session_id, Node.node_id)
         .join(MessageRes, MessageRes.reply_to_message_id == MessageIns.message_id)
-        .join(Root, Root.root_object_id == MessageRes.message_id)
-        .join(Session, Session.session_id == Root.session_id)
-        .join(Node, Node.node_id == MessageIns.dst_node_id)
-        .where(
-            MessageIns.message_id.in_(message_ids),
-            Session.pending_count > 0,
-            Session.expires_at > current,
-            Node.online_until >= current.timestamp(),
-        )
+        .outerjoin(Root, Root.root_object_id == MessageRes.message_id)
+        .outerjoin(Session, and_(Session.session_id == Root.session_id, Session.expires_at > current))
+        .outerjoin(Node, and_(Node.node_id == MessageIns.dst_node_id, Node.online_until >= current.timestamp()))
+        .where(MessageIns.message_id.in_(message_ids))
     )
     with state.session() as session:
-        return set(session.scalars(lacking))
+        rows = session.execute(told).all()
+    for message_id, reply, of_session, node in rows:
+        yield message_id, reply, of_session is not None and node is not None
+
+
+def _lacks(store: Any, root: str) -> bool:
+    """Whether an object of the tree below `root` is not there, or `root` itself is unknown."""
+    entries = getattr(store, "store", None)
+    if isinstance(entries, dict):  # InMemoryObjectStore
+        with store.lock_store:
+            seen, left = set[str](), [root]
+            while left:
+                if (name := left.pop()) not in seen:
+                    seen.add(name)
+                    if (entry := entries.get(name)) is None or not entry.is_available:
+                        return True
+                    left += entry.child_object_ids
+        return False
+
+    from flwr.supercore.state.schema.objectstore_models import ObjectChild, StoredObject
+    from sqlalchemy import func, literal, select
+
+    tree = select(literal(root).label("name")).cte(recursive=True)
+    tree = tree.union(select(ObjectChild.child_id).join(tree, ObjectChild.parent_id == tree.c.name))
+    there = select(func.count()).where(StoredObject.object_id == tree.c.name, StoredObject.is_available == 1)
+    with store.session() as session:
+        return bool(session.scalar(there) != session.scalar(select(func.count()).select_from(tree)))

@@ -26,6 +26,14 @@ from fedveil.guard import resident
 def say(what):
     os.write(1, (json.dumps(what) + "\\n").encode())  # in one piece: several processes say something
 
+def late():
+    # What Flower's client and the bundle have to import in a copy that the resident might have.
+    before = set(sys.modules)
+    import grpc, httpx, xxhash
+    httpx.Client().close()
+    grpc.insecure_channel("localhost:1").close()
+    return sorted(name for name in set(sys.modules) - before if not name.startswith("encodings."))
+
 def traceable():
     return ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)
 
@@ -47,6 +55,7 @@ if (pid := os.fork()) == 0:
         "socket": there.fileno(), "traceable": [traceable(), before],
         "hooked": type(getattr(runtime.pull_task_input, "__self__", None)).__name__,
         "loaded": [name for name in ("torch", "transformers") if name in sys.modules],
+        "late": late(),
     }})
     os._exit(0)
 there.close()
@@ -85,7 +94,13 @@ def test_a_copy_has_the_guard_and_no_torch(copies):
     assert [line["hooked"] for line in copies[1]] == ["Guard", "Guard"]
     assert copies[1][0]["loaded"] == []
     unguarded = [line for line in ran("one.start([])\ntime.sleep(1)", guarded=False) if isinstance(line, dict)]
-    assert unguarded[0]["hooked"] == "NoneType"
+    assert (unguarded[0]["hooked"], unguarded[0]["late"]) == ("NoneType", [])
+
+
+@pytest.mark.long
+def test_a_copy_need_not_import_what_every_message_needs(copies):
+    """Forty modules of Flower's HTTP client were imported anew for each."""
+    assert copies[1][0]["late"] == []
 
 
 def test_two_copies_draw_other_numbers(copies):

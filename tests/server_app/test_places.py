@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedveil.config import parse
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, TaskError
 from fedveil.server_app.app import prepare
 from fedveil.server_app.record import RunFolder
 from fedveil.server_app.strategy import MethodStrategy
@@ -47,6 +47,11 @@ def test_fedsp_distils_its_proxy_on_the_servers_rows_before_round_0(tmp_path):
     assert "prefix" not in changed
     assert len(changed) > 0.9 * (len(before) - 1)
     assert all(torch.equal(after[name], again[name]) for name in after)
+
+
+def test_rows_of_the_servers_own_that_are_not_there_are_named_by_their_own_key(tmp_path):
+    with pytest.raises(TaskError, match=r"^task\.server-data: expected a folder or file of rows"):
+        prepare(parse(FEDSP | {"task.server-data": str(tmp_path / "nowhere")}), RunFolder(tmp_path / "run"), "r")
 
 
 def test_fedsp_without_rows_of_the_servers_own_is_refused_with_the_way_out(tmp_path):

@@ -90,6 +90,10 @@ def test_a_certificate_is_judged_by_its_days(tmp_path):
     now = datetime.now(UTC)
     for days, verdict in ((-1, "fail"), (0, "ok"), (59, "ok"), (61, "warn"), (91, "fail")):
         assert checks.certificate(tmp_path / "ca.crt", now + timedelta(days=days)).verdict == verdict, days
+    assert "provision the federation anew" in checks.certificate(tmp_path / "ca.crt", now + timedelta(days=91)).text
+    write_tls(tmp_path)  # with a certificate of the server, which the CA signed
+    ends = checks.certificate(tmp_path / "server.pem", now + timedelta(days=99999))
+    assert (ends.verdict, "members renew-server" in ends.text) == ("fail", True)
 
 
 def test_a_key_must_be_p384_and_its_owners_alone(tmp_path):
