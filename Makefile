@@ -6,6 +6,7 @@ ARGS ?=
 WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.fedveil-ready
+TESTED := $(VENV)/.fedveil-tests
 # Nothing is resolved: what is installed stands in lock/*.txt with its hash, whatever an index says.
 LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --no-build-isolation
 # 1.41: Flower's release whose SuperNodes speak HTTP; docs/deploy.md says which to take. Each has a VENV of its own.
@@ -36,44 +37,51 @@ $(READY): pyproject.toml $(wildcard lock/*.txt)
 	@$(BIN)/python $(LOCKED) -r lock/tools.txt
 	@$(BIN)/python $(LOCKED) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r lock/cpu.txt 2>/dev/null || \
 	  $(BIN)/python $(LOCKED) -r lock/cuda.txt
-	@$(BIN)/python $(LOCKED) -r lock/run.txt -r lock/test.txt
+	@$(BIN)/python $(LOCKED) -r lock/run.txt
 	@$(if $(FLOWER),$(BIN)/python $(LOCKED) -r lock/flower-$(FLOWER).txt)
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip check
+	@touch $@
+
+# What checks and tests need besides; the demo and a user's run do without.
+$(TESTED): $(READY)
+	@echo "Installing what the tests need (once; a minute)"
+	@$(BIN)/python $(LOCKED) -r lock/test.txt
 	@$(BIN)/python -m pip check
 	@touch $@
 
 demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (ARGS="--rounds 3")
 	@$(BIN)/fedveil demo $(ARGS)
 
-test: $(READY) ## Run the fast tests, two at a time (ARGS="-k fedrand", WORKERS=8)
+test: $(TESTED) ## Run the fast tests, two at a time (ARGS="-k fedrand", WORKERS=8)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-long: $(READY) ## Run what make test leaves out because it takes seconds of CPU or starts processes
+long: $(TESTED) ## Run what make test leaves out because it takes seconds of CPU or starts processes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
 http: ## Set up .venv-http with Flower 1.41, and run there what differs by Flower, a federation over HTTP among it
 	@$(MAKE) --no-print-directory test VENV=$(HTTP_VENV) FLOWER=1.41 ARGS='$(EVERY) $(HTTP_TESTS) $(ARGS)'
 
-coverage: $(READY) ## Run the tests of test and long and measure coverage; fails below fail_under of pyproject.toml
+coverage: $(TESTED) ## Run the tests of test and long and measure coverage; fails below fail_under of pyproject.toml
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(EVERY) --cov --cov-report=term --cov-report=xml $(ARGS)
 
-containers: $(READY) ## Build the image and run the tests that need a container engine (FLOWER=1.41)
+containers: $(TESTED) ## Build the image and run the tests that need a container engine (FLOWER=1.41)
 	@$(if $(FLOWER),FEDVEIL_FLOWER=$(FLOWER)) $(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)
 
-check: $(READY) ## Run ruff, mypy and the import rules
+check: $(TESTED) ## Run ruff, mypy and the import rules
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python tools/one_tree.py .one_tree
 	@$(BIN)/mypy
 	@cd .one_tree && $(abspath $(BIN))/lint-imports --config ../pyproject.toml --cache-dir ../.import_linter_cache
 
-mutate: $(READY) ## Break a room and see which breaks no test notices: make mutate ROOM=algebra ARGS="--sample 40"
+mutate: $(TESTED) ## Break a room and see which breaks no test notices: make mutate ROOM=algebra ARGS="--sample 40"
 	@test -n "$(ROOM)" || { echo "error: ROOM: expected strategies, algebra, wire, privacy or guard; run: make mutate ROOM=algebra" >&2; exit 1; }
 	@$(BIN)/python tools/mutate.py $(ROOM) --workers $(WORKERS) $(ARGS)
 
 build: $(READY) ## Build the wheel and the source archive into dist/
 	@rm -rf build dist
-	@$(BIN)/python -m build --no-isolation --outdir dist
+	@PYTHONWARNINGS=ignore $(BIN)/python -m build --no-isolation -C--quiet --outdir dist
 
 sbom: build ## List the wheel's components beside it in dist/: CycloneDX 1.6, with licences and hashes
 	@$(PYTHON) -m venv $(VENV)/sbom

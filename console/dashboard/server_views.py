@@ -231,7 +231,7 @@ class ServerViews:
         names = [(n, shown(label(n), 40)) for n in metric_names([run])[:_CURVES]]
         charts = [chart(f"{said[:1].upper()}{said[1:]} by round", "rounds done", said, run.curve(n), run.name)
                   for n, said in names]  # fmt: skip
-        if run.attempts:
+        if run.upload_bytes:
             sent = [(x, y / 1e6) for x, y in run.uploaded]
             charts.append(chart("Uploaded so far", "rounds done", "MB, all sites", sent, run.name))
         every = sorted((round_ + 1, s.name, shown(why)) for s in sites for round_, why in s.failures)

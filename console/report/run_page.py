@@ -11,7 +11,7 @@ from fedveil.console.report.figures import Curve, svg
 from fedveil.console.report.page import Html, bullets, fold, join, table, tag
 from fedveil.console.runs import by_site, disclosure, unseen
 from fedveil.console.runs.folder import Row, Run
-from fedveil.console.runs.summary import label, metric_names, upload_ratio
+from fedveil.console.runs.summary import label, metric_names, unchanged, upload_ratio
 
 SUMMARY_NOTE = (
     "Quality: the server's model on the server's own test data, last value. Test loss is cross-entropy a token, lower "
@@ -51,6 +51,7 @@ def body(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> Html:
     parts += [_alert(run) for run in runs if run.status.get("state") != "completed"]
     parts += [tag("p", _resumed(run, row), "note") for run in runs for row in run.resumes]
     parts += [tag("p", _chosen(run), "note") for run in runs if run.of_round]
+    parts += [tag("p", f"{run.name}: {same}.", "note") for run in runs if (same := unchanged(run))]
     parts += [_gained(runs), tag("h2", "Summary"), _summary(runs), _figures(runs), *_texts(runs)]
     parts += [tag("h2", "What each side learned"), *map(disclosed.learned, runs)]
     parts += [tag("p", disclosure.SYMBOLS, "note")]

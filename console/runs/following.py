@@ -13,8 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from fedveil.console.flower.command_line import Flower
+from fedveil.console.flower.command_line import Flower, Unreachable
 from fedveil.console.flower.processes import LaunchError, named_error
+from fedveil.console.runs import summary
 from fedveil.console.runs.folder import load, status_of
 from fedveil.console.runs.progress import RunProgress, stage
 from fedveil.errors import FedVeilError
@@ -22,6 +23,7 @@ from fedveil.foreign import shown
 
 _POLL_SECONDS = 0.5
 _ASK_SECONDS = 10.0  # a question to Flower costs a CPU-second
+_SILENT_SECONDS = 300.0  # a server that answered is waited for: it may be started anew
 _REASON_CHARACTERS = 2000  # its end is the command that resumes the run
 _OURS = "fedveil.errors."
 _BY_FOLDER = {"completed": 0, "failed": 1, "stopped": 3}  # by status.json
@@ -50,6 +52,7 @@ class Followed:
     below: Sequence[Path] = ()
     _progress: RunProgress | None = None
     _said: str = ""
+    _silent_since: float | None = None
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def to_its_end(self, timeout: float) -> int:
@@ -58,13 +61,20 @@ class Followed:
             with self._stack:
                 code, word = until_ended(self._read, self._ask, timeout, self._log, where=self._where)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"the run goes on; {self.by_hand()}") from None
+            raise KeyboardInterrupt(self._left()) from None
         except LaunchError as error:
             raise LaunchError(f"{error}; the run may go on; {self.by_hand()}") from None
         print(self._filled(word))
         for line in closing(self.folder) if self.folder else self._told():
             print(line)
         return code
+
+    def _left(self) -> str:
+        """What is under way once nobody follows it."""
+        state = "" if self.folder is None else shown(status_of(self.folder).get("state", ""), 20)
+        if state in _BY_FOLDER or self._said.startswith("finished"):
+            return f"the run has ended: {state or shown(self._said, 40)}"
+        return f"the run goes on; {self.by_hand()}"
 
     def _where(self, status: dict[str, Any]) -> str:
         if self.folder is None:
@@ -114,11 +124,29 @@ class Followed:
 
     def _ask(self) -> str:
         number = self._number()
-        said = self.flower.run_status(number) if self.flower is not None and number else ""
+        try:
+            said = self.flower.run_status(number) if self.flower is not None and number else ""
+        except Unreachable:
+            self._wait_or_raise()
+            return self._said
+        if self._silent_since is not None:
+            self.console.print("the server answers again")
+            self._silent_since = None
         if said != self._said and self.folder is None:  # else its folder says more
             self.console.print(f"run {number}: {shown(said, 40)}", soft_wrap=True)
         self._said = said
         return said
+
+    def _wait_or_raise(self) -> None:
+        """While Unreachable is handled: raises it, unless the server has answered before, and not long ago."""
+        now = time.monotonic()
+        if not self._said or now - (self._silent_since or now) >= _SILENT_SECONDS:
+            raise
+        if self._silent_since is None:
+            self._silent_since = now
+            self.console.print(
+                f"the server does not answer; it is asked again for {_SILENT_SECONDS:g} s, in case it is started anew"
+            )
 
     def _number(self) -> str:
         file = None if self.folder is None else self.folder / "flower-run"
@@ -149,7 +177,7 @@ def closing(folder: Path) -> list[str]:
     scores = ", ".join(f"{shown(name, 40)} {value:.4f}" for name, value in sorted(run.final.items()))
     rounds = shown(run.status.get("rounds", "?"), 20)
     lines = [f"rounds: {run.rounds_done} of {rounds}" + (f"; last scores: {scores}" if scores else "")]
-    lines += [shown(run.of_round, 200)] if run.of_round else []
+    lines += [shown(words, 200) for words in (run.of_round, summary.unchanged(run)) if words]
     if (folder / "final").is_dir():
         lines.append(f"model: {shlex.quote(shown((folder / 'final').absolute(), 1000))}")
     return [*lines, f"next: fedveil report {shlex.quote(shown(folder, 1000))}"]

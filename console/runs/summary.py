@@ -61,6 +61,17 @@ def upload_ratio(run: Run, runs: Sequence[Run]) -> float | None:
     return None
 
 
+def unchanged(run: Run) -> str:
+    """That no round after the first changed the model, in words; "" where one did, or there was one round."""
+    digests = {attempt["weights"] for attempt in run.attempts if attempt.get("weights") and not attempt.get("void")}
+    if len(digests) != 1 or run.rounds_done < 2:
+        return ""
+    return (
+        "the model is the same after each round, so what the sites sent moved nothing; look at train.learning-rate and "
+        "at the losses that they tell"
+    )
+
+
 def table(runs: Sequence[Run]) -> Table:
     """The runs as a rich table, a column a run."""
     shown = Table("", title="After the last round, on the server's test data", title_justify="left")

@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from fedveil.attacks.findings import Finding
 
 _SHOWN = 5  # findings on a terminal; the file has all
+_NOT_TRIED = "next: the lines above say why no attack was tried; --data or --site name the rows, --minutes its time"
+_CONTROLS_FAILED = (
+    "next: the lines above say which control failed. One that is not won asks for more rows (--max-rows); rows that "
+    "differ by themselves ask for other --non-members, of the kind that the sites have"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(table(ordered, found.name))
     if left := len(result.findings) - len(ordered):
         console.print(f"The other {left} findings: {file}; fedveil report {args.folder} draws all", soft_wrap=True)
+    if not ordered:
+        console.print(_CONTROLS_FAILED if result.findings else _NOT_TRIED, soft_wrap=True)
     if limit is None:
         return 0
     decision = decide(result, limit)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedveil.client_app.site.node_config import parse_site
+from fedveil.client_app.site.node_config import Site, parse_site
 from fedveil.console.flower.site_process import start_spare, write_programs
 from fedveil.console.provisioning import enrol, unpacked
 from fedveil.console.runs import sealing
@@ -28,8 +28,6 @@ from fedveil.errors import ConfigError
 from fedveil.foreign import shown
 from fedveil.guard import pace
 from fedveil.sealed import Seal, new_key
-
-_STATE = Path("~/.local/state/fedveil")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,13 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     status.add_argument("--follow", action="store_true", help="stay, and show the training as it goes")
     status.add_argument("--policy", default="", metavar="FILE", help="where fedveil site start has not noted it")
     status.add_argument("--key-file", default="", metavar="FILE", help="the same, where what it keeps is sealed")
-    status.set_defaults(run=_status)
+    status.set_defaults(run=_in_own_folder(_status))
     warm = actions.add_parser("warm", help="start a worker before the first message: for a container's entry point")
     warm.add_argument("--name", required=True, help="the site's name")
     warm.add_argument(
         "--owner", required=True, type=int, help="process that it shall end with: the SuperNode or SuperExec"
     )
-    warm.set_defaults(run=_warm)
+    warm.set_defaults(run=_in_own_folder(_warm))
     key = actions.add_parser("key", help="make a key file, under which a site's private state and ledger are sealed")
     key.add_argument("file", type=Path, metavar="NEWFILE", help="of 32 bytes that only this user can read")
     key.set_defaults(run=_key)
@@ -80,9 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dashboard.add_argument("--key-file", default="", metavar="FILE", help="the same, where what it keeps is sealed")
     dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any that is free")
     dashboard.add_argument("--host", default="127.0.0.1", help="127.0.0.1, and nothing else")
-    dashboard.set_defaults(run=_dashboard)
+    dashboard.set_defaults(run=_in_own_folder(_dashboard))
+    for action in (status, seal, purge, dashboard):
+        action.add_argument("--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit, which names it")
     for action in (status, warm, seal, purge, dashboard):
-        action.add_argument("--state-dir", type=Path, default=_STATE, help=f"the site's own folder; default {_STATE}")
+        action.add_argument("--state-dir", type=Path, help=f"the site's own folder; default {Site().state_dir}")
 
 
 def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -106,12 +106,12 @@ def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Se
     seal = actions.add_parser("seal", help="bring what a stopped site keeps under a key, or from one key to another")
     seal.add_argument("--key-file", default="", metavar="FILE", help="the new key; without it, back into the clear")
     seal.add_argument("--old-key-file", default="", metavar="FILE", help="the key under which it is sealed now")
-    seal.set_defaults(run=_seal)
+    seal.set_defaults(run=_in_own_folder(_seal))
     purge = actions.add_parser("purge", help="remove the private state of old runs; the ledger and the logs stay")
     purge.add_argument("--older-than", type=float, metavar="DAYS", help="runs without a turn for so long")
     purge.add_argument("--run", dest="runs", action="append", default=[], metavar="NAME", help="this run")
     purge.add_argument("--yes", action="store_true", help="do not ask")
-    purge.set_defaults(run=_purge)
+    purge.set_defaults(run=_in_own_folder(_purge))
     return seal, purge
 
 
@@ -119,6 +119,16 @@ def _start(args: argparse.Namespace) -> int:
     names = ("superlink", "ca", "key", "name", "poll-seconds", *site_start.NODE_OPTIONS)
     given = {name: getattr(args, name.replace("-", "_")) for name in names}
     return site_start.run(site_start.settled(given, args.kit, args.permit_everything))
+
+
+def _in_own_folder(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The action with the state folder that --state-dir names, or the kit, or the default."""
+
+    def run(args: argparse.Namespace) -> int:
+        kits = unpacked.node_config(args.kit) if getattr(args, "kit", None) else Site()
+        return action(argparse.Namespace(**{**vars(args), "state_dir": args.state_dir or kits.state_dir}))
+
+    return run
 
 
 def _warm(args: argparse.Namespace) -> int:

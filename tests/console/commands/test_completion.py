@@ -29,7 +29,7 @@ def test_commands_then_actions_then_options(script):
     assert {"start", "init", "purge", "--help"} <= completed(script, "fedveil", "site")
     assert {"--kit", "--superlink"} <= completed(script, "fedveil", "site", "start")
     assert "--federation" in completed(script, "fedveil", "submit", "app")
-    assert "--kit" not in completed(script, "fedveil", "site", "purge")
+    assert "--superlink" not in completed(script, "fedveil", "site", "purge")
     assert completed(script, "fedveil", "nonsense", "x") == set()
 
 

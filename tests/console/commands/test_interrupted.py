@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 from rich.console import Console
 
-from fedveil.console.flower.command_line import Flower, write_connection
+from fedveil.console.flower.command_line import Flower, Unreachable, write_connection
 from fedveil.console.flower.processes import LaunchError
 from fedveil.console.main import main
 from fedveil.console.runs.following import Followed
@@ -48,6 +49,31 @@ def test_a_flower_that_fails_ends_the_following_alone(pilot, monkeypatch, capsys
     assert "error: flwr ls failed; the run may go on; follow it with: fedveil watch 77 " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds, code", [(200.0, 0), (400.0, 2)])
+def test_a_server_that_answered_is_waited_for(pilot, monkeypatch, capsys, seconds, code):
+    """As one that is started anew; for five minutes, and then it is an error as before."""
+    now = [1000.0]
+    for name in ("_ASK_SECONDS", "_POLL_SECONDS"):
+        monkeypatch.setattr(f"fedveil.console.runs.following.{name}", 0.01)
+    monkeypatch.setattr("fedveil.console.runs.following.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
+    def status(self, run):
+        now[0] += 100.0
+        if now[0] == 1100.0:
+            return "running"
+        if now[0] <= 1100.0 + seconds:
+            raise Unreachable("nobody there")
+        return "finished:completed"
+
+    monkeypatch.setattr(Flower, "run_status", status)
+    monkeypatch.setattr(Flower, "log", lambda *_: "")
+    assert main(["watch", "77", "--federation", "a pilot"]) == code
+    said = capsys.readouterr()
+    assert said.out.count("the server does not answer; it is asked again for 300 s") == 1
+    assert ("the server answers again" in said.out) == (code == 0)
+    assert ("nobody there; the run may go on" in said.err) == (code == 2)
+
+
 def test_an_interrupted_submission_says_where_to_look(pilot, monkeypatch, capsys):
     monkeypatch.setattr(Flower, "submit", interrupted)
     assert main(["submit", "--federation", "a pilot"]) == 130
@@ -65,6 +91,20 @@ def test_a_folder_alone_names_the_run_by_its_number(pilot, monkeypatch, capsys):
     assert main(["watch", str(made)]) == 130
     said = capsys.readouterr().err
     assert f"fedveil watch '{made}'; stop it with: FLWR_HOME=PILOT/server/flower flwr stop 77\n" in said
+
+
+def test_of_a_run_that_has_ended_nothing_goes_on(pilot, monkeypatch, capsys):
+    made = pilot / "runs" / "first"
+    made.mkdir(parents=True)
+
+    def fails(*_):
+        (made / "status.json").write_text(json.dumps({"state": "failed", "round": 0, "rounds": 1}))
+        raise KeyboardInterrupt
+
+    (made / "status.json").write_text(json.dumps({"state": "running", "round": 0, "rounds": 1}))
+    monkeypatch.setattr("fedveil.console.runs.following.RunProgress.tick", fails)
+    assert main(["watch", str(made)]) == 130
+    assert capsys.readouterr().err == "interrupted: the run has ended: failed\n"
 
 
 def test_a_number_finds_the_runs_folder_in_the_federation(pilot, monkeypatch, capsys):

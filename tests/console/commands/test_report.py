@@ -7,6 +7,7 @@ from fedveil.console.main import main
 from fedveil.console.report import run_page as report
 from fedveil.console.runs import by_site, summary
 from fedveil.console.runs import folder as runs
+from fedveil.console.runs.following import closing
 from fedveil.errors import StateError
 
 # By hand: 2 layers, fp32, A 8 x 192 and B 576 x 8, 613 bytes around them. FedAvg: 11 uploads of both factors.
@@ -130,6 +131,22 @@ def test_scores_of_held_out_rows_stand_beside_their_counts(make_run):
     assert by_site.note(found.attempts[-1]["reports"]).startswith(f"  held out: loss {mean:.4f}, {rows} rows")
     assert by_site.note({"a": {"held_out_refused": 2.0}}) == ""
     assert by_site.scored(0, {"held_out_refused": 77.0}).why == "of another version"
+
+
+def test_page_and_last_lines_say_that_no_round_changed_the_model(make_run):
+    folder, words = make_run(), "so what the sites sent moved nothing"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for digests, said in (
+        (("a", "b", "c"), False),
+        (("a", "a", "a"), True),
+        (("a", "a", ""), True),
+        (("a", "", ""), False),
+    ):
+        counted = (row | {"weights": d} for row, d in zip(rows[1:], digests, strict=True))
+        text = "".join(json.dumps(row) + "\n" for row in (rows[0], *counted))
+        (folder / "metrics.jsonl").write_text(text)
+        assert (words in report.html([runs.load(folder)])) == said
+        assert any(words in line for line in closing(folder)) == said
 
 
 def test_page_and_lists_say_which_round_was_kept_and_why_the_run_stopped(make_run):

@@ -38,6 +38,13 @@ def test_the_most_charged_row_over_all_runs(tmp_path, capsys):
     assert line == f"privacy ledger of north: {words} {epsilon({STEP: 3})}"
     main(["site", "status", "--state-dir", str(tmp_path)])
     assert line in capsys.readouterr().out
+    kit = tmp_path / "kit"
+    kit.mkdir()
+    (kit / "node-config.toml").write_text('state-dir = ".."\n')
+    main(["site", "status", "--kit", str(kit)])
+    assert line in capsys.readouterr().out
+    main(["site", "status", "--kit", str(kit), "--state-dir", str(kit)])
+    assert line not in capsys.readouterr().out
 
 
 def test_noise_in_sums_has_a_second_figure(tmp_path):
