@@ -29,14 +29,14 @@ class MethodConfig(_Section):
 class TaskConfig(_Section):
     """What is learned, and on which data."""
 
-    name: str = Field("text-generation", description="what is learned: a file of fedveil/tasks/")
+    name: str = Field("text-generation", description="what is learned: the name of a file of fedveil/tasks/")
     model: str = Field("tiny", description="the base: tiny (bundled), a local folder, or a Hugging Face id")
     data: str = Field("", description="folder of the rows, at sites whose node config names none of their own")
     evaluation: str = Field("", description="the server's own test data; empty = the server scores nothing")
     server_data: str = Field(
         "", description="rows that the server trains on before round 0, for methods that do (fedsp)"
     )
-    source_column: str = Field("mr", description="column of what is given: a text, a question")
+    source_column: str = Field("mr", description="column of the rows that holds what is given: a text, a question")
     target_column: str = Field("ref", description="column of what is to be said: a text, a class, a caption")
     image_column: str = Field("image", description="column of the pictures: bytes, or paths beside the file")
     choices_column: str = Field("", description="vision-language: choices of a question; empty = captions")
@@ -48,13 +48,13 @@ class TaskConfig(_Section):
     partition: Literal["iid", "dirichlet", "pathological", "natural"] = Field(
         "iid", description="how sites that share a folder share its rows; no part in sites with folders of their own"
     )
-    alpha: float = Field(0.5, gt=0, description="dirichlet: smaller = sites differ more")
+    alpha: float = Field(0.5, gt=0, description="of partition = dirichlet: the smaller, the more sites differ")
     classes: int = Field(10, ge=2, description="image-classification: classes of a model that starts without weights")
     from_scratch: bool = Field(False, description="image-classification: a model folder may be without weights")
     class_names: str = Field("", description="clip-prompt: all names, split by commas; empty = those of the data")
     classes_per_site: int = Field(2, ge=0, description="pathological: labels a site; 0 = each label has one site")
-    max_examples: int = Field(0, ge=0, description="training rows a site; 0 = all")
-    max_tokens: int = Field(96, ge=8, description="longest sequence, source and target together")
+    max_examples: int = Field(0, ge=0, description="a site trains on at most so many of its rows; 0 = on all")
+    max_tokens: int = Field(96, ge=8, description="longest sequence, source and target together; what is longer is cut")
     chat_template: bool = Field(
         False,
         description="text-generation: a row is a message and its answer, in the words of the base's chat template",
@@ -64,8 +64,8 @@ class TaskConfig(_Section):
 class TrainConfig(_Section):
     """Local training. The optimiser starts anew at every participation."""
 
-    epochs: int = Field(1, ge=0, description="passes over a site's rows in a participation")
-    batch_size: int = Field(16, ge=1, description="rows")
+    epochs: int = Field(1, ge=0, description="passes over a site's rows each time it takes part")
+    batch_size: int = Field(16, ge=1, description="rows that one step of a site is computed on")
     accumulate: int = Field(1, ge=1, description="batches in an optimiser step, which count as one large batch")
     max_steps: int = Field(0, ge=0, description="most optimiser steps in a participation; 0 = the epochs decide")
     learning_rate: float = Field(3e-4, gt=0, description="the highest one, where there is a schedule or a warm-up")
@@ -73,7 +73,7 @@ class TrainConfig(_Section):
         "constant", description="of the learning rate over the whole run; see training/schedule.py"
     )
     warmup: float = Field(0.0, ge=0, lt=1, description="part of the run in which the learning rate rises from 0")
-    weight_decay: float = Field(1e-6, ge=0, description="AdamW's")
+    weight_decay: float = Field(1e-6, ge=0, description="how strongly AdamW pulls weights to zero")
     max_gradient_norm: float = Field(0.0, ge=0, description="a step's gradient is scaled down to it; 0 = off")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast, and a frozen base kept in it")
     quantized_base: Literal["none", "4bit", "8bit"] = Field(
@@ -106,7 +106,7 @@ class DpConfig(_Section):
 
     clip: float = Field(0.0, ge=0, description="C: bound on the norm of one row's gradient; 0 = no noisy steps")
     noise: float = Field(0.0, ge=0, description="z: noise of z C on a step's sum; see `fedveil privacy plan`")
-    learning_rate: float = Field(0.1, gt=0, description="of the noisy steps, which are plain SGD")
+    learning_rate: float = Field(0.1, gt=0, description="step size of the noisy steps, which are plain SGD")
     epsilon: float = Field(0.0, ge=0, description="most that a record may be charged; 0 = charges are only counted")
     delta: float = Field(1e-5, gt=0, lt=1, description="chance that epsilon bounds nothing; below 1 / rows")
     neighbours: Literal["replace-one", "add-or-remove-one"] = Field(
@@ -121,9 +121,9 @@ class EvaluateConfig(_Section):
     generate: Literal["never", "last", "always"] = Field(
         "last", description="when texts are generated and scored as well; it is slow"
     )
-    max_examples: int = Field(200, ge=1, description="test rows; of texts, distinct sources")
-    max_new_tokens: int = Field(48, ge=1, description="of a generated text")
-    beams: int = Field(1, ge=1, description="of beam search; 1 = greedy")
+    max_examples: int = Field(200, ge=1, description="the most test rows to score; of texts, distinct sources")
+    max_new_tokens: int = Field(48, ge=1, description="longest text that the model writes when it is scored")
+    beams: int = Field(1, ge=1, description="how many beams a scored text is searched with; 1 = greedy")
     keep: Literal["last", "best"] = Field("last", description="which round's model the run ends with, and final/ holds")
     metric: str = Field("loss", description="score on task.evaluation that says which is best; each task names its own")
     patience: int = Field(
@@ -141,8 +141,8 @@ class EvaluateConfig(_Section):
 class CohortConfig(_Section):
     """Who takes part in a round. ceil(fraction x sites) sites are drawn without replacement."""
 
-    fraction: float = Field(1.0, gt=0, le=1, description="of the connected sites, drawn in each round")
-    min_sites: int = Field(2, ge=1, description="quorum: accepted uploads that a round needs")
+    fraction: float = Field(1.0, gt=0, le=1, description="share of the connected sites that is drawn in each round")
+    min_sites: int = Field(2, ge=1, description="quorum: a round with fewer accepted uploads changes nothing")
     sites: int = Field(0, ge=0, description="sites to wait for before round 0; 0 = min-sites")
     wait_seconds: float = Field(120.0, gt=0, description="how long the server waits for enough sites to connect")
     deadline_seconds: float = Field(
@@ -175,7 +175,7 @@ class SecureConfig(_Section):
 
     enabled: bool = Field(False, description="the server gets sums of uploads, and no single one")
     threshold: int = Field(0, ge=0, le=10_000, description="holders that open a secret; 0 = more than two thirds")
-    min_sites: int = Field(3, ge=2, le=10_000, description="sites that a sum must have")
+    min_sites: int = Field(3, ge=2, le=10_000, description="a sum is opened only with at least so many sites in it")
     ring_bits: Literal[32, 64] = Field(32, description="of each integer that is sent in place of a weight")
     neighbours: int = Field(
         0, ge=0, le=10_000, description="sites, an even number, with which one shares masks; 0 = all, above 32 sites 32"
@@ -220,12 +220,14 @@ class RunSection(_Section):
     """The run itself."""
 
     rounds: int = Field(5, ge=1, description="of the whole run, those before a resume among them")
-    seed: int = Field(0, ge=0, description="of every draw that need not be secret")
+    seed: int = Field(0, ge=0, description="from which every draw follows that need not be secret")
     deterministic: bool = Field(False, description="every draw follows from the seed: for tests, never for real data")
     dir: str = Field("runs", description="folder of run folders: absolute, or below where the SuperLink runs")
     # With the nine characters that the server adds it is the name of a folder at every site.
     name: str = Field(
-        "", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,54})?$", description="of the run folder; empty = one is made up"
+        "",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,54})?$",
+        description="the run folder's name; empty = one is made up",
     )
     tap: bool = Field(
         False, description="keep all messages as they crossed the wire, for `fedveil audit`; as secret as they"

@@ -25,6 +25,10 @@ from tests.conftest import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def test_the_front_page_has_at_most_150_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def shown(text: str) -> list[str]:
     """Lines of blocks that begin with `fedveil`, each with its continuation, without what stands for more."""
     found = []

@@ -231,6 +231,8 @@ class ServerViews:
         names = [(n, shown(label(n), 40)) for n in metric_names([run])[:_CURVES]]
         charts = [chart(f"{said[:1].upper()}{said[1:]} by round", "rounds done", said, run.curve(n), run.name)
                   for n, said in names]  # fmt: skip
+        at_sites = [] if names else by_site.losses(run)
+        charts.append(chart("Training loss at the sites", "rounds done", "loss", at_sites, run.name))
         if run.upload_bytes:
             sent = [(x, y / 1e6) for x, y in run.uploaded]
             charts.append(chart("Uploaded so far", "rounds done", "MB, all sites", sent, run.name))
@@ -247,7 +249,9 @@ class ServerViews:
             "facts": {"rounds done": f"{run.rounds_done} of {plain(status.get('rounds', '?'))}",
                       "test loss": run.final.get("loss"), "bytes up": run.upload_bytes,
                       "bytes down": run.download_bytes, "seconds in rounds": round(run.seconds, 1)},
-            "charts": [one for one in charts if one], "failures": failed[:: -1][: bounded.MOST_LINES],
+            "charts": [one for one in charts if one],
+            "at_sites": run_page.SITES_NOTE if at_sites else "", "held_out": disclosed.held_out(run, sites),
+            "failures": failed[:: -1][: bounded.MOST_LINES],
             "sites": [[s.name, s.asked, s.accepted, failures(len(s.failures)), s.loss_trained, s.train_seconds, s.up,
                        s.down] for s in sites],
             "disclosed": disclosed.exchanged(run), "words": disclosure.learned(run),

@@ -113,7 +113,7 @@ def sites(run: Run) -> Html:
         why = join((f"round {round_ + 1}: {reason}" for round_, reason in s.failures), "; ") or None
         rows.append([s.name, s.accepted, s.asked, *said, s.up, s.down, why])
     notes = [_not_by_site(run, records), *([] if run.unseen else [tag("p", LOSSES_NOTE, "note")])]
-    return join([tag("h3", heading(run)), last_attempt(run), table(head, rows), *notes, _held_out(run, records)])
+    return join([tag("h3", heading(run)), last_attempt(run), table(head, rows), *notes, held_out(run, records)])
 
 
 def last_attempt(run: Run) -> Html:
@@ -134,8 +134,8 @@ def _not_by_site(run: Run, records: Sequence[by_site.SiteRecord]) -> Html:
     return tag("p", f"{words} and {rest[1]:,} down.", "note") if any(rest) else Html("")
 
 
-def _held_out(run: Run, records: Sequence[by_site.SiteRecord]) -> Html:
-    """Each site's last score on its held-out rows with the rows behind it, and their weighted mean."""
+def held_out(run: Run, records: Sequence[by_site.SiteRecord]) -> Html:
+    """Each site's last score on its held-out rows with the rows behind it, and their weighted mean; "" without one."""
     found = [(s.name, s.held_out) for s in records if s.held_out is not None]
     if not found:
         return Html("")

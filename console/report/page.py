@@ -40,7 +40,7 @@ figure { margin: 0; } figure svg { width: 100%; height: auto; } .figures figure,
 .completed { color: var(--good); } .failed { color: var(--bad); } .plain { color: inherit; }
 .wait { border-left: 4px solid var(--line); background: var(--soft); padding: .6rem .9rem; }
 .alert { border-left: 4px solid var(--bad); background: var(--soft); padding: .6rem .9rem; margin: .8rem 0; }
-details { margin: .5rem 0; } summary { cursor: pointer; }
+details { margin: .5rem 0; } summary { cursor: pointer; padding: .2rem 0; }
 code, pre { font: .86rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
 td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem; } li { margin: .25rem 0; }
 @media (max-width: 40rem) { /* a row is a card, each cell behind its column's name */

@@ -42,17 +42,23 @@ def html(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> str:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    return f"FedVeil: {' / '.join(run.name for run in runs)}"
+    return f"FedVeil: {_named(runs)}"
+
+
+def _named(runs: Sequence[Run]) -> str:
+    return " / ".join(run.name for run in runs)
 
 
 def body(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> Html:
     """What the page says, without its frame."""
-    parts: list[object] = [tag("h1", _title(runs)), tag("p", _lead(runs), "lead")]
+    gained = _gained(runs)
+    headline = f"What withholding gained, and cost: {_named(runs)}" if gained else _title(runs)
+    parts: list[object] = [tag("h1", headline), tag("p", _lead(runs), "lead")]
     parts += [_alert(run) for run in runs if run.status.get("state") != "completed"]
     parts += [tag("p", _resumed(run, row), "note") for run in runs for row in run.resumes]
     parts += [tag("p", _chosen(run), "note") for run in runs if run.of_round]
     parts += [tag("p", f"{run.name}: {same}.", "note") for run in runs if (same := unchanged(run))]
-    parts += [_gained(runs), tag("h2", "Summary"), _summary(runs), _figures(runs), *_texts(runs)]
+    parts += [gained, tag("h2", "Summary"), _summary(runs), _figures(runs), *_texts(runs)]
     parts += [tag("h2", "What each side learned"), *map(disclosed.learned, runs)]
     parts += [tag("p", disclosure.SYMBOLS, "note")]
     parts += [tag("h2", "Differential privacy"), tag("p", PRIVACY_NOTE, "note"), *(_privacy(run) for run in runs)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fedveil.console.runs.folder import Run
+from fedveil.console.runs.folder import Row, Run
 from fedveil.contract import held_out
 
 
@@ -144,14 +144,16 @@ def losses(run: Run) -> list[tuple[int, float]]:
     The mean over the sites that told it, weighted with their examples. Sites say what they like: a figure that is no
     finite number from 0 on is left out.
     """
-    found: dict[int, float] = {}
-    for attempt in run.attempts:
-        told = [] if attempt.get("void") or not attempt.get("weights") else attempt.get("reports", {}).values()
-        pairs = [(_number(r.get("num_examples", 1)), _number(r.get("loss_received"))) for r in told]
-        known = [(weight, loss) for weight, loss in pairs if weight and loss is not None]
-        if known:
-            found[int(attempt["round"])] = sum(w * x for w, x in known) / sum(w for w, _ in known)
-    return sorted(found.items())
+    counted = ((a, loss_told(a)) for a in run.attempts if a.get("weights") and not a.get("void"))
+    return sorted({int(attempt["round"]): loss for attempt, loss in counted if loss is not None}.items())
+
+
+def loss_told(attempt: Row) -> float | None:
+    """The same of one attempt; None where no site told it."""
+    told = (attempt.get("reports") or {}).values()
+    pairs = [(_number(r.get("num_examples", 1)), _number(r.get("loss_received"))) for r in told]
+    known = [(weight, loss) for weight, loss in pairs if weight and loss is not None]
+    return sum(w * x for w, x in known) / sum(w for w, _ in known) if known else None
 
 
 def _number(value: object) -> float | None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fedveil.console.flower.command_line import Flower, Unreachable
 from fedveil.console.flower.processes import LaunchError, named_error
-from fedveil.console.runs import summary
+from fedveil.console.runs import by_site, summary
 from fedveil.console.runs.folder import load, status_of
 from fedveil.console.runs.progress import RunProgress, stage
 from fedveil.errors import FedVeilError
@@ -176,6 +176,8 @@ def closing(folder: Path) -> list[str]:
         return [shown(error)]
     scores = ", ".join(f"{shown(name, 40)} {value:.4f}" for name, value in sorted(run.final.items()))
     rounds = shown(run.status.get("rounds", "?"), 20)
+    if not scores and (told := by_site.losses(run)):
+        scores = f"none by the server; loss at the sites, on rows that they train on: {told[-1][1]:.4f}"
     lines = [f"rounds: {run.rounds_done} of {rounds}" + (f"; last scores: {scores}" if scores else "")]
     lines += [shown(words, 200) for words in (run.of_round, summary.unchanged(run)) if words]
     if (folder / "final").is_dir():

@@ -189,6 +189,8 @@ class RunProgress(AbstractContextManager["RunProgress"]):
             accepted += "" if row.get("weights") else ", too few"
             failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
             masked = f"; {unseen.note(row['unseen'])}" if row.get("unseen") else ""
+            if loss is None and (told := by_site.loss_told(row)) is not None:
+                note = f"loss at the sites, before their training: {told:.4f}"
             note += by_site.note(row.get("reports") or {})
             loss_too = f"  {note}" if note else ""
             note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B{loss_too}{masked}{failures}"

@@ -157,6 +157,14 @@ def make_run(tmp_path):
     return lambda **options: write_run(tmp_path, **options)
 
 
+def unscored(folder: Path) -> Path:
+    """The run as one whose server has no test data."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{key: value for key, value in row.items() if key != "scores"} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
 def masked(folder: Path) -> Path:
     """The run as one of secure aggregation: no reports, one vector an upload, one attempt without a sum."""
     config = json.loads((folder / "config.json").read_text())

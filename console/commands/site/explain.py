@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"Reading {shown(config.task.model)}, for what is trained of it", file=sys.stderr, flush=True)
     task = tasks.load(config, method.adapter, "cpu")
     exchange = Exchange(method, config.method.name, task.spec)
-    roster = args.policy is not None and bool(policies.of_site(_site(args.policy)).roster)
+    roster = args.policy is not None and bool(_read(args.policy).roster)
     masked = Masked.of(exchange, config, args.sites) if config.secure.enabled else None
     lines = [*explained(exchange, config, args.delta, masked, roster), *_scores(config, args.policy)]
     print("\n".join(shown(line, 4000) for line in lines))
@@ -132,7 +132,7 @@ def _in_the_clear(exchange: Exchange) -> list[str]:
 
 def _scores(config: RunConfig, policy: Path | None) -> list[str]:
     """What scores of held-out rows would tell; nothing where none are asked for."""
-    part, most = config.evaluate.held_out, policies.of_site(_site(policy)).max_scores if policy else 0
+    part, most = config.evaluate.held_out, _read(policy).max_scores if policy else 0
     if not part:
         return []
     asked = (
@@ -169,10 +169,18 @@ def _site(policy: Path) -> Site:
     return Site(policy=str(policy.absolute()), state_dir=Path("/nonexistent"))
 
 
+def _read(policy: Path) -> policies.Policy:
+    """Raises PolicyError that names the file, which a site's own error does not: the server reads that."""
+    try:
+        return policies.of_site(_site(policy))
+    except PolicyError as error:
+        raise PolicyError(f"--policy {policy}: {str(error).removeprefix('policy: ')}") from None
+
+
 def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfig, up: int) -> None:
     """Raises PolicyError as the site would before the run's first round; sizes of fields for those of messages."""
     site = _site(policy)
-    read = policies.of_site(site)
+    read = _read(policy)
     bundle = policies.Bundle()
     if read.app_digests is not None or read.signers is not None:
         digest = hashlib.sha256(built(app)).hexdigest()

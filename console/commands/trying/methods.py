@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import importlib
 import inspect
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -19,26 +18,18 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
-from fedveil import places, strategies
+from fedveil import strategies
+from fedveil.console import measured
 from fedveil.console.terminal import markdown
 from fedveil.contract.budget import Claim
 from fedveil.contract.layout import Direction, Layout
 from fedveil.contract.method import Method
 from fedveil.contract.spec import Spec
-from fedveil.errors import StateError
-from fedveil.foreign import shown
 
 _FP32 = 4  # bytes
 _COMPARED = (
     "down, up: the most bytes of a message's fields in any round, in % of the trained tensors in fp32, for a small "
     "model. In full: fedveil methods NAME"
-)
-_MEASURED = (
-    "measured: fedveil bench lora/attacks{quick}, commit {commit}: test loss of the server's model, and AUROC of the "
-    "attack alignment on what a client sent (0.5: a coin; 1: told every time), 95 %. -: not in it"
-)
-_NOT_HERE = (
-    "measured: -, for benchmarks/results/lora_attacks.json is in a checkout alone; docs/results.md has the figures"
 )
 
 
@@ -55,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the list or one method."""
     console = Console(highlight=False)
     if args.table:
-        figures, whence = _committed()
+        figures, whence = measured.committed()
         console.print(_compared(figures))
         console.print(f"{_COMPARED}\n{whence}", style="dim", markup=False)
         return 0
@@ -107,44 +98,6 @@ def _compared(figures: Mapping[str, str]) -> Table:
 def shared(words: str) -> tuple[str, str]:
     """What a client shares, and what stays with it, as a method's page says: README's table has the same."""
     return _sentence(words, "A client shares: "), _sentence(words, "With it stays: ")
-
-
-def _committed() -> tuple[dict[str, str], str]:
-    """What `lora/attacks` measured, by a method's title, and where that is from; nothing outside a checkout.
-
-    Raises:
-        StateError: the committed file is no result.
-    """
-    at = places.checkout()
-    file = at / "benchmarks" / "results" / "lora_attacks.json" if at else None
-    if file is None or not file.is_file():
-        return {}, _NOT_HERE
-    try:
-        found = json.loads(file.read_text())
-        figures = _figures({str(row["name"]): row["metrics"] for row in found["rows"]})
-        return figures, _MEASURED.format(quick=" --quick" * bool(found["quick"]), commit=shown(found["commit"], 40))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StateError(
-            f"{file}: expected a result of fedveil bench lora/attacks, found {shown(error, 80)}; take the committed one"
-        ) from None
-
-
-def _figures(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Test loss of the server's model, and the attack on one client, of methods with both."""
-    start = _metric(rows["round 0"], "test loss")["mean"]
-    found = {}
-    for title in (name.removesuffix(" server") for name in rows if name.endswith(" server")):
-        loss = _metric(rows[f"{title} server"], "test loss")
-        told = _metric(rows[f"{title} client"], "alignment")
-        same = ", the base's: the server has no other" if loss["mean"] == start else ""
-        auroc = f"{told['mean']:.2f} [{told['low']:.2f}, {min(1.0, told['high']):.2f}]"
-        found[title] = f"loss {loss['mean']:.2f} [{loss['low']:.2f}, {loss['high']:.2f}]{same}; attack {auroc}"
-    return found
-
-
-def _metric(metrics: Mapping[str, Any], name: str) -> Mapping[str, float]:
-    """A metric, whatever the data are called that stand before its name."""
-    return next((value for key, value in metrics.items() if key.endswith(f" {name}")), {})
 
 
 def _sentence(words: str, head: str) -> str:

@@ -59,6 +59,15 @@ def test_a_run_in_plain_words(tmp_path, capsys):
     assert "FORBIDS it: bytes a round: this site permits at most 1000" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", [b"\xff", b"methods = ", b"nonsense = 1"])
+def test_a_policy_that_cannot_be_read_is_named(tmp_path, capsys, content):
+    policy = tmp_path / "site-policy.toml"
+    policy.write_bytes(content)
+    assert main(["explain", "--policy", str(policy)]) in (1, 2)
+    said = capsys.readouterr()
+    assert f"--policy {policy}: expected a readable policy file" in said.out + said.err
+
+
 def test_the_run_config_comes_from_a_file_and_from_pairs(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[method]\nname = "fedavg"\n[run]\nrounds = 3\n')

@@ -20,10 +20,12 @@ import pytest
 from fedveil.console.dashboard.federations import named
 from fedveil.console.dashboard.opened import folders, of_server, of_site
 from fedveil.console.dashboard.serving import Server
+from fedveil.console.report import run_page
 from tests.console.conftest import write_run
 from tests.console.dashboard.test_federations import flower, pilot, two  # noqa: F401  # fixtures
 from tests.console.dashboard.test_pages import goes_on
 from tests.console.dashboard.test_site_pages import state  # noqa: F401  # a fixture
+from tests.console.report.test_trade import pair  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.browser
 
@@ -136,6 +138,23 @@ def test_every_page_fits_and_is_readable(serve, page, runs, hostile, state, two,
             assert page.evaluate(BEYOND) == 0
         if folder := os.environ.get("FEDVEIL_PICTURES"):
             page.screenshot(path=Path(folder) / f"{name}-{scheme}-{width}.png", full_page=True)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_report_of_a_demo_fits_and_is_readable(page, pair, tmp_path, scheme, width):  # noqa: F811
+    """A file of its own, with the picture of what several runs gained."""
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 844})
+    file = tmp_path / "report.html"
+    file.write_text(run_page.html(pair()))
+    page.goto(file.as_uri())
+    assert page.locator("h1").inner_text().startswith("What withholding gained")
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate(CONTRAST) == []
+    assert page.evaluate(SMALL_TARGETS) == []
+    if folder := os.environ.get("FEDVEIL_PICTURES"):
+        page.screenshot(path=Path(folder) / f"demo-{scheme}-{width}.png", full_page=True)
 
 
 def test_a_run_that_goes_on_is_followed_and_what_was_open_stays_open(serve, page, tmp_path):

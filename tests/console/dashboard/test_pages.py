@@ -11,7 +11,7 @@ import pytest
 
 from fedveil.console.dashboard import bounded
 from fedveil.records import audit_log, process
-from tests.console.conftest import REFUSED_BYTES, write_run
+from tests.console.conftest import REFUSED_BYTES, unscored, write_run
 from tests.console.dashboard.conftest import EVIL, opened
 
 
@@ -106,6 +106,20 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     assert "expected a norm of at most 1e+06, found 3.2e+07" in last
     assert "no reply within 900 s" in last
     assert "epsilon infinite" in text
+
+
+def test_a_run_that_is_not_scored_shows_what_its_sites_told(runs):
+    client = opened(runs)
+    assert "Training loss at the sites" not in client.get(f"{client.base}/runs/fedavg").text
+    file = unscored(runs / "fedavg") / "metrics.jsonl"
+    first, *rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[2]["reports"]["site-0"] |= {"loss_held_out": 2.5, "rows_held_out": 40.0}
+    file.write_text("".join(json.dumps(row) + "\n" for row in (first, *rows)))
+    text = client.get(f"{client.base}/runs/fedavg").text
+    assert 'aria-label="Training loss at the sites. ' in text
+    assert "That is no held-out loss." in text
+    assert "in round 3: 2.5000 (40 rows of 1 sites)" in text
+    is_whole(text)
 
 
 def goes_on(runs, name, **about) -> None:

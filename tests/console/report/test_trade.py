@@ -176,13 +176,17 @@ def test_the_picture_has_every_figure_and_its_words(pair):
 
 
 def test_the_page_opens_with_it(pair):
-    page = run_page.html(pair())
+    runs = pair()
+    page = run_page.html(runs)
+    assert f"<h1>What withholding gained, and cost: {runs[0].name} / {runs[1].name}</h1>" in page
     assert page.index("picks the trained row of a pair 86.0 times") < page.index(">Summary<")
     assert 'aria-label="What was gained.' in page
 
 
 def test_without_an_audit_the_page_has_no_picture(run_folders):
-    assert "What was gained" not in run_page.html([folder.load(f) for f in run_folders])
+    page = run_page.html([folder.load(f) for f in run_folders])
+    assert "What was gained" not in page
+    assert "<h1>FedVeil: " in page
 
 
 def test_a_run_without_scores_says_so(pair):

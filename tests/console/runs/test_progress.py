@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
 
 from fedveil.console.commands.running import status
-from fedveil.console.runs import progress
+from fedveil.console.runs import by_site, progress
+from fedveil.console.runs.folder import load
+from fedveil.console.runs.following import closing
 from fedveil.console.runs.progress import RunProgress, underway
+from tests.console.conftest import unscored
 
 ROUND = {
     "round": 1, "attempt": 0, "phase": "round", "since": 1000.0, "deadline_seconds": 600.0, "quorum": 2, "asked": 4,
@@ -134,3 +138,15 @@ def test_an_attempt_without_a_site_counts_none(make_run, monkeypatch):
         bar.tick({"state": "running"})
     assert "no site asked to train, too few" in out.getvalue()
     assert "0 of 0" not in out.getvalue()
+
+
+def test_a_round_that_the_server_does_not_score_has_what_its_sites_told(make_run):
+    run, words = unscored(make_run()), "loss at the sites, before their training: "
+    out = io.StringIO()
+    with RunProgress(Console(file=out, width=200), run, "run", 5) as bar:
+        bar.tick({"state": "running"})
+    found = re.findall(words + r"(\d\.\d{4})", out.getvalue())
+    assert [float(loss) for loss in found] == pytest.approx([loss for _, loss in by_site.losses(load(run))], abs=1e-4)
+    assert len(found) == 3
+    line = next(line for line in closing(run) if line.startswith("rounds: "))
+    assert line.endswith(f"none by the server; loss at the sites, on rows that they train on: {found[-1]}")
