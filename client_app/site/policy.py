@@ -262,12 +262,12 @@ def of_site(site: Site) -> Policy:
     except (OSError, ValueError, RecursionError) as error:  # ValidationError and TOMLDecodeError are ValueErrors
         if isinstance(error, ValidationError):
             first = error.errors()[0]
-            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            what = f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}"
         else:
             what = type(error).__name__
-        raise PolicyError(
-            f"policy: expected a readable policy file, found none ({what}); the site must correct it"
-        ) from error
+        found = "none" if isinstance(error, OSError) else "one that does not fit"
+        says = f"policy: expected a readable policy file, found {found} ({what}); the site must correct it"
+        raise PolicyError(says) from error
 
 
 def _require_one(key: str, found: str, permitted: list[str] | None) -> None:

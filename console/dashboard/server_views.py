@@ -96,7 +96,7 @@ class ServerViews:
     def _place(self, key: str) -> Place:
         places = bounded.runs(self.runs)
         if key not in places:
-            raise NotFound(f"expected one of {len(places)} runs, found {shown(key, 80)}")
+            raise NotFound(f'no run is called "{shown(key, 80)}"; the page Runs lists all {len(places)}')
         return places[key]
 
     def _loaded(self, place: Place) -> Run:
@@ -219,7 +219,7 @@ class ServerViews:
     def _log(self, name: str) -> View:
         files = self._log_files()
         if name not in files:
-            raise NotFound(f"expected one of {len(files)} audit logs, found {shown(name, 80)}")
+            raise NotFound(f'no log is called "{shown(name, 80)}"; the page Audit logs lists all {len(files)}')
         about = {"verdict": verdict(self.later, files[name]), "name": name, "file": str(files[name]), "head": LOG_HEAD}
         title = "Audit log of the runs" if name == "runs" else f"Audit log of {name}"
         return View("log.html", title, {**about, "rows": log_rows(bounded.tail(files[name]))})

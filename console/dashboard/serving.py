@@ -47,7 +47,7 @@ def listener(port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         found.close()
         used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        said = "it in use" if used else f"it cannot be used ({error})"
+        said = "it is in use" if used else f"it cannot be used ({error})"
         raise ConfigError(f"--port: expected a free port, found {port}: {said}; name another, or 0 for any") from None
     return found
 

@@ -18,6 +18,7 @@ SUMMARY_NOTE = (
     "is better; of the text metrics higher is better. Bytes: whole messages, refused ones too. Seconds: all rounds, "
     "scoring on the server not counted. Upload / FedAvg: beside the FedAvg run of equal rounds, where one is here."
 )
+_HEADLINE = "FedVeil: what withholding gained, and cost"
 _PURPOSE = "One model, trained by sites that keep their rows: how good it is, what it cost, and what was given away."
 SITES_NOTE = (
     "The server scored no model on rows of its own. The curves are what the sites told: the loss of the model that "
@@ -52,8 +53,10 @@ def _named(runs: Sequence[Run]) -> str:
 def body(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> Html:
     """What the page says, without its frame."""
     gained = _gained(runs)
-    headline = f"What withholding gained, and cost: {_named(runs)}" if gained else _title(runs)
-    parts: list[object] = [tag("h1", headline), tag("p", _lead(runs), "lead")]
+    headline, lead = (
+        ("FedVeil: what withholding gained, and cost", f"{_named(runs)}. ") if gained else (_title(runs), "")
+    )
+    parts: list[object] = [tag("h1", headline), tag("p", f"{lead}{_lead(runs)}", "lead")]
     parts += [_alert(run) for run in runs if run.status.get("state") != "completed"]
     parts += [tag("p", _resumed(run, row), "note") for run in runs for row in run.resumes]
     parts += [tag("p", _chosen(run), "note") for run in runs if run.of_round]

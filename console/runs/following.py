@@ -72,7 +72,7 @@ class Followed:
     def _left(self) -> str:
         """What is under way once nobody follows it."""
         state = "" if self.folder is None else shown(status_of(self.folder).get("state", ""), 20)
-        if state in _BY_FOLDER or self._said.startswith("finished"):
+        if state in (*_BY_FOLDER, "died") or self._said.startswith("finished"):
             return f"the run has ended: {state or shown(self._said, 40)}"
         return f"the run goes on; {self.by_hand()}"
 
@@ -84,9 +84,7 @@ class Followed:
     def _filled(self, word: str) -> str:
         """With the federation's folder in a command that resumes the run; the ServerApp cannot know it."""
         home = self.flower.home if self.flower is not None else Path()
-        if home.parts[-2:] != ("server", "flower"):
-            return word
-        return word.replace("--federation FOLDER ", f"--federation {shlex.quote(str(home.parents[1]))} ")
+        return filled(word, home.parents[1]) if home.parts[-2:] == ("server", "flower") else word
 
     def by_hand(self) -> str:
         """How to follow the run from now on, and how to stop it. No answer of Flower is needed for that."""
@@ -166,6 +164,11 @@ class Followed:
     def _told(self) -> list[str]:
         """What the ServerApp said for whoever has no look into its folder."""
         return [shown(line, 1000) for line in _TOLD.findall(self._log())[-_MOST_TOLD:]]
+
+
+def filled(word: str, federation: Path) -> str:
+    """Words that name a command of a federation, with its folder in them."""
+    return word.replace("--federation FOLDER ", f"--federation {shlex.quote(str(federation))} ")
 
 
 def closing(folder: Path) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from fedveil.console.provisioning.federation import Members
 from fedveil.console.provisioning.presence import absent
 from fedveil.console.runs.folder import load
+from fedveil.console.runs.following import filled
 from fedveil.console.runs.progress import underway
 from fedveil.errors import FedVeilError
 from fedveil.foreign import shown
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """0; 1 where a run failed, went silent or cannot be read, or a registered site is not online."""
     own = args.federation / "runs" if args.federation else Path("runs")
     lines, well = runs(args.folder or (own if own.is_dir() else Path("runs")))
+    lines = [filled(line, args.federation.absolute()) for line in lines] if args.federation else lines
     print("\n".join(lines), flush=True)  # before Flower is asked, which may fail
     if args.federation:
         lines, all_online = _sites(args.federation)

@@ -52,9 +52,9 @@ def test_without_a_policy_everything_passes():
         ('models = ["gpt2"]', 'task.model: this site permits .* found "tiny"'),
         ("max-rounds = 4", "run.rounds: this site permits at most 4, found 5"),
         (None, r"policy: expected a readable policy file, found none \(FileNotFoundError\)"),
-        ("methods = fedavg", r"found none \(TOMLDecodeError\)"),
-        ("method = []", "found none .method: Extra inputs are not permitted"),
-        ('methods = "fedavg"', "found none .methods: Input should be a valid list"),
+        ("methods = fedavg", r"found one that does not fit \(TOMLDecodeError\)"),
+        ("method = []", "found one that does not fit .method: Extra inputs are not permitted"),
+        ('methods = "fedavg"', "found one that does not fit .methods: Input should be a valid list"),
     ],
 )
 def test_it_fails_closed_and_names_the_key(text, reason, tmp_path):
@@ -129,7 +129,7 @@ def test_hours_hold_their_first_minute_and_not_their_last(hours, inside, outside
              'neighbours = "none"', "max-repeats = 0", "min-batch = 0", "max-bytes-a-round = 0", "min-examples = true"]
 )  # fmt: skip
 def test_a_value_of_another_kind_closes_the_site(text, tmp_path):
-    with pytest.raises(PolicyError, match="expected a readable policy file, found none"):
+    with pytest.raises(PolicyError, match="expected a readable policy file, found one that does not fit"):
         check(assignment(tmp_path, text))
 
 

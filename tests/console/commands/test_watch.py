@@ -141,6 +141,17 @@ def test_status_names_each_run_and_why_it_failed(make_run, tmp_path, capsys):
     assert "round 4: expected at least 2 accepted uploads" in shown
 
 
+def test_status_of_a_federation_names_it_in_the_command_that_resumes_a_run(make_run, tmp_path, capsys, monkeypatch):
+    reason = "killed; resume it: fedveil submit --federation FOLDER --config r.toml"
+    told = json.dumps({"state": "failed", "round": 0, "rounds": 5, "reason": reason})
+    (make_run(method="fedavg") / "status.json").write_text(told)
+    monkeypatch.setattr(status, "_sites", lambda _: ([], True))
+    assert main(["status", str(tmp_path), "--federation", str(tmp_path / "a b")]) == 1
+    assert f"fedveil submit --federation '{tmp_path}/a b' --config r.toml" in capsys.readouterr().out
+    assert main(["status", str(tmp_path)]) == 1
+    assert "--federation FOLDER --config" in capsys.readouterr().out
+
+
 def test_a_run_that_was_told_to_end_is_stopped_for_everybody_and_no_failure(make_run, tmp_path, capsys):
     folder = make_run(method="fedavg", state="running")
     (folder / "checkpoint.safetensors").touch()

@@ -149,7 +149,7 @@ def test_the_report_of_a_demo_fits_and_is_readable(page, pair, tmp_path, scheme,
     file = tmp_path / "report.html"
     file.write_text(run_page.html(pair()))
     page.goto(file.as_uri())
-    assert page.locator("h1").inner_text().startswith("What withholding gained")
+    assert page.locator("h1").inner_text().startswith("FedVeil: what withholding gained")
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(CONTRAST) == []
     assert page.evaluate(SMALL_TARGETS) == []

@@ -97,7 +97,7 @@ def test_a_port_that_is_taken_is_named(capsys):
         taken.listen()
         port = taken.getsockname()[1]
         assert main(["dashboard", "--port", str(port)]) == 2
-    assert f"--port: expected a free port, found {port}: it in use" in capsys.readouterr().err
+    assert f"--port: expected a free port, found {port}: it is in use" in capsys.readouterr().err
     assert main(["dashboard", "--port", "99999"]) == 2
 
 

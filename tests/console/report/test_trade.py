@@ -178,7 +178,7 @@ def test_the_picture_has_every_figure_and_its_words(pair):
 def test_the_page_opens_with_it(pair):
     runs = pair()
     page = run_page.html(runs)
-    assert f"<h1>What withholding gained, and cost: {runs[0].name} / {runs[1].name}</h1>" in page
+    assert f'gained, and cost</h1>\n<p class="lead">{runs[0].name} / {runs[1].name}. One model, ' in page
     assert page.index("picks the trained row of a pair 86.0 times") < page.index(">Summary<")
     assert 'aria-label="What was gained.' in page
 
