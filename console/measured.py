@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +18,73 @@ from fedveil.foreign import shown
 
 _LORA = "lora/attacks"
 _WORDS = (
-    "measured, 95 %: without a table's name fedveil bench lora/attacks: test loss of the server's model, and AUROC of "
-    "the attack alignment on what a client sent (0.5: a coin; 1: told every time); else the table that is named, of "
-    "the method's own paper. -: in none of these. docs/results.md has all, with their controls"
+    "measured, 95 %: where no table is named, {lora}: test loss of the server's model, and AUROC of the attack "
+    "alignment on what a client sent (0.5: a coin; 1: told every time; FedAvg's is the undefended one); else the table "
+    "that is named, of the method's own paper. -: in none of these. docs/results.md has all, with all controls"
 )
 _NOT_HERE = "measured: -, for benchmarks/results is in a checkout alone; docs/results.md has the figures"
+_PROPORTIONS = ("alignment", "AUROC, global", "recovered")  # a seed's interval may reach beyond
 
-# By a method's title: the table, and in it (words, row, metric).
-_ACCURACY, _SHARE = "accuracy", "recovered"
-_ABOVE = "a client's loss above the server's, less that of a run that hides nothing,"
-_OF_PAPERS: dict[str, list[tuple[str, str, str, str]]] = {
-    "DP-FPL": [
-        ("dp_fpl/table3", "% right at its own site, epsilon 0.4,", "DP-FPL, epsilon 0.4", "local"),
-        ("dp_fpl/mia", "attack", "DP-FPL, noise 4 C each", "AUROC, global"),
-    ],
-    "PromptFL": [("dp_fpl/table3", "% right at its own site, epsilon 0.4,", "PromptFL, epsilon 0.4", "local")],
-    "FedOTP": [("dp_fpl/table3", "% right at its own site, without noise,", "FedOTP", "local")],
-    "FedPGP": [("dp_fpl/table3", "% right at its own site, without noise,", "FedPGP", "local")],
-    "FedQSN": [
-        ("fedqsn/table1", _ABOVE, "FedQSN gap less control", "e2e_nlg loss"),
-        ("fedqsn/table1", "after its own training", "FedQSN tuned gap less control", "e2e_nlg loss"),
-    ],
-    "FedLPP": [
-        ("fedqsn/table1", _ABOVE, "FedLPP gap less control", "e2e_nlg loss"),
-        ("fedqsn/table1", "after its own training", "FedLPP tuned gap less control", "e2e_nlg loss"),
-    ],
-    "FedSP": [
-        ("fedqsn/table1", "a client's loss above the server's", "FedSP gap", "e2e_nlg loss"),
-        ("fedqsn/table1", "after its own training", "FedSP tuned gap", "e2e_nlg loss"),
-    ],
-    "Random binary weights for gradients": [
-        ("random_binary/accuracy", "% right", "scratch, R = 0.5", _ACCURACY),
-        ("random_binary/accuracy", "without masks", "scratch, plain", _ACCURACY),
-        ("random_binary/adaptive", "share of pictures that who knows the mask reads", "R = 0.5, batch 1", _SHARE),
-    ],
-    "Fixed position embedding": [
-        ("random_binary/accuracy", "% right", "scratch, fixed position", _ACCURACY),
-        ("random_binary/april", "share of pictures that APRIL reads", "modified, fixed position, APRIL", _SHARE),
-    ],
+# By a method's title: tables, and of each (words, row, metric). What is withheld stands beside the same without that.
+_SITE, _NOISE = "% right at its own site, epsilon 0.4,", "by noise alone"
+_ABOVE, _TUNED = "a client's loss above the server's", "after its own training"
+_LESS = f"{_ABOVE}, less that of a run that hides nothing,"
+_OF_PAPERS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
+    "DP-FPL": {
+        "dp_fpl/table3": [
+            (_SITE, "DP-FPL, epsilon 0.4", "local"),
+            (_NOISE, "DP-FPL, epsilon 0.4, noise only", "local"),
+        ],
+        "dp_fpl/mia": [
+            ("attack", "DP-FPL, noise 4 C each", "AUROC, global"),
+            ("without noise, where it should win,", "DP-FPL, no noise", "AUROC, global"),
+        ],
+    },
+    "PromptFL": {
+        "dp_fpl/table3": [
+            (_SITE, "PromptFL, epsilon 0.4", "local"),
+            (_NOISE, "PromptFL, epsilon 0.4, noise only", "local"),
+        ]
+    },
+    "FedOTP": {"dp_fpl/table3": [("% right at its own site, without noise,", "FedOTP", "local")]},
+    "FedPGP": {"dp_fpl/table3": [("% right at its own site, without noise,", "FedPGP", "local")]},
+    "FedQSN": {
+        "fedqsn/table1": [
+            (_LESS, "FedQSN gap less control", "e2e_nlg loss"),
+            (_TUNED, "FedQSN tuned gap less control", "e2e_nlg loss"),
+        ]
+    },
+    "FedLPP": {
+        "fedqsn/table1": [
+            (_LESS, "FedLPP gap less control", "e2e_nlg loss"),
+            (_TUNED, "FedLPP tuned gap less control", "e2e_nlg loss"),
+        ]
+    },
+    "FedSP": {
+        "fedqsn/table1": [(_ABOVE, "FedSP gap", "e2e_nlg loss"), (_TUNED, "FedSP tuned gap", "e2e_nlg loss")],
+    },
+    "Random binary weights for gradients": {
+        "random_binary/accuracy": [
+            ("% right", "scratch, R = 0.5", "accuracy"),
+            ("without masks", "scratch, plain", "accuracy"),
+        ],
+        "random_binary/april": [
+            ("share of pictures that APRIL reads", "modified, R = 0.5, APRIL", "recovered"),
+            ("without masks", "modified, no defence, APRIL", "recovered"),
+        ],
+        "random_binary/adaptive": [("who knows the mask reads", "R = 0.5, batch 1", "recovered")],
+    },
+    "Fixed position embedding": {
+        "random_binary/accuracy": [
+            ("% right", "scratch, fixed position", "accuracy"),
+            ("where it is trained", "scratch, plain", "accuracy"),
+        ],
+        "random_binary/april": [
+            ("share of pictures that APRIL reads", "modified, fixed position, APRIL", "recovered"),
+            ("where it is trained", "modified, no defence, APRIL", "recovered"),
+        ],
+        "random_binary/adaptive": [("who knows of it reads", "fixed position, batch 1", "recovered")],
+    },
 }
 
 
@@ -65,30 +95,70 @@ def committed() -> tuple[dict[str, str], str]:
         StateError: a committed file is no result, or lacks a row or metric.
     """
     at = places.checkout()
-    if at is None or not _file(at, _LORA).is_file():
+    folder = at / "benchmarks" / "results" if at else None
+    if folder is None or not _file(folder, _LORA).is_file():
         return {}, _NOT_HERE
-    of_papers = {title: _of_paper(at, cells) for title, cells in _OF_PAPERS.items()}
-    return {title: words for title, words in of_papers.items() if words} | _compared(_rows(at, _LORA)), _WORDS
+    presets = {_LORA, *(preset for tables in _OF_PAPERS.values() for preset in tables)}
+    results = {preset: _Result.read(folder, preset) for preset in presets if _file(folder, preset).is_file()}
+    found = {title: _of_papers(results, tables) for title, tables in _OF_PAPERS.items()}
+    return {title: words for title, words in found.items() if words} | _compared(results[_LORA]), _WORDS.format(
+        lora=f"{results[_LORA].command}, commit {results[_LORA].commit}"
+    )
 
 
-def _of_paper(at: Path, cells: list[tuple[str, str, str, str]]) -> str:
-    said: dict[str, list[str]] = {}
-    for preset, words, row, metric in cells:
-        if _file(at, preset).is_file():
-            said.setdefault(preset, []).append(f"{words} {_interval(_metric(_rows(at, preset), preset, row, metric))}")
-    return "; ".join(f"{preset}: {', '.join(parts)}" for preset, parts in said.items())
+@dataclass(frozen=True)
+class _Result:
+    """A committed result: its table, the command that made it, the commit, and each row's metrics."""
+
+    preset: str
+    command: str
+    commit: str
+    rows: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path, preset: str) -> _Result:
+        """Raises StateError for a file that is no result."""
+        try:
+            found = json.loads(_file(folder, preset).read_text())
+            rows = {str(row["name"]): row["metrics"] for row in found["rows"]}
+            command = f"fedveil bench {preset}{' --quick' * bool(found['quick'])}"
+            return cls(preset, command, shown(found["commit"], 40), rows)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise StateError(
+                f"{_file(folder, preset)}: expected a result of fedveil bench {preset}, found {shown(error, 80)}; take "
+                "the committed one"
+            ) from None
+
+    def metric(self, row: str, name: str) -> dict[str, float]:
+        """Mean and bounds of a metric, with or without what the data are called before it. Raises StateError."""
+        try:
+            of = self.rows[row]
+            value = next(value for key, value in of.items() if key == name or key.endswith(f" {name}"))
+            found = {key: float(value[key]) for key in ("mean", "low", "high")}
+        except (StopIteration, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(
+                f"benchmarks/results: expected {row!r} with {name!r} in the result of fedveil bench {self.preset}, "
+                f"found {shown(repr(error), 80)}; take the committed one"
+            ) from None
+        return {key: min(1.0, max(0.0, x)) for key, x in found.items()} if name in _PROPORTIONS else found
 
 
-def _compared(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _of_papers(results: Mapping[str, _Result], tables: Mapping[str, list[tuple[str, str, str]]]) -> str:
+    parts = []
+    for preset, cells in tables.items():
+        if preset in results:
+            told = (f"{words} {_interval(results[preset].metric(row, name))}" for words, row, name in cells)
+            parts.append(f"{results[preset].command.removeprefix('fedveil bench ')}: {', '.join(told)}")
+    return "; ".join(parts)
+
+
+def _compared(lora: _Result) -> dict[str, str]:
     """Test loss of the server's model, and the attack on one client, of methods with both."""
-    start = _metric(rows, _LORA, "round 0", " test loss")["mean"]
-    found = {}
-    for title in (name.removesuffix(" server") for name in rows if name.endswith(" server")):
-        loss = _metric(rows, _LORA, f"{title} server", " test loss")
-        told = _metric(rows, _LORA, f"{title} client", " alignment")
+    start, found = lora.metric("round 0", "test loss")["mean"], {}
+    for title in (name.removesuffix(" server") for name in lora.rows if name.endswith(" server")):
+        loss, told = lora.metric(f"{title} server", "test loss"), lora.metric(f"{title} client", "alignment")
         same = ", the base's: the server has no other" if loss["mean"] == start else ""
-        most = {**told, "high": min(1.0, told["high"])}  # of an AUROC
-        found[title] = f"loss {_interval(loss)}{same}; attack {_interval(most)}"
+        found[title] = f"loss {_interval(loss)}{same}; attack {_interval(told)}"
     return found
 
 
@@ -96,31 +166,5 @@ def _interval(value: Mapping[str, float]) -> str:
     return f"{value['mean']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
 
 
-def _file(at: Path, preset: str) -> Path:
-    return at / "benchmarks" / "results" / f"{preset.replace('/', '_')}.json"
-
-
-def _rows(at: Path, preset: str) -> dict[str, Mapping[str, Any]]:
-    try:
-        return {str(row["name"]): row["metrics"] for row in json.loads(_file(at, preset).read_text())["rows"]}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _no_result(at, preset, error) from None
-
-
-def _metric(rows: Mapping[str, Mapping[str, Any]], preset: str, row: str, name: str) -> Mapping[str, float]:
-    """A metric by its name, or by what it ends with: before a space stands what the data are called."""
-    try:
-        value = next(value for key, value in rows[row].items() if key == name or key.endswith(name))
-        return {key: float(value[key]) for key in ("mean", "low", "high")}
-    except (StopIteration, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StateError(
-            f"benchmarks/results: expected {row!r} with {name.strip()!r} in the result of fedveil bench {preset}, "
-            f"found {shown(repr(error), 80)}; take the committed one"
-        ) from None
-
-
-def _no_result(at: Path, preset: str, error: Exception) -> StateError:
-    return StateError(
-        f"{_file(at, preset)}: expected a result of fedveil bench {preset}, found {shown(error, 80)}; take the "
-        "committed one"
-    )
+def _file(folder: Path, preset: str) -> Path:
+    return folder / f"{preset.replace('/', '_')}.json"

@@ -231,7 +231,7 @@ class ServerViews:
         names = [(n, shown(label(n), 40)) for n in metric_names([run])[:_CURVES]]
         charts = [chart(f"{said[:1].upper()}{said[1:]} by round", "rounds done", said, run.curve(n), run.name)
                   for n, said in names]  # fmt: skip
-        at_sites = [] if names else by_site.losses(run)
+        at_sites = [] if names or run.before else by_site.losses(run)
         charts.append(chart("Training loss at the sites", "rounds done", "loss", at_sites, run.name))
         if run.upload_bytes:
             sent = [(x, y / 1e6) for x, y in run.uploaded]

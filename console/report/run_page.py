@@ -53,10 +53,8 @@ def _named(runs: Sequence[Run]) -> str:
 def body(runs: Sequence[Run], missing: Mapping[str, str] | None = None) -> Html:
     """What the page says, without its frame."""
     gained = _gained(runs)
-    headline, lead = (
-        ("FedVeil: what withholding gained, and cost", f"{_named(runs)}. ") if gained else (_title(runs), "")
-    )
-    parts: list[object] = [tag("h1", headline), tag("p", f"{lead}{_lead(runs)}", "lead")]
+    lead = f"{_named(runs)}. {_lead(runs)}" if gained else _lead(runs)
+    parts: list[object] = [tag("h1", _HEADLINE if gained else _title(runs)), tag("p", lead, "lead")]
     parts += [_alert(run) for run in runs if run.status.get("state") != "completed"]
     parts += [tag("p", _resumed(run, row), "note") for run in runs for row in run.resumes]
     parts += [tag("p", _chosen(run), "note") for run in runs if run.of_round]

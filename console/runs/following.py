@@ -125,7 +125,8 @@ class Followed:
         try:
             said = self.flower.run_status(number) if self.flower is not None and number else ""
         except Unreachable:
-            self._wait_or_raise()
+            if not self._is_waited_for():
+                raise
             return self._said
         if self._silent_since is not None:
             self.console.print("the server answers again")
@@ -135,16 +136,15 @@ class Followed:
         self._said = said
         return said
 
-    def _wait_or_raise(self) -> None:
-        """While Unreachable is handled: raises it, unless the server has answered before, and not long ago."""
+    def _is_waited_for(self) -> bool:
+        """Whether a server that does not answer is asked again: it has answered before, and not long ago."""
         now = time.monotonic()
-        if not self._said or now - (self._silent_since or now) >= _SILENT_SECONDS:
-            raise
-        if self._silent_since is None:
+        if self._said and self._silent_since is None:
             self._silent_since = now
             self.console.print(
                 f"the server does not answer; it is asked again for {_SILENT_SECONDS:g} s, in case it is started anew"
             )
+        return self._silent_since is not None and now - self._silent_since < _SILENT_SECONDS
 
     def _number(self) -> str:
         file = None if self.folder is None else self.folder / "flower-run"

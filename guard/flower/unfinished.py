@@ -113,8 +113,10 @@ def _lacks(store: Any, root: str) -> bool:
     from flwr.supercore.state.schema.objectstore_models import ObjectChild, StoredObject
     from sqlalchemy import func, literal, select
 
+    # A site announces a tree of its own size: the walk stops at the first object that is not there, as above.
     tree = select(literal(root).label("name")).cte(recursive=True)
     tree = tree.union(select(ObjectChild.child_id).join(tree, ObjectChild.parent_id == tree.c.name))
-    there = select(func.count()).where(StoredObject.object_id == tree.c.name, StoredObject.is_available == 1)
+    there = func.coalesce(StoredObject.is_available, 0) == 1
+    missing = select(tree.c.name).outerjoin(StoredObject, StoredObject.object_id == tree.c.name).where(~there).limit(1)
     with store.session() as session:
-        return bool(session.scalar(there) != session.scalar(select(func.count()).select_from(tree)))
+        return session.scalar(missing) is not None

@@ -63,17 +63,20 @@ def run(args: argparse.Namespace) -> int:
         print(permits.needed(config))
         return 0
     optimisers.check(method, config)
+    policy = None if args.policy is None else _read(args.policy)
     print(f"Reading {shown(config.task.model)}, for what is trained of it", file=sys.stderr, flush=True)
     task = tasks.load(config, method.adapter, "cpu")
     exchange = Exchange(method, config.method.name, task.spec)
-    roster = args.policy is not None and bool(_read(args.policy).roster)
+    roster = policy is not None and bool(policy.roster)
     masked = Masked.of(exchange, config, args.sites) if config.secure.enabled else None
-    lines = [*explained(exchange, config, args.delta, masked, roster), *_scores(config, args.policy)]
+    lines = [*explained(exchange, config, args.delta, masked, roster), *_scores(config, policy)]
     print("\n".join(shown(line, 4000) for line in lines))
-    if args.policy is None:
+    if policy is None:
         return 0
     try:
-        _permit(args.policy, args.app, exchange, config, masked.bytes if masked else exchange.largest("up"))
+        _permit(
+            _site(args.policy), policy, args.app, exchange, config, masked.bytes if masked else exchange.largest("up")
+        )
     except PolicyError as error:
         print(f"\nThis site's policy FORBIDS it: {shown(error, 2000)}")
         return 1
@@ -130,9 +133,9 @@ def _in_the_clear(exchange: Exchange) -> list[str]:
     ]
 
 
-def _scores(config: RunConfig, policy: Path | None) -> list[str]:
+def _scores(config: RunConfig, policy: policies.Policy | None) -> list[str]:
     """What scores of held-out rows would tell; nothing where none are asked for."""
-    part, most = config.evaluate.held_out, _read(policy).max_scores if policy else 0
+    part, most = config.evaluate.held_out, policy.max_scores if policy else 0
     if not part:
         return []
     asked = (
@@ -177,10 +180,10 @@ def _read(policy: Path) -> policies.Policy:
         raise PolicyError(f"--policy {policy}: {str(error).removeprefix('policy: ')}") from None
 
 
-def _permit(policy: Path, app: Path | None, exchange: Exchange, config: RunConfig, up: int) -> None:
+def _permit(
+    site: Site, read: policies.Policy, app: Path | None, exchange: Exchange, config: RunConfig, up: int
+) -> None:
     """Raises PolicyError as the site would before the run's first round; sizes of fields for those of messages."""
-    site = _site(policy)
-    read = _read(policy)
     bundle = policies.Bundle()
     if read.app_digests is not None or read.signers is not None:
         digest = hashlib.sha256(built(app)).hexdigest()

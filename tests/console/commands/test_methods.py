@@ -70,14 +70,26 @@ def test_measured_figures_are_the_committed_ones_and_no_others():
     assert "the base's: the server has no other; attack" in found["fedsa_lora"]
     assert found["rolora"].endswith(", 1.00]")  # an AUROC's interval ends there
     for name, preset, row, metric in (
-        ("fedqsn", "fedqsn_table1", "FedQSN gap less control", "e2e_nlg loss"),
-        ("random_binary", "random_binary_adaptive", "R = 0.5, batch 1", "recovered"),
-        ("dp_fpl", "dp_fpl_table3", "DP-FPL, epsilon 0.4", "local"),
+        ("fedqsn", "fedqsn/table1", "FedQSN gap less control", "e2e_nlg loss"),
+        ("random_binary", "random_binary/adaptive", "R = 0.5, batch 1", "recovered"),
+        ("dp_fpl", "dp_fpl/table3", "DP-FPL, epsilon 0.4", "local"),
     ):
-        result = json.loads((ROOT / "benchmarks" / "results" / f"{preset}.json").read_text())
+        result = json.loads((ROOT / "benchmarks" / "results" / f"{preset.replace('/', '_')}.json").read_text())
         value = next(r for r in result["rows"] if r["name"] == row)["metrics"][metric]
-        assert "/".join(preset.rsplit("_", 1)) in found[name]
+        assert f"{preset} --quick: " in found[name]
         assert f" {value['mean']:.2f} [{value['low']:.2f}, {value['high']:.2f}]" in found[name]
+    assert "random_binary/accuracy: " in found["random_binary"]  # not a quick one
+
+
+def test_an_attack_stands_beside_the_undefended_and_the_one_that_knows():
+    found = cells("measured")
+    for name in ("random_binary", "fixed_position"):
+        assert re.search(r"APRIL reads 0\.00 .*, (without masks|where it is trained) 1\.00 \[", found[name])
+        assert "random_binary/adaptive --quick: who knows " in found[name]
+    assert "attack 0.53 [0.46, 0.59], without noise, where it should win, 0.51 [" in found["dp_fpl"]
+    assert " by noise alone " in found["dp_fpl"]
+    bounds = [float(x) for x in re.findall(r"reads [\d.]+ \[(-?[\d.]+), ([\d.]+)\]", found["fixed_position"])[-1]]
+    assert bounds == [0.0, 1.0]  # of six starts, cut to what a share can be
 
 
 def test_without_a_checkout_nothing_is_measured_and_a_file_that_is_no_result_is_said(monkeypatch, tmp_path, capsys):

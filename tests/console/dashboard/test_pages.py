@@ -120,6 +120,9 @@ def test_a_run_that_is_not_scored_shows_what_its_sites_told(runs):
     assert "That is no held-out loss." in text
     assert "in round 3: 2.5000 (40 rows of 1 sites)" in text
     is_whole(text)
+    scored = [first | {"scores": {"server": {"loss": 4.0}}}, *rows]  # before round 0, and not yet again
+    file.write_text("".join(json.dumps(row) + "\n" for row in scored))
+    assert "The server scored no model" not in client.get(f"{client.base}/runs/fedavg").text
 
 
 def goes_on(runs, name, **about) -> None:
