@@ -74,6 +74,16 @@ def test_a_server_that_answered_is_waited_for(pilot, monkeypatch, capsys, second
     assert ("nobody there; the run may go on" in said.err) == (code == 2)
 
 
+def test_a_server_that_never_answered_is_an_error_at_once(pilot, monkeypatch, capsys):
+    def status(self, run):
+        raise Unreachable("nobody there")
+
+    monkeypatch.setattr(Flower, "run_status", status)
+    monkeypatch.setattr("fedveil.console.runs.following._SILENT_SECONDS", 1.0)
+    assert main(["watch", "77", "--federation", "a pilot"]) == 2
+    assert "asked again" not in capsys.readouterr().out
+
+
 def test_an_interrupted_submission_says_where_to_look(pilot, monkeypatch, capsys):
     monkeypatch.setattr(Flower, "submit", interrupted)
     assert main(["submit", "--federation", "a pilot"]) == 130
