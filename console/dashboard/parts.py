@@ -138,7 +138,7 @@ LOG_HEAD = ("line", "time (UTC)", "event", "run", "round", "site", "what")
 
 def _sizes(line: dict[str, Any]) -> str:
     """The bytes that a line is about, "" without."""
-    names = (("up_bytes", "bytes up"), ("down_bytes", "bytes down"), ("bytes", "bytes"))
+    names = (("up_bytes", "upload bytes"), ("down_bytes", "download bytes"), ("bytes", "bytes"))
     found = [f"{line[key]:,} {words}" for key, words in names if type(line.get(key)) is int]
     return f"{', '.join(found)}." if found else ""
 

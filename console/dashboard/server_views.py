@@ -135,8 +135,8 @@ class ServerViews:
                 len(run.sites), run.upload_bytes, when(run.config.get("started", "")),
                 when(run.status.get("ended", "")),
                 _now(run, word) or shown(run.status.get("reason") or "", 300)])  # fmt: skip
-        head = [*self._column(), "run", "method", "state", "rounds", "test loss", "sites", "bytes up", "started (UTC)",
-                "ended (UTC)", "now, or why"]  # fmt: skip
+        head = [*self._column(), "run", "method", "state", "rounds", "test loss", "sites", "upload bytes",
+                "started (UTC)", "ended (UTC)", "now, or why"]  # fmt: skip
         about = {
             "head": head, "rows": rows, "broken": broken, "folder": ", ".join(map(str, self.runs.values())),
             "is_full": len(places) >= bounded.MOST_RUNS,
@@ -182,7 +182,7 @@ class ServerViews:
             for of, figures in sorted(sums.items())
         ]  # fmt: skip
         head = [*self._column(), "site", *(["online"] if self.federations else []), "last upload (UTC)", "runs",
-                "asked", "accepted", "refused or failed", "bytes up", "bytes down", "last reason"]  # fmt: skip
+                "asked", "accepted", "refused or failed", "upload bytes", "download bytes", "last reason"]  # fmt: skip
         spent = [(place.key, self._privacy(place, run)) for place, run in found if _claims(run)]
         about = {
             "head": head,
@@ -247,8 +247,8 @@ class ServerViews:
             "task": config.get("task.name", "unknown task"), "model": config.get("task.model", "?"),
             "report": link(self.base, ("runs", place.key, "report"), "The whole report of this run"),
             "facts": {"rounds done": f"{run.rounds_done} of {plain(status.get('rounds', '?'))}",
-                      "test loss": run.final.get("loss"), "bytes up": run.upload_bytes,
-                      "bytes down": run.download_bytes, "seconds in rounds": round(run.seconds, 1)},
+                      "test loss": run.final.get("loss"), "upload bytes": run.upload_bytes,
+                      "download bytes": run.download_bytes, "seconds in rounds": round(run.seconds, 1)},
             "charts": [one for one in charts if one],
             "at_sites": run_page.SITES_NOTE if at_sites else "", "held_out": disclosed.held_out(run, sites),
             "failures": failed[:: -1][: bounded.MOST_LINES],

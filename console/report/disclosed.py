@@ -100,13 +100,17 @@ def exchanged(run: Run) -> list[list[object]]:
         kinds = [kind for kind in found if kind.direction == way and kind.sites[site]]
         return ", ".join(f"{variant(kind)} {times(kind.sites[site])}" for kind in kinds)
 
-    return [[s.name, said(s.name, "up"), tensors[s.name], s.up, said(s.name, "down"), s.down] for s in by_site.of(run)]
+    def sent(site: by_site.SiteRecord) -> str:
+        refused = sum(why.startswith(by_site.REFUSED) for _, why in site.failures)
+        return ", ".join(filter(None, [said(site.name, "up"), f"refused uploads {times(refused)}" if refused else ""]))
+
+    return [[s.name, sent(s), tensors[s.name], s.up, said(s.name, "down"), s.down] for s in by_site.of(run)]
 
 
 def sites(run: Run) -> Html:
     """Each site's turns, what it told, its bytes and its failures."""
     told = [] if run.unseen else ["examples", "loss received", "loss trained", "train seconds"]
-    head = ["site", "accepted", "asked", *told, "up bytes", "down bytes", "failures"]
+    head = ["site", "accepted", "asked", *told, "upload bytes", "download bytes", "failures"]
     rows, records = [], by_site.of(run)
     for s in records:
         said = [] if run.unseen else [s.examples, s.loss_received, s.loss_trained, s.train_seconds]
@@ -130,8 +134,8 @@ def _not_by_site(run: Run, records: Sequence[by_site.SiteRecord]) -> Html:
     """What records of older runs have of all sites together alone."""
     rest = run.upload_bytes - sum(s.up for s in records), run.download_bytes - sum(s.down for s in records)
     what = disclosure.unlisted(run, "up")
-    words = f"Not in this table, for the run's record does not have them by site: {what}, {rest[0]:,} bytes up"
-    return tag("p", f"{words} and {rest[1]:,} down.", "note") if any(rest) else Html("")
+    words = f"Not in this table, for the run's record does not have them by site: {what}, {rest[0]:,} upload bytes"
+    return tag("p", f"{words} and {rest[1]:,} download bytes.", "note") if any(rest) else Html("")
 
 
 def held_out(run: Run, records: Sequence[by_site.SiteRecord]) -> Html:

@@ -69,20 +69,24 @@ def of(run: Run) -> list[SiteRecord]:
 
 @dataclass(frozen=True)
 class LastAttempt:
-    """The attempt with which a run ended, or which is under way: `sites` are (site, state, reason).
+    """The attempt with which a run ended, or the last of one that goes on: `sites` are (site, state, reason).
 
-    `round` and `attempt` count from 0.
+    `round` and `attempt` count from 0. `over`: it is not under way.
     """
 
     round: int
     attempt: int
     sites: list[tuple[str, str, str]]
+    over: bool = True
+    goes_on: bool = False
 
     @property
     def words(self) -> str:
         """Counted from 1, as people count."""
         accepted = sum(state == ACCEPTED for _, state, _ in self.sites)
-        return f"Round {self.round + 1}, attempt {self.attempt + 1}: {accepted} of {len(self.sites)} sites accepted"
+        found = f"{accepted} of {len(self.sites)} sites accepted" if self.sites else "no site was asked"
+        now = " (over; the run goes on)" if self.goes_on else "" if self.over else " (under way)"
+        return f"Round {self.round + 1}, attempt {self.attempt + 1}{now}: {found}{'' if self.over else ' so far'}"
 
 
 def last_attempt(run: Run) -> LastAttempt | None:
@@ -99,7 +103,7 @@ def last_attempt(run: Run) -> LastAttempt | None:
         (site, ACCEPTED if site in accepted else _state(failed.get(site, "")), str(failed.get(site, "")))
         for site in sorted({*(last.get("cohort") or []), *failed})
     ]
-    return LastAttempt(int(last["round"]), int(last.get("attempt", 0)), rows)
+    return LastAttempt(int(last["round"]), int(last.get("attempt", 0)), rows, goes_on=_goes_on(run))
 
 
 def _under_way(run: Run) -> LastAttempt | None:
@@ -110,18 +114,23 @@ def _under_way(run: Run) -> LastAttempt | None:
     messages = [message for message in run.messages if (message["round"], message["attempt"]) == at]
     sent = {str(message["site"]) for message in messages if message["direction"] == "up"}
     sent -= set(map(str, waiting)) if isinstance(waiting, list) else set()
-    silent = WAITING if run.status.get("state") == "running" else "no answer before the server ended"
+    silent = WAITING if _goes_on(run) else "no answer before the server ended"
     rows = [
         (site, _state(reasons[site]), str(reasons[site])) if site in reasons
         else (site, ACCEPTED if site in sent else silent, "")
         for site in sorted({str(message["site"]) for message in messages} | set(reasons))
     ]  # fmt: skip
-    return LastAttempt(at[0], at[1], rows)
+    return LastAttempt(at[0], at[1], rows, over=not _goes_on(run))
+
+
+def _goes_on(run: Run) -> bool:
+    return run.status.get("state") == "running"
 
 
 ACCEPTED, WAITING = "accepted", "no answer yet"
+REFUSED = "refused: "  # an upload that the server had and did not take
 _BY_REASON = {
-    "refused: ": "refused by the server",
+    REFUSED: "refused by the server",
     "PolicyError: ": "refused by the site's policy",
     "BudgetError: ": "refused by the site's ledger",
     "no reply within ": "silent",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fedveil.console.runs import by_site
 from fedveil.console.runs.folder import Run
 from fedveil.console.runs.unseen import NOT_SEEN
 from fedveil.records import disclosed
@@ -61,7 +62,7 @@ def never_together(run: Run, site: str) -> bool:
 
 def unlisted(run: Run, direction: str) -> str:
     """What the bytes are that the ledger does not list."""
-    refused = any(str(why).startswith("refused: ") for a in run.attempts for why in a.get("failed", {}).values())
+    refused = any(str(why).startswith(by_site.REFUSED) for a in run.attempts for why in a.get("failed", {}).values())
     parts = ["keys and shares of secure aggregation"] if run.unseen else []
     return " and ".join(parts + ["refused uploads"] * (direction == "up" and refused)) or "not listed by field"
 

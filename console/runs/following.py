@@ -23,6 +23,7 @@ from fedveil.foreign import shown
 
 _POLL_SECONDS = 0.5
 _ASK_SECONDS = 10.0  # a question to Flower costs a CPU-second
+_GRACE_SECONDS = 15.0  # of silence without a word: a server that is stopped notes the end of its runs meanwhile
 _SILENT_SECONDS = 300.0  # a server that answered is waited for: it may be started anew
 _REASON_CHARACTERS = 2000  # its end is the command that resumes the run
 _OURS = "fedveil.errors."
@@ -53,6 +54,7 @@ class Followed:
     _progress: RunProgress | None = None
     _said: str = ""
     _silent_since: float | None = None
+    _silence_said: bool = False
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def to_its_end(self, timeout: float) -> int:
@@ -128,9 +130,9 @@ class Followed:
             if not self._is_waited_for():
                 raise
             return self._said
-        if self._silent_since is not None:
+        if self._silence_said:
             self.console.print("the server answers again")
-            self._silent_since = None
+        self._silent_since, self._silence_said = None, False
         if said != self._said and self.folder is None:  # else its folder says more
             self.console.print(f"run {number}: {shown(said, 40)}", soft_wrap=True)
         self._said = said
@@ -141,6 +143,8 @@ class Followed:
         now = time.monotonic()
         if self._said and self._silent_since is None:
             self._silent_since = now
+        if self._silent_since is not None and not self._silence_said and now - self._silent_since >= _GRACE_SECONDS:
+            self._silence_said = True
             self.console.print(
                 f"the server does not answer; it is asked again for {_SILENT_SECONDS:g} s, in case it is started anew"
             )
@@ -234,7 +238,8 @@ def until_ended(
 def _by_flower(said: str, log: Callable[[], str]) -> str:
     """What Flower says of a run that has said nothing itself, with the cause that it printed."""
     state = shown(said.partition(":")[2], 40)
-    cause = "" if said in ("finished:completed", "finished:stopped") else named_error(log()).removeprefix(_OURS)
+    found = "" if said in ("finished:completed", "finished:stopped") else named_error(log())
+    cause = found.partition(": ")[2] if found.startswith(_OURS) else found  # its words are for people, its class is not
     return f"{state}: {shown(cause, _REASON_CHARACTERS)}" if cause else f"{state}: so says Flower"
 
 

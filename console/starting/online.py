@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from fedveil.records import audit_log
 _POLL_SECONDS = 0.5
 _PROBE_SECONDS = 10.0  # between two looks at a server that has not taken the site yet
 _CONNECT_SECONDS = 3.0
+HELD_SECONDS = 75.0  # Flower holds a site for online until two of its heartbeats, 30 s apart, are missing
+HELD_POLL_SECONDS = 10.0
 _AWAY_SECONDS = 10.0  # a server that answers again sooner is not worth a word
 _MOST_HEARD = 1 << 20  # bytes of the log at a look; what an app prints there has no bound
 _LINK = re.compile(rb"Connection (attempt failed, retrying|successful after)")  # Flower's words, of 1.39 and 1.41
@@ -30,10 +33,14 @@ _SAID = re.compile(
 _EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
 _MEANINGS = {
     "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
-    "305": "the server does not know the key, or has it online already, as for a minute after a site was killed: try "
-    "again then; the operator registers a key with fedveil members register",
+    "305": "the server does not know the key, or has it online already; the operator registers a key with fedveil "
+    "members register, and a site runs in one place",
 }
 _TROUBLE = {"failed": "failed", "refused": "was refused", "withheld": "was withheld"}
+
+
+class HeldError(ConfigError):
+    """The server answers and takes this key not now: it has it online already, or does not know it and says no more."""
 
 
 def missing(superlink: str, ca: Path) -> str:
@@ -107,7 +114,9 @@ class Watch:
             time.sleep(_POLL_SECONDS)
         self.tell()
         also()
-        raise ConfigError(f"site {self.name}: {self.why(code)}")
+        why = self.why(code)
+        held = not self.online and _MEANINGS["305"] in why
+        raise (HeldError if held else ConfigError)(f"site {self.name}: {why}")
 
     def look(self) -> None:
         """Prints why nothing answers, once. Raises ConfigError as `missing`."""
@@ -169,6 +178,9 @@ class Watch:
                 "the server has ended the connection: its key is past its last day, or was shut out; "
                 "start it again, and the server says which"
             )
+        if code < 0:  # Flower says nothing then: its log ends with whatever came last
+            name = signal.strsignal(-code) or "unknown"
+            return f"its SuperNode was killed from outside (signal {-code}: {name}); start the site again"
         return f"its SuperNode ended with exit code {code}; its log ends: {self.processes.tail(self.name)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -219,9 +220,28 @@ def run(start: Start) -> int:
     require_usable(start)
     processes = Processes(state / "logs")
     with running.alone(state, name, processes):
-        watched = online.Watch.of(processes, name, state, start.superlink, start.ca)
+        return _taken(start, processes)
+
+
+def _taken(start: Start, processes: Processes) -> int:
+    """Asks again while the server may still hold a killed start of this site for online."""
+    until: float | None = None
+    while True:
+        watched = online.Watch.of(processes, start.node.site, start.node.state_dir, start.superlink, start.ca)
         watched.look()
-        return _started(start, watched)
+        try:
+            return _started(start, watched)
+        except online.HeldError as error:
+            if until is None:
+                until = time.monotonic() + online.HELD_SECONDS
+                print(
+                    f"{error}. A killed site stays online there for about a minute: asked again for "
+                    f"{online.HELD_SECONDS:g} s",
+                    flush=True,
+                )
+            elif time.monotonic() > until:
+                raise
+        time.sleep(online.HELD_POLL_SECONDS)
 
 
 def _started(start: Start, watched: online.Watch) -> int:

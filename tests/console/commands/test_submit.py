@@ -143,7 +143,7 @@ def test_a_run_that_left_no_folder_here_says_why_it_failed_and_where_the_server_
     monkeypatch.setattr("fedveil.console.commands.running.submit.Flower.printed", printed)
     assert submitted(tmp_path, "--set", "run.name=first") == 1
     shown = capsys.readouterr().out
-    assert "failed: StateError: run folder /srv/runs/first: expected a new one, found a run; choose" in shown
+    assert "failed: run folder /srv/runs/first: expected a new one, found a run; choose" in shown
     assert "the run folder is /srv/runs/first" in shown
     assert "\x1b" not in shown
 

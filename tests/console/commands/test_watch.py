@@ -79,7 +79,7 @@ def test_the_exit_code_is_what_became_of_the_run(states, said, code, words):
 
 def test_the_cause_that_a_run_printed_is_said_where_it_failed_and_nowhere_else():
     printed = "x\nfedveil.errors.ConfigError: run.dir: cannot\nthe end\n"
-    assert ended([{}], ["finished:failed"], printed=printed)[:2] == (1, "failed: ConfigError: run.dir: cannot")
+    assert ended([{}], ["finished:failed"], printed=printed)[:2] == (1, "failed: run.dir: cannot")
     assert ended([{}], ["finished:completed"], printed=printed)[:2] == (0, "completed: so says Flower")
     assert ended([{}], ["finished:stopped"], printed=printed)[:2] == (3, "stopped: so says Flower")
 

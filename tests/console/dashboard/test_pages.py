@@ -96,7 +96,7 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     assert "Bleu by round" in text
     assert "rounds done (dotted: no figure between)" in text  # scored before the first round and after the last one
     row = '<td data-label="site">north</td><td data-label="sent by the site">{}</td>'
-    assert row.format("A (2 tensors) twice, B (2 tensors) once") in text
+    assert row.format("A (2 tensors) twice, B (2 tensors) once, refused uploads once") in text
     assert "n_k, is the number of examples" in text
     assert "ValueError: &lt;no rows&gt;" in text
     assert "found &lt;0&gt;" in text

@@ -73,7 +73,7 @@ def test_a_site_is_named_with_its_data_and_its_bytes_are_seen_at_once(state):
     assert "<h1>Site north</h1>" in home(client)
     assert '<td data-label="its data now">ward-3</td>' in home(client)
     log = client.get(f"{client.base}/log").text
-    assert "271,828 bytes up, 1,234,567 bytes down." in re.sub("<details>.*?</details>", "", log)
+    assert "271,828 upload bytes, 1,234,567 download bytes." in re.sub("<details>.*?</details>", "", log)
     assert '<span class="tag failed">refused</span>' in log
 
 

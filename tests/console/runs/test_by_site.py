@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fedveil.console.report import run_page
+from fedveil.console.report import disclosed, run_page
 from fedveil.console.runs import by_site
 from fedveil.console.runs.folder import load
 from tests.console.conftest import REFUSED_BYTES, SITES, masked
@@ -27,12 +27,16 @@ def under_way(folder, state, **changes):
 
 
 @pytest.mark.parametrize(
-    "state,silent", [("running", "no answer yet"), ("failed", "no answer before the server ended")]
+    "state,silent,now,so_far",
+    [
+        ("running", "no answer yet", " (under way)", " so far"),
+        ("failed", "no answer before the server ended", "", ""),
+    ],
 )
-def test_a_round_that_no_line_has_yet_is_known_from_its_messages(make_run, state, silent):
+def test_a_round_that_no_line_has_yet_is_known_from_its_messages(make_run, state, silent, now, so_far):
     run = under_way(make_run(), state)
     last = by_site.last_attempt(run)
-    assert last.words == "Round 3, attempt 1: 2 of 5 sites accepted"
+    assert last.words == f"Round 3, attempt 1{now}: 2 of 5 sites accepted{so_far}"
     assert last.sites == [
         ("site-0", "accepted", ""),
         ("site-1", "accepted", ""),
@@ -62,12 +66,21 @@ def test_the_last_attempt_of_a_failed_run_is_told_and_of_a_completed_one_is_not(
     assert by_site.last_attempt(load(make_run(method="fedavg"))) is None
 
 
+def test_an_attempt_that_is_over_while_the_run_goes_on_is_called_so(make_run):
+    over = by_site.last_attempt(load(make_run(state="running")))
+    assert over.words == "Round 3, attempt 1 (over; the run goes on): 4 of 4 sites accepted"
+    asked = by_site.last_attempt(under_way(make_run(method="fedavg"), "running", round=4, reasons={}))
+    assert asked.words == "Round 5, attempt 1 (under way): no site was asked so far"
+
+
 def test_a_refused_upload_counts_in_the_summary_the_ledger_and_at_its_site(make_run):
     run = load(make_run(state="failed"))
     assert run.unlisted("up") == REFUSED_BYTES
     assert (run.upload_bytes, run.download_bytes) == tuple(
         sum(getattr(site, way) for site in by_site.of(run)) for way in ("up", "down")
     )
+    (sent,) = [sent for site, sent, *_ in disclosed.exchanged(run) if site == "site-0"]
+    assert sent.endswith(", refused uploads once")
     page = run_page.html([run])
     assert f">{run.upload_bytes:,}<" in page
     assert "refused uploads</td>" in page

@@ -41,8 +41,9 @@ def test_why_a_supernode_ended_is_said_in_words(code, reason, tmp_path):
         earlier + f"could not start\n<https://flower.ai/docs/ref-exit-codes/{code}.html>\n"
     )
     processes.ended = lambda name: 1
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=reason) as error:
         watch(processes, len(earlier)).until_ended()
+    assert isinstance(error.value, online.HeldError) == (code == "305")  # a start that may work in a minute
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,15 @@ def test_a_server_that_is_not_there_is_not_called_one_that_does_not_know_the_key
     processes.ended = lambda name: 1
     with pytest.raises(ConfigError, match="nothing answers at h:1; is the server up"):
         watch(processes).until_ended()
+
+
+def test_a_supernode_that_was_killed_is_called_so_and_not_by_the_last_line_of_its_log(tmp_path):
+    processes = Processes(tmp_path)
+    processes.log("north").write_text("INFO : Received: train message abc\n")
+    processes.ended = lambda name: -9
+    with pytest.raises(ConfigError, match=r"killed from outside \(signal 9: Killed\); start the site again") as error:
+        watch(processes).until_ended()
+    assert "Received" not in str(error.value)
 
 
 def test_what_is_missing_is_said_once_and_looked_for_until_the_site_is_online(tmp_path, monkeypatch, capsys):

@@ -20,7 +20,7 @@ from fedveil.console.flower.keys import new_ca, write_certificate, write_server
 from fedveil.console.flower.processes import Processes
 from fedveil.console.main import main
 from fedveil.console.runs import noted
-from fedveil.console.starting import device, running
+from fedveil.console.starting import device, online, running
 from fedveil.console.starting import site as site_start
 from fedveil.errors import ConfigError
 from tests.conftest import ROOT, extract
@@ -217,6 +217,29 @@ def test_a_site_that_runs_here_already_is_not_started_again(kit, capsys):
     shown = capsys.readouterr()
     assert "site north: expected it to run once from" in shown.err
     assert shown.out == ""  # nobody was asked
+
+
+@pytest.mark.parametrize("refusals,code", [(2, 0), (99, 2)])
+def test_a_site_that_the_server_still_holds_for_online_is_started_again_for_a_while(
+    kit, capsys, monkeypatch, refusals, code
+):
+    clock, starts = [0.0], []
+
+    def held(start, watched):
+        starts.append(clock[0])
+        if len(starts) <= refusals:
+            raise online.HeldError("site north: the server has it online already")
+        return 0
+
+    monkeypatch.setattr(site_start, "_started", held)
+    monkeypatch.setattr(online, "missing", lambda superlink, ca: "")
+    monkeypatch.setattr(site_start.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(site_start.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    assert start(kit) == code
+    said = capsys.readouterr()
+    assert said.out.count("asked again for 75 s") == 1
+    assert said.err.count("online already") == (code == 2)
+    assert starts == [10.0 * turn for turn in range(3 if code == 0 else 9)]
 
 
 def test_a_server_with_another_ca_or_an_expired_certificate_is_no_server_of_this_kit(kit, capsys):
