@@ -9,7 +9,7 @@ READY := $(VENV)/.fedveil-ready
 TESTED := $(VENV)/.fedveil-tests
 # Nothing is resolved: what is installed stands in lock/*.txt with its hash, whatever an index says.
 LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --no-build-isolation
-# 1.41: Flower's release whose SuperNodes speak HTTP; docs/deploy.md says which to take. Each has a VENV of its own.
+# 1.41 or 1.42: Flower's releases whose SuperNodes speak HTTP; docs/deploy.md says which to take. Each has a VENV of its own.
 FLOWER ?=
 HTTP_VENV ?= .venv-http
 # Everything but what takes minutes or needs more than a CPU.
@@ -59,8 +59,8 @@ test: $(TESTED) ## Run the fast tests, two at a time (ARGS="-k fedrand", WORKERS
 long: $(TESTED) ## Run what make test leaves out because it takes seconds of CPU or starts processes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
-http: ## Set up .venv-http with Flower 1.41, and run there what differs by Flower, a federation over HTTP among it
-	@$(MAKE) --no-print-directory test VENV=$(HTTP_VENV) FLOWER=1.41 ARGS='$(EVERY) $(HTTP_TESTS) $(ARGS)'
+http: ## Set up .venv-http with Flower 1.41 (FLOWER=1.42), and run there what differs by Flower, a federation over HTTP among it
+	@$(MAKE) --no-print-directory test VENV=$(HTTP_VENV) FLOWER=$(or $(FLOWER),1.41) ARGS='$(EVERY) $(HTTP_TESTS) $(ARGS)'
 
 coverage: $(TESTED) ## Run the tests of test and long and measure coverage; fails below fail_under of pyproject.toml
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(EVERY) --cov --cov-report=term --cov-report=xml $(ARGS)

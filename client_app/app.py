@@ -101,7 +101,11 @@ def _take_part(message: Message, context: Context) -> list[bytes]:
     policy.check(assignment, policy.Bundle.of_environment(), down_bytes)
     with PrivateStore.of(assignment.site.state_dir, assignment.order.run, assignment.name).in_turn():
         policy.count_round(assignment)
-        upload = _trained(record, assignment)
+        try:
+            upload = _trained(record, assignment)
+        except Exception:
+            policy.served_of(assignment).give_back(assignment.order.round)
+            raise
     said = header.of_slices(upload)
     policy.check_upload(assignment, down_bytes, sum(map(len, upload)), said["num_examples"], said["report"])
     return upload

@@ -75,7 +75,8 @@ class Members:
         if found is None:
             return "this key is not registered; the operator registers one with fedveil members register"
         if found.state != "registered" or found.until is None:
-            return f"this key is {found.state}; {_NEXT}"
+            both = " --renew-signing" if found.state == "revoked" else ""  # its signing key was revoked with it
+            return f"this key is {found.state}; {_NEXT.replace(' --renew', f' --renew{both}')}"
         if found.until <= self._control.clock.now():
             return f"the last day of this key was {found.until:%Y-%m-%d}; {_NEXT}"
         return ""

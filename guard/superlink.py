@@ -2,7 +2,7 @@
 
     flower-superlink --fedveil-registry FOLDER --fedveil-log FILE ...and Flower's own arguments
 
-    --fleet-api-address HOST:PORT    where sites are served; on Flower 1.41 this program listens there (fleet_http.py)
+    --fleet-api-address HOST:PORT    where sites are served; from Flower 1.41 on this one listens (fleet_http.py)
 
 FOLDER has members.json and operators.json (guard/registry.py), FILE is the log of the control port
 (guard/control_log.py). Flower's own program knows neither argument, so a command that was written for this one does not
@@ -31,7 +31,7 @@ from fedveil.guard.members import Members
 from fedveil.guard.operators import App, Operators
 
 _WITHOUT = {"--simulation", "--help", "-h", "--version", "-V"}
-# The control calls over gRPC, and on 1.41 the fleet's, each on a port that asks nobody of ours.
+# The control calls over gRPC, and from 1.41 on the fleet's, each on a port that asks nobody of ours.
 _OTHER_WAYS_IN = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API")
 _FLEET = "0.0.0.0:9092"  # Flower's own, where the option is missing
 

@@ -1,6 +1,6 @@
 """`flower-supernode` of an image: Flower's own, with what `prepare` changes in it. On a host: loopback.py.
 
-Besides how often it asks (pace.py) and what its connection needs (flower/), three faults of Flower 1.39 and 1.41:
+Besides how often it asks (pace.py) and what its connection needs (flower/), three faults of Flower 1.39, 1.41 and 1.42:
 
 | what happens | Flower's own | here |
 |---|---|---|

@@ -47,6 +47,7 @@ from fedveil.contract.spec import Weights
 from fedveil.errors import StateError
 from fedveil.records import audit_log, disclosure, files, process
 from fedveil.records.disclosure import Disclosures
+from fedveil.records.reasons import by_reason
 from fedveil.records.state import save_state
 from fedveil.sealed import Seal
 from fedveil.server_app import going_back
@@ -57,8 +58,6 @@ from fedveil.wire.tap import Tap
 
 Save = Callable[[Weights, Path], None]  # writes weights to a folder as other programs load them
 _RESERVE, _RESERVED_BYTES = ".reserve", 1 << 18  # so that a full disk leaves room to say so
-
-_NAMED = 5  # sites of an attempt in a reason; metrics.jsonl has all
 
 
 @dataclasses.dataclass
@@ -97,9 +96,7 @@ class RoundRecord:
     @property
     def reasons(self) -> str:
         """Why uploads are missing, in words."""
-        reasons = [f"{site}: {reason}" for site, reason in self.failed.items()]
-        if len(reasons) > _NAMED:
-            reasons[_NAMED:] = [f"and {len(reasons) - _NAMED} more"]
+        reasons = by_reason(self.failed)
         reasons += [f"no sum: {self.unseen['reason']}"] if "reason" in self.unseen else []
         return "; ".join(reasons) or f"accepted: {', '.join(self.accepted) or 'none'}"
 

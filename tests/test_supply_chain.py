@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from fedveil.guard import flower
 from tests.conftest import ROOT
 
 
@@ -89,9 +90,10 @@ def test_the_lock_of_this_tree_has_a_hash_for_every_component():
     assert lock["flwr"][0].startswith("1.39.")
 
 
-def test_of_another_flower_the_components_are_those_in_its_place():
-    lock, _ = SBOM.locked(ROOT / "lock", without=["test", "tools", "sbom"], line="flower-1.41")
-    assert lock["flwr"][0].startswith("1.41.")
+@pytest.mark.parametrize("release", [line.release for line in flower.LINES[1:]])
+def test_of_another_flower_the_components_are_those_in_its_place(release):
+    lock, _ = SBOM.locked(ROOT / "lock", without=["test", "tools", "sbom"], line=f"flower-{release}")
+    assert lock["flwr"][0].startswith(f"{release}.")
     assert lock["cryptography"][0].startswith("50.")
     assert all(hashes for _, hashes in lock.values())
 

@@ -9,7 +9,7 @@
 | cuda.txt | or PyPI's, which is for CUDA, and what it needs besides |
 | run.txt | every other package that FedVeil runs with |
 | EXTRA.txt | what an extra of pyproject.toml needs besides |
-| flower-1.41.txt | what constraints-flower-1.41.txt has in place of run.txt's, installed after it |
+| flower-VERSION.txt | what constraints-flower-VERSION.txt has in place of run.txt's, installed after it |
 | sbom.txt | what lists the components, in an environment of its own |
 | docs.txt | what makes the site of the documentation, likewise |
 

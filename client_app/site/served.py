@@ -16,8 +16,10 @@
 | any round, and the file is damaged | StateError |
 | any round, and the site has purged what it kept of the run | PolicyError; the file stays, with {"purged": true} |
 
-A turn that fails counts too, for a server can make a turn fail. Round 0 begins in one way only, since nothing is before
-it: so what a method sends in its first participation alone leaves a site once, however often it is asked for.
+A turn that fails counts too, for a server can make a turn fail; but not one that ended before it took in the message
+(no rows, no base): it asked nothing of the rows, and a site that has mended its data is to be served. Round 0 begins in
+one way only, since nothing is before it: so what a method sends in its first participation alone leaves a site once,
+however often it is asked for.
 """
 
 from __future__ import annotations
@@ -108,6 +110,15 @@ class Served:
             later = [replace(other, message="") for other in found.rounds if other.number > round_]
             served = (*earlier, replace(now, times=now.times + 1), *later)[-_ROUNDS:]
             self._require_written(replace(found, rounds=served, of=rounds))
+
+    def give_back(self, round_: int) -> None:
+        """Takes one serving off a round whose message no turn has taken in. Raises StateError."""
+        with self._locked():
+            found = self._read()
+            now = found.round(round_)
+            if now.times and not now.message:
+                served = [replace(r, times=r.times - 1) if r.number == round_ else r for r in found.rounds]
+                self._require_written(replace(found, rounds=tuple(served)))
 
     def require_same(self, round_: int, message: str) -> None:
         """Keeps what a round that was counted was served with: the message's digest and the turn it goes on from.

@@ -1,7 +1,7 @@
 """The commands of Flower's two long-lived programs, with every flag that FedVeil gives them.
 
-They are the same for Flower 1.39 and 1.41. Where sites are served, --fleet-api-address, is Flower's own option in 1.39;
-for 1.41 the guard's `flower-superlink` takes it (guard/flower/fleet_http.py)."""
+They are the same for all lines of Flower. Where sites are served, --fleet-api-address, is Flower's own option in 1.39;
+from 1.41 on the guard's `flower-superlink` takes it (guard/flower/fleet_http.py)."""
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ def fleet(superlink: str, ca: Path) -> Check:
         )
     line = flower.here()
     if spoken != line.speaks:
-        other = " ".join(f"A server with Flower {one.release} does." for one in flower.LINES if one.speaks == spoken)
+        known = " or ".join(one.release for one in flower.LINES if one.speaks == spoken)
+        other = f"A server with Flower {known} does." if known else ""
         return Check(
             "fleet port",
             "fail",

@@ -130,6 +130,11 @@ class Members:
         except (OSError, ValueError, KeyError) as error:
             old = (folder / "members.json").is_file()
             hint = "move its members.json into registry/" if old else "name the folder that it made"
+            if self._file.is_file():
+                raise ConfigError(
+                    f"{self._file}: expected the registry that fedveil provision made, found one that is damaged "
+                    f"({type(error).__name__}: {error}); bring it back from a backup, for it says who is a member"
+                ) from None
             raise ConfigError(
                 f"{folder}: expected a folder that fedveil provision made, found none "
                 f"({type(error).__name__}: {error}); {hint}"

@@ -22,8 +22,7 @@ def policy(file: str) -> Check:
             "warn",
             f"{file} names neither app-digests nor signers: any code may come, and could undo the rest",
         )
-    if empty := [name for name in _NAMES if getattr(found, name) == []]:
-        what = ", ".join(empty).replace("_", "-")
+    if what := empty(found):
         return Check("policy", "warn", f"{file} permits nothing as it stands: {what} empty; fill in what is agreed on")
     if "permits" not in found.model_fields_set:
         return Check(
@@ -35,6 +34,11 @@ def policy(file: str) -> Check:
     if strange := unfamiliar(found):
         return Check("policy", "warn", f"{file}: {strange}")
     return Check("policy", "ok", f"{file} can be read")
+
+
+def empty(policy: Policy) -> str:
+    """Which lists of a policy permit nothing, for they have no entry; "" where none is so."""
+    return ", ".join(name for name in _NAMES if getattr(policy, name) == []).replace("_", "-")
 
 
 def unfamiliar(policy: Policy) -> str:

@@ -32,8 +32,7 @@ def learned(run: Run) -> Html:
     items: list[object] = [*disclosure.learned(run)]
     uploads = [kind for kind in disclosure.kinds(run) if kind.direction == "up"]
     for site in run.sites:
-        of = "a masked vector with keys" if run.unseen else ""
-        held = [f"{of or variant(kind)} {times(kind.sites[site])}" for kind in uploads if kind.sites[site]]
+        held = [f"{_held(run, kind)} {times(kind.sites[site])}" for kind in uploads if kind.sites[site]]
         if held:
             never = ", never all of it in one upload" if disclosure.never_together(run, site) else ""
             items.append(f"{site} sent the server {' and '.join(held)}{never}.")
@@ -43,6 +42,11 @@ def learned(run: Run) -> Html:
         items.append(f"Uploads also carried: {', '.join(words)}.")
     empty = tag("p", "No message was exchanged.", "note")
     return join([tag("h3", heading(run)), bullets(items) if items else empty])
+
+
+def _held(run: Run, kind: disclosure.Kind) -> str:
+    """What a message held, as the server saw it."""
+    return "a masked vector with keys" if run.unseen and kind.direction == "up" else variant(kind)
 
 
 def times(count: int) -> str:
@@ -98,7 +102,7 @@ def exchanged(run: Run) -> list[list[object]]:
 
     def said(site: str, way: str) -> str:
         kinds = [kind for kind in found if kind.direction == way and kind.sites[site]]
-        return ", ".join(f"{variant(kind)} {times(kind.sites[site])}" for kind in kinds)
+        return ", ".join(f"{_held(run, kind)} {times(kind.sites[site])}" for kind in kinds)
 
     def sent(site: by_site.SiteRecord) -> str:
         refused = sum(why.startswith(by_site.REFUSED) for _, why in site.failures)

@@ -14,9 +14,12 @@ from fedveil.console.report.page import Html, bullets, fold, join, table, tag
 
 NOTE = (
     "AUROC 0.5 is guessing, 1 is certainty; intervals of 95 % each, by bootstrap over the rows. Every attack stands "
-    "beside the overfitted control, which it must win, and round 0 and a model taught other rows, which it must lose. "
+    "beside a control that it must win (overfitted: a model that knows rows by heart) and those that it must lose: "
+    "round 0, a model taught other rows, and the upload of a site that never had the rows (wrong site). "
     "Verdicts are corrected for how many there are, so an interval may leave 0.5 out where its verdict does not."
 )
+_SAID = {"above": "above 0.5", "below": "below 0.5", "contains": "not told from 0.5"}
+_HELD = "tag completed"
 _MUST: dict[str, tuple[str, ...]] = {
     base.ROUND_0: ("contains",),
     base.OTHER_ROWS: ("contains",),
@@ -33,7 +36,7 @@ def html(run: Path) -> Html | None:
     if plot := forest.svg(audit.findings, run.name):
         words = tag("figcaption", forest.caption(audit.findings))
         parts.append(tag("figure", join([Html(plot), words]), "forest"))
-    head = ["AUROC", "TPR at 1 % FPR", "TPR at 0.1 % FPR", "epsilon at least", "members", "non-members", "against 0.5"]
+    head = ["AUROC", "TPR at 1 % FPR", "epsilon at least", "members", "non-members", "corrected verdict"]
     every = table(["model", "attack", *head], [_row(f) for f in audit.findings])
     parts += [
         bullets([*(note.replace("`", "") for note in audit.notes), *_below(audit.findings)]),
@@ -78,10 +81,11 @@ def _row(f: Finding) -> list[object]:
     must = _MUST.get(f.model)
     if findings.is_beside(f.attack):
         must = ("contains", "below")
-    kind = "" if must is None else "tag completed" if f.verdict in must else "tag failed"
+    kind = "" if must is None else _HELD if f.verdict in must else "tag failed"
     return [
-        f.model, f.attack, *map(_interval, (f.auroc, f.tpr_at_1, f.tpr_at_01)), round(f.epsilon_bound, 2),
-        f.members, f.non_members, tag("span", f.verdict, kind) if kind else f.verdict,
+        f.model, f.attack, *map(_interval, (f.auroc, f.tpr_at_1)), f"{f.epsilon_bound:.2f}", f.members, f.non_members,
+        tag("span", f"{_SAID[f.verdict]}{', as it must' if kind == _HELD else ', and must not'}", kind)
+        if kind else _SAID[f.verdict],
     ]  # fmt: skip
 
 

@@ -161,9 +161,13 @@ def _worst(*arms: Arm) -> str:
 
 
 def _cost(a: Arm, base: Arm) -> str:
-    cost = [f"{100 * a.sent / base.sent:.0f} % of the bytes"] if base.sent else []
+    cost = []
     if a.after is not None and base.after is not None:
-        cost = [f"at a test loss of {a.after:.2f} (there {base.after:.2f})", *cost]
+        cost = [f"at a test loss of {a.after:.2f} against {base.after:.2f}"]
+    if base.sent:
+        more = 100 * a.sent / base.sent - 100
+        size = f"{abs(more):.0f} % {'more' if more > 0 else 'fewer'}" if abs(more) >= 0.5 else "as many"
+        cost.append(f"with {size} bytes sent")
     return ", ".join(cost) or "at no cost that was measured"
 
 

@@ -53,6 +53,8 @@ def _legend(figure: Any, inside: bool) -> None:
                label="trained"),
         Line2D([], [], marker="o", color=_ORANGE, label="told; bar: 95 %"),
         Line2D([], [], marker="o", color=_BLUE, label="not told from guessing"),
+        Line2D([], [], marker="D", markersize=5, color="none", markerfacecolor=_ORANGE, markeredgewidth=0,
+               label="the worst site alone"),
         Patch(color=_BLUE, alpha=_BAND, lw=0, label="rows never seen"),
         Patch(color=_ORANGE, alpha=_HEART, lw=0, label="rows known by heart"),
     ]  # fmt: skip
@@ -108,6 +110,8 @@ def _attacker(axes: Any, arms: Sequence[Arm]) -> None:
         axes.plot((low, high), (y, y), color=colour, linewidth=2, linestyle=":" if is_open else "-")
         axes.plot((value,), (y,), "o", markersize=8, color=colour, fillstyle="none" if is_open else "full")
         axes.annotate(a.words, (value, y), (0, -13), textcoords="offset points", ha="center", va="center")
+        if a.over_sites():
+            axes.plot((100 * a.told.auroc[0],), (y,), "D", markersize=5, color=colour)
     axes.set(title="Told to an attacker", xlim=(32, 101), xlabel="% right, \u2190 better (50: coin)")
 
 
@@ -136,14 +140,13 @@ def caption(arms: Sequence[Arm]) -> str:
     if first is None or first.told is None:
         return "Quality: open circle untrained, full circle after the last round. No attack is shown."
     inside = ", ".join(a.name for a in _in_band(arms[:MOST_ARMS]))
-    weak = (
-        f" An open one ({inside}) lies within the blue band: as much is found where there is nothing." if inside else ""
-    )
+    weak = f" The mean of an open one ({inside}) lies within the blue band: as much is found where there is nothing."
     which = "the mean over the sites" if first.over_sites() else "its strongest finding"
     return (
         "Quality: open circle untrained, full circle after the last round, on rows that no site has. An attacker who "
         "reads what the server gets is shown a row that a site trained on and one that it did not "
-        f"({first.told.attack}, {which}, 95 %). Blue band: the same attack on models that never saw the rows. "
-        "Orange band: on rows known by heart. An orange point shows membership; a blue one was not told from guessing, "
-        f"which proves no safety.{weak} One run each: no result to cite."
+        f"({first.told.attack}, {which}, 95 %). A diamond is the worst site alone, which a mean hides. Blue band: the "
+        "same attack on models that never saw the rows, the widest of all runs. Orange band: on rows known by heart. "
+        "An orange point shows membership; a blue one was not told from guessing, which proves no safety."
+        f"{weak if inside else ''} One run each: no result to cite."
     )

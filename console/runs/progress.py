@@ -21,6 +21,7 @@ from rich.text import Text
 from fedveil.console.runs import by_site, unseen
 from fedveil.console.runs.folder import Row, new_lines, progress_of
 from fedveil.foreign import shown
+from fedveil.records.reasons import by_reason
 
 _NAMED = 3  # sites in a line
 _LINE_SECONDS = 60.0  # between two lines of a round where there is no terminal
@@ -187,7 +188,8 @@ class RunProgress(AbstractContextManager["RunProgress"]):
             cohort = row["cohort"]
             accepted = f"{len(row['accepted'])} of {len(cohort)} sites" if cohort else "no site asked to train"
             accepted += "" if row.get("weights") else ", too few"
-            failures = "".join(f"; {shown(site, 80)}: {shown(why)}" for site, why in row["failed"].items())
+            failed = {shown(site, 80): shown(why) for site, why in row["failed"].items()}
+            failures = "".join(f"; {words}" for words in by_reason(failed))
             masked = f"; {unseen.note(row['unseen'])}" if row.get("unseen") else ""
             if loss is None and (told := by_site.loss_told(row)) is not None:
                 note = f"loss at the sites, before their training: {told:.4f}"

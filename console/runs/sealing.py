@@ -54,7 +54,9 @@ def reseal(state_dir: Path, old: Seal, new: Seal) -> list[Path]:
     if new.id:
         prepared.remove(state_dir, prepared.prepared(state_dir))  # rows in the clear; a sealed site keeps none
     audit_log.append(
-        state_dir.expanduser() / audit_log.NAME, "sealed", {"key": new.id or "none", "files": len(written)}
+        state_dir.expanduser() / audit_log.NAME,
+        "sealed" if new.id else "unsealed",
+        {"key": new.id or "none", "files": len(written)},
     )
     return written
 

@@ -40,8 +40,8 @@ def note(unseen: Mapping[str, Any]) -> str:
 
 
 def rows(run: Run) -> list[list[object]]:
-    """Each attempt: round, attempt, sites in the sum, holders, threshold, who opened no shares, why there is no sum."""
-    return [[a["round"], a.get("attempt"), *_of_attempt(a["unseen"])] for a in run.unseen]
+    """Each, from 1 on: round, attempt, sites in the sum, holders, threshold, who opened no shares, why no sum."""
+    return [[a["round"] + 1, a.get("attempt", 0) + 1, *_of_attempt(a["unseen"])] for a in run.unseen]
 
 
 def _of_attempt(unseen: Row) -> list[object]:

@@ -26,7 +26,7 @@ HELD_SECONDS = 75.0  # Flower holds a site for online until two of its heartbeat
 HELD_POLL_SECONDS = 10.0
 _AWAY_SECONDS = 10.0  # a server that answers again sooner is not worth a word
 _MOST_HEARD = 1 << 20  # bytes of the log at a look; what an app prints there has no bound
-_LINK = re.compile(rb"Connection (attempt failed, retrying|successful after)")  # Flower's words, of 1.39 and 1.41
+_LINK = re.compile(rb"Connection (attempt failed, retrying|successful after)")  # Flower's words, of 1.39, 1.41 and 1.42
 _SAID = re.compile(
     r'details = "(fedveil: [^"\n]{1,400})|^(?:\[code: 0\] )?(fedveil: .{1,400})$', re.MULTILINE
 )  # guard/members.py
@@ -54,7 +54,7 @@ def missing(superlink: str, ca: Path) -> str:
         return ""
     if _answers(superlink):
         raise ConfigError(f"--superlink: expected this federation's server, found something else: {found.text}")
-    return f"nothing answers yet: {found.text}; still asking"
+    return f"nothing answers yet: {found.text}, or --superlink (superlink in the kit) is wrong; still asking"
 
 
 def _answers(superlink: str) -> bool:

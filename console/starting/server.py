@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -60,6 +61,9 @@ def settled(folder: Path, listen: str | None = None, state: Path | None = None) 
             raise ConfigError(
                 f"{folder / 'server'}: expected {name}, found none; bring it back, or fedveil members renew-server"
             )
+    key = folder / "server" / "server.key"
+    if (mode := stat.S_IMODE(key.stat().st_mode)) & 0o077:
+        raise ConfigError(f"{key}: expected to be readable by its owner only, found mode {mode:o}; chmod 600 {key}")
     for name in ("ca.crt", "server.pem"):
         file = folder / "server" / name
         found = checks.guarded(name, lambda file=file: checks.certificate(file))  # type: ignore[misc]

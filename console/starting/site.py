@@ -34,6 +34,7 @@ NODE_OPTIONS = (
 )  # fmt: skip
 WIRED = ("superlink", "ca", "key", "name")
 _PATHS = ("data", "policy", "key-file", "signing-key", "state-dir")
+_OF_KIT = "take that file alone out of the kit again (tar xzf KIT.tar.gz PATH), for the others are filled in"
 _MADE = {"key": "fedveil site init makes it", "signing-key": "fedveil site init makes it, or --renew-signing both keys"}
 
 
@@ -128,13 +129,15 @@ def _require_files(start: Start, given: Mapping[str, Any], kit: Path | None, wir
     files |= {"policy": node.policy, "key-file": node.key_file, "signing-key": node.signing_key}
     for name, file in files.items():
         if file and not Path(file).is_file():
-            hint = "see docs/deploy.md" if kit is None or name in given else _MADE.get(name, "unpack the kit anew")
+            hint = "see docs/deploy.md" if kit is None or name in given else _MADE.get(name, _OF_KIT)
             raise ConfigError(f"{_option(name, given, kit)}: expected a file, found none at {file}; {hint}")
     if node.data and not Path(node.data).exists():
         hint = "correct the path" if kit is None else "put the rows there, or name another folder with --data"
         raise ConfigError(
             f"{_option('data', given, kit)}: expected a folder of rows, or a file, found none at {node.data}; {hint}"
         )
+    if node.data and Path(node.data).is_file() and not Path(node.data).stat().st_size:
+        raise ConfigError(f"{_option('data', given, kit)}: expected rows, found an empty file at {node.data}; fill it")
     if node.data and Path(node.data).is_dir() and not _has_files(Path(node.data)):
         raise ConfigError(
             f"{_option('data', given, kit)}: expected rows, found the folder {node.data} without a file; put "
@@ -171,8 +174,8 @@ def require_link(ca: Path, key: Path) -> None:
     found = checks.guarded("certificate", lambda: checks.certificate(ca))
     if found.verdict == "fail":
         raise ConfigError(
-            f"{ca}: expected a certificate that is valid now, found another: {found.text}; unpack the kit anew, or ask "
-            "the operator for ca.crt"
+            f"{ca}: expected a certificate that is valid now, found another: {found.text}; {_OF_KIT}, or ask the "
+            "operator for it"
         )
 
 
@@ -187,6 +190,12 @@ def require_policy(node: Site) -> None:
     except (PolicyError, ValueError) as error:
         found = _unknown_key(error.__cause__) or f"something else: {error}"
         raise ConfigError(f"{file}: expected a site policy, found {found}; as it is, it refuses every run") from None
+    if empty := policy_checks.empty(policy):
+        print(
+            f"site {node.site}: {file} permits nothing as it stands ({empty} empty): every run is refused; fill in "
+            "what is agreed on (fedveil explain --permits prints what a run needs)",
+            flush=True,
+        )
     if strange := policy_checks.unfamiliar(policy):
         print(f"site {node.site}: {file}: {strange}", flush=True)
 
@@ -235,7 +244,7 @@ def _taken(start: Start, processes: Processes) -> int:
             if until is None:
                 until = time.monotonic() + online.HELD_SECONDS
                 print(
-                    f"{error}. A killed site stays online there for about a minute: asked again for "
+                    f"{error}. A killed site stays online there for about a minute: asking again for up to "
                     f"{online.HELD_SECONDS:g} s",
                     flush=True,
                 )

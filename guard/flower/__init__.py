@@ -1,11 +1,11 @@
-"""Which Flower this installation has, and what of the guard belongs to one of the two alone.
+"""Which Flower this installation has, and what of the guard belongs to some of them alone.
 
 | Flower | SuperNodes speak | sites are served at | fleet port | a connection that has gone dead |
 |---|---|---|---|---|
 | 1.39 | gRPC | a port of their own, by Flower | fleet_grpc.py | keepalive.py finds it |
-| 1.41 | HTTP | one of their own, by us: Flower has one for all | fleet_http.py | Flower waits at most 30 s |
+| 1.41, 1.42 | HTTP | one of their own, by us: Flower has one for all | fleet_http.py | Flower waits at most 30 s |
 
-The rest of the guard is the same for both. A version that is not in this table is refused in words.
+The rest of the guard is the same for all. A version that is not in this table is refused in words.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Line:
     speaks: Literal["gRPC", "HTTP"]
 
 
-LINES = (Line("1.39", "gRPC"), Line("1.41", "HTTP"))
+LINES = (Line("1.39", "gRPC"), Line("1.41", "HTTP"), Line("1.42", "HTTP"))
 
 
 class Answer(Enum):
@@ -47,8 +47,8 @@ def line_of(version: str) -> Line:
     for line in LINES:
         if version == line.release or version.startswith(f"{line.release}."):
             return line
-    known = " or ".join(f"{line.release} ({line.speaks})" for line in LINES)
-    raise ConfigError(f"flwr: expected version {known}, found {version[:40]}; docs/deploy.md says which to take")
+    known = ", ".join(f"{line.release} ({line.speaks})" for line in LINES)
+    raise ConfigError(f"flwr: expected version {known}; found {version[:40]}; docs/deploy.md says which to take")
 
 
 def here() -> Line:

@@ -1,4 +1,4 @@
-"""A port for sites alone, where Flower 1.41 has one HTTP port for sites, operators and its own processes.
+"""A port for sites alone, where Flower 1.41 and 1.42 have one HTTP port for sites, operators and its own processes.
 
 The process listens at a second address. What comes in there is judged by its header, before a byte of the body is
 read:

@@ -1,4 +1,4 @@
-"""A SuperNode of Flower 1.41 asks its server, and nobody else in the server's name.
+"""A SuperNode of Flower 1.41 or 1.42 asks its server, and nobody else in the server's name.
 
 Its HTTP client follows where an answer sends it, with the request and its signed headers, to any address that the site
 reaches, by plain HTTP too. So a server could have each site ask machines inside the site's own network. Here an answer

@@ -1,6 +1,6 @@
 """A real federation on this machine: SuperLink, three SuperNodes, TLS, node keys; real text, real training.
 
-Over gRPC with Flower 1.39, over HTTP with 1.41: whichever is installed.
+Over gRPC with Flower 1.39, over HTTP with 1.41 or 1.42: whichever is installed.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_a_fleet_port_that_asks_for_no_key_is_refused(more, folder, monkeypatch,
     assert "--fleet-api-type: expected grpc-rere" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(SPEAKS == "HTTP", reason="Flower 1.41 warns of the option, and serves no gRPC")
+@pytest.mark.skipif(SPEAKS == "HTTP", reason="from 1.41 on Flower warns of the option, and serves no gRPC")
 def test_nor_is_one_that_is_named_by_half_its_option(folder, monkeypatch):
     """Flower takes the last."""
     monkeypatch.setattr(sys, "argv", own(folder, "--fleet-api-t", "grpc-adapter"))

@@ -23,7 +23,7 @@ def locked(name: str) -> str:
         ("2.11.0a0+git1234", ">=2.11", True), ("2.11", ">=2.11", True), ("2.9.1", ">=2.11", False),
         ("1.39.0", ">=1.39,<1.40", True), ("1.40.0", ">=1.39,<1.40", False), ("2.55.1", "==2.55.1", True),
         ("1.39.0", "!=1.40.*", True), ("1.40.0", "!=1.40.*", False), ("1.40.3", ">=1.39,!=1.40.*", False),
-        ("1.41.0", ">=1.39,<1.42,!=1.40.*", True), ("2.55.2", "==2.55.1", False),
+        ("1.42.0", ">=1.39,<1.43,!=1.40.*", True), ("2.55.2", "==2.55.1", False),
         ("2.55.1.0", "==2.55.1", True), ("3.0", "", True),
     ],
 )  # fmt: skip
@@ -32,7 +32,7 @@ def test_ranges_by_hand(version, asked, holds):
 
 
 def test_every_range_of_pyproject_is_understood():
-    assert RANGES["flwr"] == ">=1.39,<1.42,!=1.40.*"
+    assert RANGES["flwr"] == ">=1.39,<1.43,!=1.40.*"
     for name, asked in RANGES.items():
         assert not wheels.within("0", asked), name
 

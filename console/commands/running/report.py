@@ -29,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
 
     missing = absent(args.federation) if args.federation else {}
     run_page.write(args.out, runs, missing)
-    print(args.out)
+    print(args.out.absolute())
     return 0

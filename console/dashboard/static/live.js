@@ -55,7 +55,7 @@
 
   const source = new EventSource(`${main.dataset.events}?seen=${encodeURIComponent(main.dataset.state)}`);
   source.addEventListener("open", () => {
-    if (!held) say("live, last change");
+    if (!held) say("live, page as of");
     if (broken) { broken = false; refresh(); }
   });
   source.addEventListener("changed", refresh);
@@ -70,7 +70,7 @@
   hold.addEventListener("click", () => {
     held = !held;
     hold.textContent = held ? "Go on" : "Pause";
-    say(held ? "paused, as of" : "live, last change");
+    say(held ? "paused, as of" : "live, page as of");
     if (!held && missed) refresh();
   });
 })();

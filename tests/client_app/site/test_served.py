@@ -9,10 +9,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedveil import strategies
 from fedveil.client_app import app as client
+from fedveil.client_app.site import policy as policies
 from fedveil.client_app.site.served import Served
+from fedveil.client_app.turn import Turns
 from fedveil.contract.address import Address
 from fedveil.contract.method import RoundContext, State, fields_of
-from fedveil.errors import PolicyError, StateError
+from fedveil.errors import PolicyError, StateError, TaskError
 from fedveil.federation.exchange import Exchange
 from fedveil.rng import initial
 from fedveil.wire import header, slices
@@ -102,6 +104,34 @@ def test_a_damaged_count_serves_nobody(ask, tmp_path):
     with pytest.raises(StateError, match="restore it"):
         Served(file.parent).check(1, 5, 3)
     assert file.read_text() == "{"
+
+
+def test_a_turn_that_ended_before_it_took_in_the_message_is_no_serving(ask, monkeypatch):
+    """Whoever mends a column is served; a turn that began with the message counts, whatever ended it."""
+    with monkeypatch.context() as broken:
+        broken.setattr(Turns, "_prepared", refuses)
+        assert [ask(0)[:9] for _ in range(5)] == ["TaskError"] * 5
+    assert ask(0) == "all"
+    with monkeypatch.context() as broken:
+        broken.setattr(policies, "check_rows", refuses)
+        assert [ask(1)[:9] for _ in range(3)] == ["TaskError"] * 3
+    assert ask(1).startswith("PolicyError: round: this site serves one at most 3 times")
+
+
+def test_a_serving_whose_message_was_taken_in_is_not_given_back(tmp_path):
+    served = Served.of(tmp_path, "r", "s")
+    served.give_back(0)
+    served.count(0, 2, 1)
+    served.give_back(0)
+    served.count(0, 2, 1)
+    served.require_same(0, "m")
+    served.give_back(0)
+    with pytest.raises(PolicyError):
+        served.count(0, 2, 1)
+
+
+def refuses(*_: object) -> None:
+    raise TaskError("no such column")
 
 
 def test_a_serving_is_counted_before_the_turn(tmp_path):

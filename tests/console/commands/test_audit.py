@@ -220,14 +220,20 @@ def test_the_report_has_a_section_of_it(run_folder, audited):
 
 
 @pytest.mark.parametrize("model", ["round 0", "other rows"])
-@pytest.mark.parametrize(("verdict", "kind"), [("above", "failed"), ("below", "failed"), ("contains", "completed")])
-def test_the_report_marks_a_control_to_lose_by_whether_it_was_lost(tmp_path, model, verdict, kind):
+@pytest.mark.parametrize(
+    ("verdict", "kind", "words"),
+    [
+        ("above", "failed", "above 0.5, and must not"), ("below", "failed", "below 0.5, and must not"),
+        ("contains", "completed", "not told from 0.5, as it must"),
+    ],
+)  # fmt: skip
+def test_the_report_marks_a_control_to_lose_by_whether_it_was_lost(tmp_path, model, verdict, kind, words):
     interval = [0.6, 0.5, 0.7]
     found = {"model": model, "attack": "loss", "verdict": verdict, "epsilon_bound": 0.0, "members": 9, "non_members": 9}
     found |= {"p": 0.01}
     found |= dict.fromkeys(("auroc", "tpr_at_1", "tpr_at_01"), interval)
     (tmp_path / "audit.json").write_text(json.dumps({"findings": [found], "rebuilt": [], "notes": []}))
-    assert f'class="tag {kind}">{verdict}<' in str(findings.html(tmp_path))
+    assert f'class="tag {kind}">{words}<' in str(findings.html(tmp_path))
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_measured_figures_are_the_committed_ones_and_no_others():
     assert "the base's: the server has no other; attack" in found["fedsa_lora"]
     assert found["rolora"].endswith(", 1.00]")  # an AUROC's interval ends there
     for name, preset, row, metric in (
-        ("fedqsn", "fedqsn/table1", "FedQSN gap less control", "e2e_nlg loss"),
+        ("fedqsn", "fedqsn/table1", "FedQSN gap less control", "loss"),
         ("random_binary", "random_binary/adaptive", "R = 0.5, batch 1", "recovered"),
         ("dp_fpl", "dp_fpl/table3", "DP-FPL, epsilon 0.4", "local"),
     ):

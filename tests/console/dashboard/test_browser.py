@@ -86,7 +86,7 @@ def opened(page, server: Server, path: str = "") -> None:
     page.goto(server.entry.link)
     assert "token" not in page.url
     page.goto(f"http://127.0.0.1:{server.entry.port}{server.entry.base}/{path}")
-    until(page, "document.getElementById('live').textContent === 'live, last change'")
+    until(page, "document.getElementById('live').textContent === 'live, page as of'")
 
 
 def until(page, expression: str) -> None:

@@ -116,7 +116,7 @@ def test_a_registry_that_broke_is_named_and_takes_nothing_else_away(pilot, runs,
     client = opened(runs, pilot)
     (pilot / "registry" / "members.json").write_text("{")
     text = client.get(f"{client.base}/").text
-    assert "expected a folder that fedveil provision made" in text
+    assert "expected the registry that fedveil provision made, found one that is damaged" in text
     assert "fedavg" in text
 
 

@@ -65,10 +65,10 @@ def test_an_orange_point_within_the_band_of_the_untrained_is_open_and_said():
         base, told=replace(base.told, verdict="above", auroc=(0.8, 0.7, 0.9)), across=(), lost=(0.42, 0.58)
     )
     said, plain = trade_picture.caption([outside, inside]), trade_picture.caption([outside, outside])
-    assert "An open one (weak one) lies within the blue band: as much is found where there is nothing." in said
-    assert "An open one" not in plain
+    assert "The mean of an open one (weak one) lies within the blue band: as much is found where there" in said
+    assert "an open one" not in plain
     blue = replace(inside, told=replace(told, verdict="contains"))
-    assert "An open one" not in trade_picture.caption([outside, blue])
+    assert "an open one" not in trade_picture.caption([outside, blue])
     drawn, without = (trade_picture.svg([outside, a]) for a in (inside, blue))
     assert drawn.count("stroke-dasharray") == without.count("stroke-dasharray") + 2  # its bar, and the legend's
     assert "told, within the band" in re.sub("<[^>]*>", "", drawn)

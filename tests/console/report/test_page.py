@@ -31,7 +31,7 @@ def test_a_table_names_its_columns_and_with_a_caption_is_reached_by_the_keyboard
     assert '<td data-label="site">&lt;i&gt;</td>' in table
     assert "tabindex" not in page.table(["site", "bytes"], rows)
     share = page.table(["a", "b"], [[page.Figure("3&nbsp;%"), None]])
-    assert '<td class="n" data-label="a">3&nbsp;%</td><td data-label="b">&ndash;</td>' in share
+    assert '<td class="n" data-label="a">3&nbsp;%</td><td class="n" data-label="b">&ndash;</td>' in share
 
 
 def test_a_template_shows_text_and_nothing_else():

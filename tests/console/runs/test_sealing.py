@@ -95,7 +95,7 @@ def test_a_site_is_sealed_goes_to_another_key_and_back_and_keeps_everything(home
     lines = list(audit_log.read(home.state / audit_log.NAME))
     assert lines.pop(0)["event"] == "purged"
     assert [(line["event"], line["key"], line["files"]) for line in lines] == [
-        ("sealed", first.id, 10), ("sealed", second.id, 10), ("sealed", "none", 10)
+        ("sealed", first.id, 10), ("sealed", second.id, 10), ("unsealed", "none", 10)
     ]  # fmt: skip
 
 

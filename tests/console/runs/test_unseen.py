@@ -55,10 +55,10 @@ def test_an_epsilon_is_left_to_the_sites_own_ledgers(make_run):
 def test_each_attempt_is_a_row(make_run):
     run = load(masked(make_run()))
     assert unseen.rows(run) == [
-        [0, 0, 4, 4, 3, None, None],
-        [1, 0, None, None, None, None, "expected 3, found <1>"],
-        [1, 1, 3, 4, 3, "site-3: no answer within <120> s", None],
-        [2, 0, 4, 4, 3, None, None],
+        [1, 1, 4, 4, 3, None, None],
+        [2, 1, None, None, None, None, "expected 3, found <1>"],
+        [2, 2, 3, 4, 3, "site-3: no answer within <120> s", None],
+        [3, 1, 4, 4, 3, None, None],
     ]
 
 

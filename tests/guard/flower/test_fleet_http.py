@@ -1,4 +1,4 @@
-"""The port for sites on Flower 1.41, attacked by a stranger, a site whose day is over, and a site that wants more."""
+"""The port of sites from Flower 1.41 on, attacked by a stranger, a site whose day is over, and one that wants more."""
 
 from __future__ import annotations
 

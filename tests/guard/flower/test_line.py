@@ -14,17 +14,18 @@ from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize(
-    "version,speaks", [("1.39.0", "gRPC"), ("1.39.7", "gRPC"), ("1.41", "HTTP"), ("1.41.0", "HTTP")]
+    "version,speaks", [("1.39.0", "gRPC"), ("1.39.7", "gRPC"), ("1.41", "HTTP"), ("1.41.0", "HTTP"), ("1.42.0", "HTTP")]
 )
 def test_a_known_version_says_what_its_supernodes_speak(version, speaks):
     assert flower.line_of(version).speaks == speaks
 
 
 @pytest.mark.parametrize(
-    "version", ["1.38.0", "1.40.0", "1.42.0", "1.390.0", "1.3", "2.39.0", "", "1.39x", "x" * 10**6]
+    "version", ["1.38.0", "1.40.0", "1.43.0", "1.390.0", "1.3", "2.39.0", "", "1.39x", "x" * 10**6]
 )
 def test_another_one_is_refused_in_few_words(version):
-    with pytest.raises(ConfigError, match=r"flwr: expected version 1\.39 \(gRPC\) or 1\.41 \(HTTP\), found") as caught:
+    known = r"1\.39 \(gRPC\), 1\.41 \(HTTP\), 1\.42 \(HTTP\)"
+    with pytest.raises(ConfigError, match=rf"flwr: expected version {known}; found") as caught:
         flower.line_of(version)
     assert len(str(caught.value)) < 200
 
