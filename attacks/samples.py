@@ -13,7 +13,7 @@ from datasets import Dataset
 from fedveil import strategies, tasks
 from fedveil.config import RunConfig, parse
 from fedveil.contract.task import Example, Examples, Rows, Share, Task
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, TaskError
 from fedveil.rows import partition
 
 LEAST = 20  # rows of a side below which no interval means anything
@@ -111,7 +111,10 @@ def non_members_of(source: Source, config: RunConfig, members: Mapping[str, Exam
     whole = parse(config.flat() | {"task.max-examples": 0})
     task = tasks.load(whole, strategies.create("fedavg").adapter, "cpu")  # reads rows only
     if source.non_members:
-        return task.examples(source.non_members, "test")
+        try:
+            return task.examples(source.non_members, "test")
+        except TaskError as error:  # it names what the task reads, not what was asked for
+            raise ConfigError(f"--non-members: {str(error).removeprefix('task.data: ')}") from error
     data = _data(source, config)
     if data is None:
         raise ConfigError("--non-members: expected a folder or file with rows of no site, found none; give one")

@@ -29,7 +29,7 @@ from fedveil.console.dashboard.parts import (
     verdict,
     when,
 )
-from fedveil.console.report import disclosed, privacy, run_page
+from fedveil.console.report import disclosed, findings, privacy, run_page
 from fedveil.console.runs import by_site, disclosure
 from fedveil.console.runs.folder import Run
 from fedveil.console.runs.summary import label, metric_names
@@ -245,6 +245,7 @@ class ServerViews:
             "last": by_site.last_attempt(run), "last_table": disclosed.last_attempt(run),
             "reason": shown(status.get("reason") or "", 1000), "total": total,
             "task": config.get("task.name", "unknown task"), "model": config.get("task.model", "?"),
+            "attacked": findings.in_words(place.folder),
             "report": link(self.base, ("runs", place.key, "report"), "The whole report of this run"),
             "facts": {"rounds done": f"{run.rounds_done} of {plain(status.get('rounds', '?'))}",
                       "test loss": run.final.get("loss"), "upload bytes": run.upload_bytes,

@@ -135,7 +135,9 @@ class Flower:
         """What Flower says is wrong; where nobody answered, what to do about that."""
         if "".join(_SILENT.split()) not in "".join(reason.split()):
             return LaunchError(reason)
+        home = self.home.absolute()
+        folder = shlex.quote(str(home.parents[1])) if home.parts[-2:] == _IN_FEDERATION else "FOLDER"
         return Unreachable(
             f"flwr {command}: expected the server at its control port (its address is in {self.home}/config.toml), "
-            "found none; start it with fedveil server start FOLDER, or open your tunnel to it"
+            f"found none; start it with fedveil server start {folder}, or open your tunnel to it"
         )

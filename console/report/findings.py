@@ -11,6 +11,8 @@ from fedveil.attacks import base, findings, verdict
 from fedveil.attacks.findings import Audit, Finding
 from fedveil.console.report import forest
 from fedveil.console.report.page import Html, bullets, fold, join, table, tag
+from fedveil.errors import StateError
+from fedveil.foreign import shown
 
 NOTE = (
     "AUROC 0.5 is guessing, 1 is certainty; intervals of 95 % each, by bootstrap over the rows. Every attack stands "
@@ -53,6 +55,15 @@ def html(run: Path) -> Html | None:
     if (sheet := pictures(run)) is not None:
         parts.append(sheet)
     return join(parts)
+
+
+def in_words(run: Path) -> str:
+    """What attacks on the run in that folder came to, in a sentence; "" where it was not attacked."""
+    try:
+        audit = Audit.read(run)
+    except StateError as error:
+        return shown(error, 300)
+    return verdict.verdict(audit.findings) if audit else ""
 
 
 def _below(found: Sequence[Finding]) -> list[str]:

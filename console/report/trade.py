@@ -114,6 +114,7 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
             f"With {best.name} an attacker is right {_of(best)} (a coin: 50) instead of {_of(base)} with {base.name}"
             f"{_worst(best, base)}, {_cost(best, base)}."
         )
+        answer += "".join(f" With {a.name}: {_of(a)}{_worst(a, base)}." for a in others if a is not best and a.told)
     elif more:
         answer = f"Nothing is gained here: {' and '.join(more)} told an attacker more than {base.name} ({_of(base)})."
     said = [f"{base.name}: from what the server has, an attacker picks the trained row of a pair {_chance(base)}."]

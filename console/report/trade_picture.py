@@ -51,7 +51,7 @@ def _legend(figure: Any, inside: bool) -> None:
         Line2D([], [], marker="o", color="none", markerfacecolor="none", markeredgecolor=INK, label="untrained"),
         Line2D([], [], marker="o", markersize=8, color="none", markerfacecolor=COLOURS[2], markeredgewidth=0,
                label="trained"),
-        Line2D([], [], marker="o", color=_ORANGE, label="told; bar: 95 %"),
+        Line2D([], [], marker="o", color=_ORANGE, label="told, mean; bar: 95 %"),
         Line2D([], [], marker="o", color=_BLUE, label="not told from guessing"),
         Line2D([], [], marker="D", markersize=5, color="none", markerfacecolor=_ORANGE, markeredgewidth=0,
                label="the worst site alone"),

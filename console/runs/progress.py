@@ -179,7 +179,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
     def _show(self, row: Row) -> None:
         loss = _loss_of(row)
         if row.get("resumed"):
-            self._tell(int(row["round"]), "resumed")
+            self._tell(int(row["round"]), "resumed here", int(row["round"]) + 1)
             return
         note = "" if loss is None else f"loss {loss:.4f}"
         if row["round"] < 0:

@@ -214,7 +214,9 @@ def _status(args: argparse.Namespace) -> int:
     if sets := prepared(args.state_dir):
         print(f"prepared rows: {sum(of.bytes for of in sets):,} bytes in {len(sets)} sets")
     if not found:
-        print(f"no worker under {args.state_dir.expanduser()}: none has had a turn yet, or its idle time is over")
+        print(
+            f"no worker under {args.state_dir.expanduser()}: the site is not started, or its worker's idle time is over"
+        )
         return 1
     for worker in found:
         console.print(described(worker), soft_wrap=True)

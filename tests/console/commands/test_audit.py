@@ -19,6 +19,7 @@ from fedveil.console.report import run_page as report
 from fedveil.console.runs import folder as runs
 from fedveil.contract.method import State
 from fedveil.contract.task import Share
+from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.records.disclosure import Disclosures
@@ -199,6 +200,14 @@ def test_members_are_the_rows_of_the_site(run_folder):
     assert len(used) == 40
     assert not used & {row.origin for row in others}
     assert {row.origin.file for row in others} == {str(DATA / "train.jsonl")}
+
+
+@pytest.mark.long
+def test_rows_of_no_site_without_a_test_split_are_named_by_the_option(run_folder, tmp_path):
+    config = parse(json.loads((run_folder / "config.json").read_text())["config"])
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"^--non-members: expected test\.jsonl or test\.parquet in .* found train"):
+        non_members_of(Source(DATA, non_members=tmp_path), config, {}, 1)
 
 
 @pytest.mark.long

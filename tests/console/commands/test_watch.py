@@ -104,7 +104,7 @@ def test_watching_reads_a_long_record_once_and_follows_it(make_run, monkeypatch,
         progress.tick(folders.status_of(run))
         progress.tick(folders.status_of(run))
     assert before.count("round 1/2") == 1
-    assert capsys.readouterr().out.split() == ["run:", "round", "7/2", "resumed"]
+    assert capsys.readouterr().out.split() == ["run:", "round", "8/2", "resumed", "here"]
 
 
 def test_watching_a_folder_ends_with_its_status(make_run, capsys):

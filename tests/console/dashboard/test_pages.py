@@ -13,6 +13,7 @@ from fedveil.console.dashboard import bounded
 from fedveil.records import audit_log, process
 from tests.console.conftest import REFUSED_BYTES, unscored, write_run
 from tests.console.dashboard.conftest import EVIL, opened
+from tests.console.report.made import audited, found
 
 
 class Page(HTMLParser):
@@ -81,6 +82,19 @@ def test_the_list_of_runs_has_when_each_began_and_ended(runs):
     text = client.get(f"{client.base}/").text
     assert text.count('<td data-label="ended (UTC)"><time datetime="2026-01-02T05:06:07+00:00">') == 3
     assert text.count('<td data-label="started (UTC)"><time datetime="2026-01-02T03:04:05+00:00">') == 3
+
+
+def test_a_run_says_what_attacks_found_and_a_broken_audit_is_shown_as_text(runs):
+    client = opened(runs)
+    assert "Not attacked, so nothing is known" in client.get(f"{client.base}/runs/fedrand").text
+    audited(runs / "fedrand", found("site-1", 0.8, "above"))
+    said = " ".join(client.get(f"{client.base}/runs/fedrand").text.split())
+    assert "<h2>What attacks found</h2> <p>Membership shows" in said
+    (runs / "fedrand" / "audit.json").write_text('{"findings": "<b>"}')
+    page = client.get(f"{client.base}/runs/fedrand")
+    assert page.status_code == 200
+    assert "expected what fedveil audit writes" in page.text
+    assert "<b>" not in page.text
 
 
 def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
