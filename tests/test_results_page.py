@@ -276,7 +276,9 @@ def test_the_withheld_factor_is_not_decided_before_five_seeds_of_two_data_sets()
 def test_pictures_and_pages_that_the_page_names_are_there():
     links = re.findall(r"\]\((?!https://arxiv\.org/abs/)([^)]+)\)", PAGE.read_text())
     assert links
-    assert [link for link in links if not (PAGE.parent / link).is_file()] == []
+    headings = [line.lstrip("# ") for line in PAGE.read_text().splitlines() if line.startswith("#")]
+    within = {f"#{heading.lower().replace(' ', '-')}" for heading in headings}
+    assert [link for link in links if link not in within and not (PAGE.parent / link).is_file()] == []
 
 
 def measured(result, settings) -> str:
@@ -307,3 +309,22 @@ def test_readme_says_of_each_method_whether_any_committed_result_has_it():
         assert (cell == "-") == (not having), f"{method}: README says {cell}, results are {sorted(having)}"
         for preset in re.findall(r"`(\w+/\w+)`", cell):
             assert preset in having, f"{method}: README names {preset}"
+
+
+def test_the_list_at_the_top_counts_the_verdicts_below():
+    counts: dict[str, list[int]] = {}
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif line.startswith("| ") and len(cells := line.strip("|").split(" | ")) == len(COLUMNS):
+            found = [cells[2].strip().startswith(verdict) for verdict in ("holds", "refuted", "not decided")]
+            if any(found):
+                of = counts.setdefault(section, [0, 0, 0])
+                counts[section] = [a + b for a, b in zip(of, found, strict=True)]
+    said = {
+        f"- [{name}](#{name.lower().replace(' ', '-')}): {sum(of)} claims, {of[0]} hold, {of[1]} refuted, {of[2]} "
+        "not decided"
+        for name, of in counts.items()
+    }
+    assert len(said) == 6
+    assert said <= set(PAGE.read_text().splitlines())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+
+from fedveil.errors import PolicyError
 
 WINDOW = r"^([01]\d|2[0-3]):[0-5]\d-(([01]\d|2[0-3]):[0-5]\d|24:00)$"
 
@@ -12,6 +14,12 @@ WINDOW = r"^([01]\d|2[0-3]):[0-5]\d-(([01]\d|2[0-3]):[0-5]\d|24:00)$"
 def within(windows: Iterable[str], now: datetime) -> bool:
     """Whether `now` lies in one of the windows; one that ends before it begins runs over midnight."""
     return any(_in_one(window, 60 * now.hour + now.minute) for window in windows)
+
+
+def require_hour(windows: Sequence[str] | None, now: datetime) -> None:
+    """Raises PolicyError for a moment in none of them; None = any will do."""
+    if windows is not None and not within(windows, now):
+        raise PolicyError(f"hours: this site permits {windows}, found {now:%H:%M} at the site; come back then")
 
 
 def _in_one(window: str, minute: int) -> bool:

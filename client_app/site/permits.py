@@ -154,3 +154,15 @@ def _toml(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+def require_one(key: str, found: str, permitted: list[str] | None) -> None:
+    """Raises PolicyError for a value that is not in the policy's own list; None = any will do."""
+    if permitted is not None and found not in permitted:
+        raise PolicyError(f'{key}: this site permits {permitted}, found "{found}"; agree on it with the site')
+
+
+def require_rounds(found: int, most: int | None) -> None:
+    """Raises PolicyError for more rounds than the policy permits; None = any will do."""
+    if most is not None and found > most:
+        raise PolicyError(f"run.rounds: this site permits at most {most}, found {found}; ask for fewer")

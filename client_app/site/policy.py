@@ -54,7 +54,7 @@ import math
 import os
 import sys
 import tomllib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -65,7 +65,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fedveil.client_app.site import cost, demands
 from fedveil.client_app.site import permits as run_keys
 from fedveil.client_app.site.assignment import Assignment
-from fedveil.client_app.site.hours import WINDOW, within
+from fedveil.client_app.site.hours import WINDOW, require_hour
 from fedveil.client_app.site.node_config import Site
 from fedveil.client_app.site.served import Served
 from fedveil.contract.budget import Budget, Neighbours
@@ -100,7 +100,6 @@ class Policy(BaseModel):
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
     hours: list[Annotated[str, Field(pattern=WINDOW)]] | None = None
-
     permits: dict[str, run_keys.Permit] = {}
 
     @field_validator("permits", mode="before")
@@ -152,31 +151,43 @@ def check(
     now: datetime | None = None,
     serves: bool = True,
 ) -> None:
-    """Raises PolicyError, which names what the site does not permit.
+    """Raises the first of `refusals`."""
+    for found in refusals(assignment, bundle, down_bytes, now, serves):
+        raise found
+
+
+def refusals(
+    assignment: Assignment, bundle: Bundle | None, down_bytes: int, now: datetime | None = None, serves: bool = True
+) -> Iterator[PolicyError]:
+    """What the site does not permit; nothing where it permits the turn. Raises PolicyError for an unreadable policy.
 
     Args:
         down_bytes: size of the server's message.
         serves: the message asks for a turn; else for keys or shares of secure aggregation, which count as no serving.
     """
-    policy = of(assignment.site)
-    check_round(assignment, policy.max_repeats if serves else sys.maxsize)
-    if not assignment.site.policy:
-        return
-    order, config, bundle = assignment.order, assignment.config, bundle or Bundle()
-    _require_bundle(bundle, policy)
-    _require_one("method.name", order.method, policy.methods)
-    _require_one("task.name", config.task.name, policy.tasks)
-    _require_one("task.model", config.task.model, policy.models)
-    rounds = config.run.rounds
-    if policy.max_rounds is not None and rounds > policy.max_rounds:
-        raise PolicyError(f"run.rounds: this site permits at most {policy.max_rounds}, found {rounds}; ask for fewer")
-    _require_bytes(policy, down_bytes, "in the server's message alone")
-    _require_hour(policy, now or datetime.now())
-    cost.require_noise(config, policy.min_noise)
-    demands.check(config.secure, policy.require_secure, policy.min_cohort, policy.min_threshold, policy.roster)
-    run_keys.check(policy.permits, policy.named, config)
-    if policy.max_epsilon is not None:
-        cost.require_epsilon(assignment, policy.max_epsilon, policy.delta)
+    policy, config = of(assignment.site), assignment.config
+    judged: list[Callable[[], None]] = [lambda: check_round(assignment, policy.max_repeats if serves else sys.maxsize)]
+    if assignment.site.policy:
+        secure = config.secure, policy.require_secure, policy.min_cohort, policy.min_threshold, policy.roster
+        judged += [
+            lambda: _require_bundle(bundle or Bundle(), policy),
+            lambda: run_keys.require_one("method.name", assignment.order.method, policy.methods),
+            lambda: run_keys.require_one("task.name", config.task.name, policy.tasks),
+            lambda: run_keys.require_one("task.model", config.task.model, policy.models),
+            lambda: run_keys.require_rounds(config.run.rounds, policy.max_rounds),
+            lambda: _require_bytes(policy, down_bytes, "in the server's message alone"),
+            lambda: require_hour(policy.hours, now or datetime.now()),
+            lambda: cost.require_noise(config, policy.min_noise),
+            lambda: demands.check(*secure),
+            lambda: run_keys.check(policy.permits, policy.named, config),
+        ]
+        if (most := policy.max_epsilon) is not None:
+            judged.append(lambda: cost.require_epsilon(assignment, most, policy.delta))
+    for judge in judged:
+        try:
+            judge()
+        except PolicyError as error:
+            yield error
 
 
 def count_round(assignment: Assignment) -> None:
@@ -270,16 +281,9 @@ def of_site(site: Site) -> Policy:
         raise PolicyError(says) from error
 
 
-def _require_one(key: str, found: str, permitted: list[str] | None) -> None:
-    if permitted is not None and found not in permitted:
-        raise PolicyError(f'{key}: this site permits {permitted}, found "{found}"; agree on it with the site')
-
-
 def _require_bundle(bundle: Bundle, policy: Policy) -> None:
-    asked = (
-        ("app digest", "app-digests", bundle.digest, policy.app_digests),
-        ("app signer", "signers", bundle.signer, policy.signer_keys),
-    )
+    asked = (("app digest", "app-digests", bundle.digest, policy.app_digests),
+             ("app signer", "signers", bundle.signer, policy.signer_keys))  # fmt: skip
     for key, where, found, permitted in asked:
         if permitted is not None and found not in permitted:
             shown = f'"{found}"' if found else "none that the site's own entry point has checked"
@@ -293,8 +297,3 @@ def _require_bytes(policy: Policy, found: int, where: str) -> None:
     limit = policy.max_bytes_a_round
     if limit is not None and found > limit:
         raise PolicyError(f"bytes a round: this site permits at most {limit}, found {found} {where}; share less")
-
-
-def _require_hour(policy: Policy, now: datetime) -> None:
-    if policy.hours is not None and not within(policy.hours, now):
-        raise PolicyError(f"hours: this site permits {policy.hours}, found {now:%H:%M} at the site; come back then")

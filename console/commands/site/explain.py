@@ -73,12 +73,11 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(shown(line, 4000) for line in lines))
     if policy is None:
         return 0
-    try:
-        _permit(
-            _site(args.policy), policy, args.app, exchange, config, masked.bytes if masked else exchange.largest("up")
-        )
-    except PolicyError as error:
-        print(f"\nThis site's policy FORBIDS it: {shown(error, 2000)}")
+    largest = masked.bytes if masked else exchange.largest("up")
+    if found := _refusals(_site(args.policy), policy, args.app, exchange, config, largest):
+        print(f"\nThis site's policy FORBIDS it: {shown(found[0], 2000)}")
+        for further in found[1:]:
+            print(f"and: {shown(further, 2000)}")
         return 1
     print(f"\nThis site's policy permits it: {args.policy}")
     return 0
@@ -180,10 +179,10 @@ def _read(policy: Path) -> policies.Policy:
         raise PolicyError(f"--policy {policy}: {str(error).removeprefix('policy: ')}") from None
 
 
-def _permit(
+def _refusals(
     site: Site, read: policies.Policy, app: Path | None, exchange: Exchange, config: RunConfig, up: int
-) -> None:
-    """Raises PolicyError as the site would before the run's first round; sizes of fields for those of messages."""
+) -> list[PolicyError]:
+    """What the site would refuse before the run's first round; sizes of fields for those of messages."""
     bundle = policies.Bundle()
     if read.app_digests is not None or read.signers is not None:
         digest = hashlib.sha256(built(app)).hexdigest()
@@ -192,5 +191,9 @@ def _permit(
     order = Order(0, True, "site", "explain", exchange.name, fields)
     down = exchange.largest("down")
     asked = Assignment(order, config, site)
-    policies.check(asked, bundle, down)
-    policies.check_upload(asked, down, up, None if config.secure.enabled else read.min_examples)
+    found = list(policies.refusals(asked, bundle, down))
+    try:
+        policies.check_upload(asked, down, up, None if config.secure.enabled else read.min_examples)
+    except PolicyError as error:
+        found.append(error)
+    return found

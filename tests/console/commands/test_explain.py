@@ -57,6 +57,12 @@ def test_a_run_in_plain_words(tmp_path, capsys):
     policy.write_text(f'methods = ["fedrand"]\nmax-bytes-a-round = 1000\n{permits}')
     assert main(["explain", *chosen, "--policy", str(policy)]) == 1
     assert "FORBIDS it: bytes a round: this site permits at most 1000" in capsys.readouterr().out
+    policy.write_text(f'methods = ["fedavg"]\nmax-bytes-a-round = 1000\n{permits.replace("= 9", "= 1")}')
+    assert main(["explain", *chosen, "--policy", str(policy)]) == 1
+    forbidden = capsys.readouterr().out.partition("FORBIDS it: ")[2].splitlines()  # all of it, not the first alone
+    assert [line.split(": this site permits")[0] for line in forbidden] == [
+        "method.name", "and: run.rounds", "and: bytes a round", "and: bytes a round",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"methods = ", b"nonsense = 1"])
