@@ -11,7 +11,7 @@ TESTED := $(VENV)/.fedveil-tests
 LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --no-build-isolation
 # 1.41 or 1.42: Flower's releases whose SuperNodes speak HTTP; docs/deploy.md says which to take. Each has a VENV of its own.
 FLOWER ?=
-HTTP_VENV ?= .venv-http
+HTTP_VENV ?= .venv-http$(if $(FLOWER),-$(FLOWER))
 # Everything but what takes minutes or needs more than a CPU.
 EVERY := -m "not slow and not gpu and not containers and not browser"
 # What differs by Flower: guard, apps, console, and a federation on this machine.

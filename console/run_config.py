@@ -15,7 +15,7 @@ def overrides(file: Path | None, assignments: Sequence[str]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     if file is not None:
         try:
-            flat |= _flat(tomllib.loads(file.read_text()))
+            flat |= flattened(tomllib.loads(file.read_text()))
         except (OSError, ValueError) as error:
             raise ConfigError(f"--config: expected a TOML file, found none at {file} ({error}); correct it") from None
     for text in assignments:
@@ -23,14 +23,15 @@ def overrides(file: Path | None, assignments: Sequence[str]) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"--set: expected KEY=VALUE, found {text!r}; write it as run.rounds=5")
         try:
-            flat |= _flat({key.strip(): tomllib.loads(f"value = {value}")["value"]})
+            flat |= flattened({key.strip(): tomllib.loads(f"value = {value}")["value"]})
         except tomllib.TOMLDecodeError:
             flat[key.strip()] = value.strip()
     return flat
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A table in tables by whole keys: {"train.epochs": 2}."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat

@@ -30,6 +30,9 @@ from fedveil.guard.registry import Watched, moment
 
 FILE = "members.json"
 _NEXT = "a new key comes with fedveil site init --renew at the site, and the operator registers it"
+_BOTH = (  # a site's signing key is revoked with the other
+    "new keys come with fedveil site init --renew --renew-signing at the site, and the operator registers them"
+)
 _REPEAT_SECONDS = 60.0
 
 
@@ -75,8 +78,7 @@ class Members:
         if found is None:
             return "this key is not registered; the operator registers one with fedveil members register"
         if found.state != "registered" or found.until is None:
-            both = " --renew-signing" if found.state == "revoked" else ""  # its signing key was revoked with it
-            return f"this key is {found.state}; {_NEXT.replace(' --renew', f' --renew{both}')}"
+            return f"this key is {found.state}; {_BOTH if found.state == 'revoked' else _NEXT}"
         if found.until <= self._control.clock.now():
             return f"the last day of this key was {found.until:%Y-%m-%d}; {_NEXT}"
         return ""

@@ -94,7 +94,8 @@ def join(parts: Iterable[object], between: str = "") -> Html:
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> Html:
     """A table; columns with numbers only are set to the right. One with a caption can be reached by the keyboard."""
     numeric = [
-        all(row[i] is None or isinstance(row[i], int | float | Figure) for row in rows) for i in range(len(head))
+        bool(rows) and all(row[i] is None or isinstance(row[i], int | float | Figure) for row in rows)
+        for i in range(len(head))
     ]
     kinds = ["n" if is_numeric else "" for is_numeric in numeric]
     top = join(_column(title, kind) for title, kind in zip(head, kinds, strict=True))

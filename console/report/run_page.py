@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fedveil.console import samples
 from fedveil.console.report import disclosed, findings, page, privacy, trade, trade_picture
 from fedveil.console.report.figures import Curve, svg
 from fedveil.console.report.page import Html, bullets, fold, join, table, tag
+from fedveil.console.run_config import flattened
 from fedveil.console.runs import by_site, disclosure, unseen
 from fedveil.console.runs.folder import Row, Run
 from fedveil.console.runs.summary import label, metric_names, unchanged, upload_ratio
@@ -220,12 +220,11 @@ def _config(runs: Sequence[Run]) -> Html:
     head = ["key", *(run.name for run in runs)]
     different = [[tag("code", key), *map(_plain, row)] for key, row in values.items() if len({str(v) for v in row}) > 1]
     same = [[tag("code", key), _plain(row[0])] for key, row in values.items() if len({str(v) for v in row}) == 1]
-    fields = [
-        f"{run.method}: {', '.join(_fields(run.config['method'].get('fields', {})))}"
+    fields = dict.fromkeys(  # runs of one method often have the same
+        f"{run.method}: {', '.join(_field(*of) for of in flattened(run.config['method'].get('fields', {})).items())}"
         for run in runs
         if "method" in run.config
-    ]
-    fields = list(dict.fromkeys(fields))  # runs of one method often have the same
+    )
     parts: list[object] = [tag("h3", "Fields of the methods"), bullets(fields)] if fields else []
     parts += [tag("h3", "Where the runs differ"), table(head, different)] if different and len(runs) > 1 else []
     return join([*parts, fold(f"The same for every run: {len(same)} keys", table(["key", "value"], same))])
@@ -238,13 +237,9 @@ def _environment(runs: Sequence[Run]) -> Html:
     return join([tag("h3", "Environment"), table(head, rows)]) if rows else Html("")
 
 
-def _fields(found: Mapping[str, Any], of: str = "") -> Iterator[str]:
-    """Each field as a line of a run config has it: "adapter.rank = 8"; those of a group by their whole names."""
-    for name, value in found.items():
-        if isinstance(value, Mapping):
-            yield from _fields(value, f"{of}{name}.")
-        else:
-            yield f"{of}{name} = {json.dumps(value)}" if value is not None else f"{of}{name} unset"
+def _field(name: str, value: object) -> str:
+    """As a line of a run config has it."""
+    return f"{name} unset" if value is None else f"{name} = {json.dumps(value)}"
 
 
 def _plain(value: object) -> str:

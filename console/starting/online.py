@@ -31,9 +31,10 @@ _SAID = re.compile(
     r'details = "(fedveil: [^"\n]{1,400})|^(?:\[code: 0\] )?(fedveil: .{1,400})$', re.MULTILINE
 )  # guard/members.py
 _EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
+_REFUSED = "305"
 _MEANINGS = {
     "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
-    "305": "the server does not know the key, or has it online already; the operator registers a key with fedveil "
+    _REFUSED: "the server does not know the key, or has it online already; the operator registers a key with fedveil "
     "members register, and a site runs in one place",
 }
 _TROUBLE = {"failed": "failed", "refused": "was refused", "withheld": "was withheld"}
@@ -114,9 +115,7 @@ class Watch:
             time.sleep(_POLL_SECONDS)
         self.tell()
         also()
-        why = self.why(code)
-        held = not self.online and _MEANINGS["305"] in why
-        raise (HeldError if held else ConfigError)(f"site {self.name}: {why}")
+        raise self.ended(code)
 
     def look(self) -> None:
         """Prints why nothing answers, once. Raises ConfigError as `missing`."""
@@ -162,26 +161,36 @@ class Watch:
             elif line.get("event") == "sent":
                 print(f"site {self.name}: {_sent(line)}", flush=True)
 
-    def why(self, code: int) -> str:
-        """Why the SuperNode has ended with this exit code."""
+    def ended(self, code: int) -> ConfigError:
+        """What to raise for a SuperNode that has ended with this exit code, with the reason in words."""
+        kind, why = self._why(code)
+        return kind(f"site {self.name}: {why}")
+
+    def _why(self, code: int) -> tuple[type[ConfigError], str]:
         log = self.processes.log(self.name).read_bytes()[self.began :].decode(errors="replace")
         if said := _SAID.findall(log):
             serves = "serves it no more" if self.online else "does not serve it"
-            return f"the server {serves}: {shown(max(said[-1]), 500)}"
+            return ConfigError, f"the server {serves}: {shown(max(said[-1]), 500)}"
         if found := _EXIT_CODE.findall(log):
-            if found[-1] == "305" and not _answers(self.superlink):
-                return f"nothing answers at {self.superlink}; is the server up, and does the firewall let this through?"
+            refused = found[-1] == _REFUSED
+            if refused and not _answers(self.superlink):
+                nobody = (
+                    f"nothing answers at {self.superlink}; is the server up, and does the firewall let this through?"
+                )
+                return ConfigError, nobody
             meaning = _MEANINGS.get(found[-1], f"its log ends: {self.processes.tail(self.name)}")
-            return f"its SuperNode ended with Flower's exit code {found[-1]}: {meaning}"
+            kind = HeldError if refused and not self.online else ConfigError
+            return kind, f"its SuperNode ended with Flower's exit code {found[-1]}: {meaning}"
         if code == 0 and self.online:
-            return (
+            return ConfigError, (
                 "the server has ended the connection: its key is past its last day, or was shut out; "
                 "start it again, and the server says which"
             )
         if code < 0:  # Flower says nothing then: its log ends with whatever came last
             name = signal.strsignal(-code) or "unknown"
-            return f"its SuperNode was killed from outside (signal {-code}: {name}); start the site again"
-        return f"its SuperNode ended with exit code {code}; its log ends: {self.processes.tail(self.name)}"
+            return ConfigError, f"its SuperNode was killed from outside (signal {-code}: {name}); start the site again"
+        end = self.processes.tail(self.name)
+        return ConfigError, f"its SuperNode ended with exit code {code}; its log ends: {end}"
 
 
 def trouble(line: dict[str, Any]) -> str:

@@ -162,7 +162,7 @@ def import_(options: Mapping[str, Any], kit: Path | None, permit_everything: boo
             told.tell()
             watched.tell()
         if code is not None:
-            raise ConfigError(f"site {name}: {watched.why(code)}")
+            raise watched.ended(code)
     finally:
         processes.stop()
     print(f"site {name}: {told.answered} answered, {told.bad} refused; log {state / 'relay-log.jsonl'}")

@@ -67,6 +67,7 @@ def test_a_key_is_served_until_its_last_day_and_not_after(tmp_path, control):
     assert "last day of this key was 2026-03-01" in words[0]
     assert ["is revoked" in words[1], "is expired" in words[2], "is replaced" in words[3]] == [True] * 3
     assert "is not registered" in words[4]
+    assert ["--renew --renew-signing at the site" in word for word in words] == [False, True, False, False, False]
     assert all(members.refusal(pem(key), True) for key in keys[1:])
     lines = audit_log.read(control.file)
     assert [(line["event"], line["site"]) for line in lines] == [

@@ -49,6 +49,27 @@ def test_a_flower_that_fails_ends_the_following_alone(pilot, monkeypatch, capsys
     assert "error: flwr ls failed; the run may go on; follow it with: fedveil watch 77 " in capsys.readouterr().err
 
 
+def test_a_silence_of_seconds_is_not_worth_a_word(pilot, monkeypatch, capsys):
+    """A server that is stopped falls silent before the end of its run is known."""
+    now, answers = [0.0], iter(["running", None, None, "finished:stopped"])
+    for name in ("_ASK_SECONDS", "_POLL_SECONDS"):
+        monkeypatch.setattr(f"fedveil.console.runs.following.{name}", 0.01)
+    monkeypatch.setattr("fedveil.console.runs.following.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
+    def status(self, run):
+        now[0] += 7.0
+        if (said := next(answers)) is None:
+            raise Unreachable("nobody there")
+        return said
+
+    monkeypatch.setattr(Flower, "run_status", status)
+    monkeypatch.setattr(Flower, "log", lambda *_: "")
+    assert main(["watch", "77", "--federation", "a pilot"]) == 3
+    said = capsys.readouterr().out
+    assert "does not answer" not in said
+    assert "answers again" not in said
+
+
 @pytest.mark.parametrize("seconds, code", [(200.0, 0), (400.0, 2)])
 def test_a_server_that_answered_is_waited_for(pilot, monkeypatch, capsys, seconds, code):
     """As one that is started anew; for five minutes, and then it is an error as before."""

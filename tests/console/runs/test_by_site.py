@@ -104,6 +104,8 @@ def test_what_the_server_learns_of_a_secure_run_is_the_sum(make_run):
     assert "The server learns: the sum over the sites of each round. The server could not see" in secure
     assert "Without secure aggregation it would be: one trained factor of each client" in secure
     assert f"{SITES[0]} sent the server a masked vector with keys" in secure
+    ((_, sent, *_), *_) = disclosed.exchanged(load(masked(make_run(method="fedsp"))))
+    assert sent.startswith("a masked vector with keys ")
 
 
 def test_a_run_that_was_not_attacked_says_so(make_run):

@@ -67,6 +67,15 @@ def test_a_port_in_use_is_named_before_anything_is_started(pilot, which, what):
     assert server.settled(pilot).control_port == ports(pilot)[1]
 
 
+def test_a_key_of_the_server_that_others_can_read_is_refused(pilot):
+    key = pilot / "server" / "server.key"
+    key.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"server\.key: expected to be readable by its owner only, found mode 640"):
+        server.settled(pilot)
+    key.chmod(0o600)
+    server.settled(pilot)
+
+
 def test_who_listens_and_cannot_be_known_is_said_so(pilot, monkeypatch):
     def denied(kind):
         raise psutil.AccessDenied

@@ -105,6 +105,13 @@ def test_a_kit_without_keys_or_rows_says_what_is_missing(kit, capsys):
     assert not (kit / "state").exists()
 
 
+def test_an_empty_file_is_no_rows(kit, capsys):
+    empty = kit / "empty.jsonl"
+    empty.touch()
+    assert start(kit, "--data", str(empty)) == 2
+    assert f"--data: expected rows, found an empty file at {empty}" in capsys.readouterr().err
+
+
 def test_without_kit_the_missing_options_and_a_kit_at_hand_are_named(kit, capsys, monkeypatch):
     monkeypatch.chdir(kit)
     assert main(["site", "start", "--name", "north"]) == 2
