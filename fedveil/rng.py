@@ -76,13 +76,14 @@ def decided(
     first, rest = threshold(probability)
     n = int(np.prod(shape, dtype=np.int64))
     out = np.empty(n, dtype=bool)
+    words_of = ties() if rest else None  # one for all blocks: a new one for each would repeat its words
     for start in range(0, n, _BLOCK):
         drawn = np.frombuffer(keystream.update(bytes(min(_BLOCK, n - start))), dtype=np.uint8)
         block = out[start : start + _BLOCK]
         np.less(drawn, first, out=block)
-        if rest:
+        if words_of:
             tied = np.flatnonzero(drawn == first)
-            words = np.frombuffer(ties().update(bytes(4 * len(tied))), dtype="<u4") >> 8
+            words = np.frombuffer(words_of.update(bytes(4 * len(tied))), dtype="<u4") >> 8
             block[tied] = words < rest
     return torch.from_numpy(out).reshape(shape)
 

@@ -81,6 +81,17 @@ def test_many_ties_are_decided_in_their_order(keep):
     assert torch.equal(masks.expand(KEY, keep, (5000,), 3), mask[:5000])
 
 
+@pytest.mark.parametrize("keep", [0.2, 0.7312345])
+def test_a_large_tensors_blocks_of_draws_go_on_as_one(monkeypatch, keep):
+    """A tie of a later block takes the next word, not the first one again."""
+    whole = chacha.mask(KEY, 3, keep, (20_001,), CPU)
+    monkeypatch.setattr(rng, "_BLOCK", 4096)
+    assert torch.equal(chacha.mask(KEY, 3, keep, (20_001,), CPU), whole)
+    monkeypatch.undo()
+    large = chacha.mask(KEY, 3, keep, (rng._BLOCK + 70_001,), CPU)
+    assert torch.equal(there(KEY, 3, keep, tuple(large.shape)), large)
+
+
 @pytest.mark.parametrize("keep", [0.0271828, 0.314159, 0.5, 0.99])
 def test_the_share_kept_is_within_five_sigma(keep):
     """One million draws under a fixed key; a right implementation fails for fewer than 1 key in 10^6."""
