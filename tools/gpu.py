@@ -58,11 +58,12 @@ _FEDERATION = (*CONSOLE, *_MODELS, "datasets", "flwr", "grpcio", "pillow")
 # `quick`: the full form takes longer than its share on a machine that was measured, or needs a base nobody bundles.
 PARTS = (
     Part("tests", 60, _TESTS),
-    Part("fedqsn/speed", 50, (*CONSOLE, *_MODELS), quick=True),
-    Part("random_binary/speed", 40, (*CONSOLE, "jaxtyping", "numpy", "scipy", "torch")),
-    Part("dp_fpl/speed", 40, (*CONSOLE, *_MODELS, "datasets", "opacus", "pillow"), quick=True, data="caltech101"),
+    Part("fedqsn/speed", 40, (*CONSOLE, *_MODELS), quick=True),
+    Part("random_binary/speed", 30, (*CONSOLE, "jaxtyping", "numpy", "scipy", "torch")),
+    Part("dp_fpl/speed", 35, (*CONSOLE, *_MODELS, "datasets", "opacus", "pillow"), quick=True, data="caltech101"),
     Part("core/training", 90, (*CONSOLE, *_MODELS)),
-    Part("core/worker", 185, _FEDERATION, quick=True),
+    Part("core/planned", 60, (*CONSOLE, *_MODELS, "bitsandbytes")),
+    Part("core/worker", 150, _FEDERATION, quick=True),
 )
 
 _PROBE = """

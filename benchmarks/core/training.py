@@ -52,12 +52,11 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     is_cuda = device.type == "cuda"
     if not is_cuda:
         settings = settings | settings["cpu"]
-    variants = {name: keys for name, keys in settings["variants"].items() if is_cuda or name != "compile"}
     rows = _rows(settings)
     measured: dict[str, list[tuple[_Measured, _Measured]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         _save_model(Path(folder), settings, device)
-        for name, keys in variants.items():
+        for name, keys in settings["variants"].items():
             options.say(f"{name}: loading")
             setup = _Setup(folder, rows, settings, keys, device)
             ours, bare = _Ours(setup), _Bare(setup)
@@ -209,7 +208,9 @@ class _Bare:
             model = AutoModelForCausalLM.from_pretrained(of.folder, dtype=dtype, trust_remote_code=False)
             model.loss_type = "ForCausalLM"  # its default, which it otherwise announces
             if of.keys.get("train.checkpointing", False):
-                model.activation_checkpointing_enable({"use_reentrant": False})
+                # Named anew in transformers 5.23; where it is older, the older name.
+                enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+                enable({"use_reentrant": False})
             lora = LoraConfig(r=of.settings["rank"], lora_alpha=16, target_modules="all-linear", fan_in_fan_out=True)
             model = get_peft_model(model, lora).to(of.device)
         # Without dropout the two modes compute the same; only recomputation needs the other one.

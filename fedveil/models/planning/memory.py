@@ -5,7 +5,7 @@
     kept        what a forward pass keeps for the backward pass: counted, see `activations`
     gradients   of what one layer keeps, at most as much again
     logits      12 bytes for a row, a token and an entry of the vocabulary: logits, those of the targets, and their
-                logarithms in fp32; in the backward pass their gradients take the same room
+                logarithms in fp32; in the backward pass their gradients take the same room; 8 while it scores
     working     two tensors of the size of the largest trained one: the two gradients of a tied embedding, and on a CPU
                 AdamW's sqrt and quotient; and one layer of a quantised base, made whole
 
@@ -37,7 +37,7 @@ from fedveil.models.planning.settings import Settings
 
 LIBRARIES = 660_000_000  # peak of a turn on the tiny base: Python 3.11, torch 2.13 (CPU), transformers 5.23, peft 0.21
 CONTEXT = 1_000_000_000  # of a GPU, for CUDA and its libraries: assumed, not measured
-_LOGITS = 12  # bytes, see above
+_LOGITS, _SCORED = 12, 8  # bytes, see above
 _PIECE = 32 << 20  # bytes (training/ranks/group.py)
 _IN_MEMORY = 16 << 20  # bytes; a longer message lies in a file while the worker trains (wire/parked.py)
 _SMALLEST, _SCALED = 4096, 256  # entries with states of 8 bits, and those with one scale (training/optimisers.py)
@@ -128,13 +128,13 @@ def plan(
     file = Part("the base's files, mapped", stored or shape.parameters * settings.stored)
     own = ranks.share(train.batch_size)
     kept = activations.count(settings, adapter, own, config.task.max_tokens, train.precision == "bf16")
-    vocabulary = config.task.max_tokens * int(settings.values["vocab_size"]) * _LOGITS
+    vocabulary = config.task.max_tokens * int(settings.values["vocab_size"])
     phases = {
         "training": (
             *under, *held, *_stepped(moved, train, ranks),
             Part("kept for the backward pass", kept.of(settings.layers, train.checkpointing)),
             Part("gradients of one layer's", kept.layer),
-            Part("logits", own * vocabulary),
+            Part("logits", own * vocabulary * _LOGITS),
             _working(moved, shape, train, itemsize),
         )
     }  # fmt: skip
@@ -142,7 +142,7 @@ def plan(
         rows = min(2 * train.batch_size, train.score_rows)
         rows = ranks.share(rows) if is_split else rows
         one = Part("one layer", -(-rows * kept.layer // own))
-        phases["scoring"] = (*under, *held, one, Part("logits", rows * vocabulary))
+        phases["scoring"] = (*under, *held, one, Part("logits", rows * vocabulary * _SCORED))
     if not on_gpu:
         phases |= _before(under, loaded, file, adapter)
     host = [*_under(messages[0]), Part("trained weights", 4 * sent), Part("upload", messages[1])]

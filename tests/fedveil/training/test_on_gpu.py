@@ -69,6 +69,20 @@ def test_bf16_trains_as_fp32_does(gpu, rows, start):
     assert short.report["loss_trained"] < short.report["loss_received"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantised,bound", [("4bit", 0.05), ("8bit", 0.2)])
+def test_a_quantised_base_trains_as_on_the_cpu(gpu, rows, start, quantised, bound):
+    """Of 8 bits, bitsandbytes' kernels for CUDA multiply in fp16 and those for the CPU do not; both learn."""
+    keys = {"train__batch_size": 4, "train__quantized_base": quantised}
+    here = make(**keys).trainer(rows, Stream(KEY)).train(start)
+    task = make(gpu, **keys)
+    assert {type(m).__name__ for m in task.base.model.modules()} & {"Linear4bit", "Linear8bitLt"}
+    there = task.trainer(rows, Stream(KEY)).train(start)
+    assert there.report["loss_trained"] < there.report["loss_received"]
+    assert there.report["loss_trained"] == pytest.approx(here.report["loss_trained"], rel=1e-2)
+    assert apart(here.weights, there.weights, start) < bound
+
+
 def held(device: str) -> int:
     """Bytes on the device; on the CPU, of the tensors that Python still knows."""
     gc.collect()

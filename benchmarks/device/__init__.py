@@ -1,0 +1,1 @@
+"""What a training takes of the device that it runs on."""

@@ -1,0 +1,116 @@
+"""The memory that `fedveil doctor` plans for a training, beside what the training took.
+
+Each row is a turn on rows of all of task.max-tokens, all of them targets, so the plan is no
+mere bound. On a GPU "measured" is the most that torch's allocator took from the device and what the process holds there
+besides ("CUDA MB": the context and its libraries' own, for which the plan assumes a size); "in use" leaves out what the
+allocator keeps unused between blocks, as the plan does. On a CPU it is the kernel's peak (VmHWM), with all of Python.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedveil import config, rng
+from fedveil.adapters.all_weights import AllWeights
+from fedveil.adapters.lora import Lora
+from fedveil.benchmarks.common import bases
+from fedveil.benchmarks.common.federations import task_of
+from fedveil.benchmarks.run import Options, Outcome
+from fedveil.models import loading
+from fedveil.models.planning import memory
+from fedveil.models.planning import settings as planned_settings
+from fedveil.rows.batches import TokenRow
+from fedveil.tasks.text_generation import TextGeneration
+
+_MB = 1e6
+_SEED = 20261126
+
+
+def run(settings: dict[str, Any], options: Options) -> Outcome:
+    """A row for each training: MB planned and measured, their ratio, tokens a second, and parts on a GPU."""
+    device = loading.pick_device(options.device)
+    if device.type != "cuda":
+        settings = settings | settings["cpu"]
+    rows, verdicts = [], []
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as scratch:
+        # Apart from this process, so that what it holds is not counted.
+        with context.Pool(1) as pool:
+            pool.apply(_save, (scratch, settings["kind"], settings["shape"], str(device)))
+        for name, found in _each(context, scratch, settings, device):
+            options.say(f"{name}: " + ", ".join(f"{key} {value:,.0f}" for key, value in found.items()))
+            found["planned by measured"] = found["planned MB"] / found["compared MB"]
+            metrics = {key: {"mean": value, "low": value, "high": value, "n": 1} for key, value in found.items()}
+            rows.append({"name": name, "metrics": metrics})
+            verdicts.append(_verdict(name, found, settings["within"]))
+    return Outcome(rows, verdicts)
+
+
+def _each(
+    context: Any, folder: str, settings: Mapping[str, Any], device: torch.device
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """On a CPU each turn has a process of its own; a GPU's allocator counts anew, so there one has all of them."""
+    pool = context.Pool(1, maxtasksperchild=None if device.type == "cuda" else 1)
+    with pool:
+        for name, keys in settings["runs"].items():
+            yield name, pool.apply(measured, (folder, settings, keys, str(device)))
+
+
+def _verdict(name: str, found: Mapping[str, float], within: float) -> str:
+    held = "held" if abs(found["planned by measured"] - 1) <= within else "NOT HELD"
+    return (
+        f"{name}: planned {found['planned MB']:,.0f} MB, took {found['compared MB']:,.0f} MB: "
+        f"{found['planned by measured']:.2f} (asked: within {within:.0%}, {held})."
+    )
+
+
+def _save(folder: str, kind: str, shape: Mapping[str, Any], device: str) -> None:
+    with torch.device(device):
+        {"gpt2": bases.random_gpt2, "llama": bases.random_llama}[kind](Path(folder), shape)
+
+
+def measured(folder: str, settings: Mapping[str, Any], keys: Mapping[str, Any], device: str) -> dict[str, float]:
+    """One turn: what was planned for it and what it took, in MB, and its tokens a second."""
+    keys = dict(keys)
+    adapter = AllWeights() if keys.pop("adapter", "lora") == "all" else Lora()
+    fixed = {"task.model": folder, "train.max-steps": settings["steps"]}
+    run_config = config.parse(fixed | settings["config"] | keys)
+    on_gpu = device != "cpu"
+    if on_gpu:
+        gc.collect()  # of the turn before
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    plan = memory.plan(planned_settings.read(Path(folder)), run_config, adapter, on_gpu)
+    task = task_of(TextGeneration, run_config, Options(device=device), adapter)
+    draw, length = random.Random(_SEED), run_config.task.max_tokens
+    rows = [TokenRow(draw.choices(range(1, 1000), k=length), 1) for _ in range(settings["rows"])]
+    weights = task.initial(rng.initial(_SEED, "benchmark"))
+    started = time.perf_counter()
+    report = task.trainer(rows, rng.initial(_SEED, "batches")).train(weights).report
+    seconds = time.perf_counter() - started
+    found = {
+        "planned MB": plan.needed / _MB,
+        "tokens a second": report["tokens"] / report["train_seconds"],
+        "seconds": seconds,
+    }
+    if not on_gpu:
+        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return found | {"compared MB": int(peak.split()[1]) * 1024 / _MB}
+    free, total = torch.cuda.mem_get_info()
+    in_use, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    beside = total - free - torch.cuda.memory_reserved()
+    return found | {
+        "CUDA MB": beside / _MB,
+        "in use MB": in_use / _MB,
+        "measured MB": (reserved + beside) / _MB,
+        "compared MB": (in_use + beside) / _MB,
+    }
