@@ -103,7 +103,7 @@ bench: $(READY) ## Run a benchmark: make bench PRESET=fedrand/e2e ARGS=--quick; 
 	@$(BIN)/fedveil bench $(if $(PRESET),$(PRESET),--list) $(ARGS)
 
 # Installs nothing: a machine with a GPU often has no network, and a torch of its own.
-gpu: ## On a machine with CUDA: the tests marked gpu and the GPU presets, below 8 minutes (ARGS=--dry-run: on the CPU)
+gpu: ## On a machine with CUDA: the tests marked gpu and the GPU presets, below 10 minutes (ARGS=--dry-run: on the CPU)
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tools.gpu $(ARGS)
 
 methods: $(READY) ## List the methods; one in full: make methods ARGS=fedrand
