@@ -92,7 +92,8 @@ def measured(folder: str, settings: Mapping[str, Any], keys: Mapping[str, Any], 
     plan = memory.plan(planned_settings.read(Path(folder)), run_config, adapter, on_gpu)
     task = task_of(TextGeneration, run_config, Options(device=device), adapter)
     draw, length = random.Random(_SEED), run_config.task.max_tokens
-    rows = [TokenRow(draw.choices(range(1, 1000), k=length), 1) for _ in range(settings["rows"])]
+    known = range(1, settings["shape"]["vocab_size"])
+    rows = [TokenRow(draw.choices(known, k=length), 1) for _ in range(settings["rows"])]
     weights = task.initial(rng.initial(_SEED, "benchmark"))
     started = time.perf_counter()
     report = task.trainer(rows, rng.initial(_SEED, "batches")).train(weights).report
