@@ -29,7 +29,16 @@ _PROPORTIONS = ("alignment", "AUROC, global", "recovered")  # a seed's interval 
 _SITE, _NOISE = "% right at its own site, epsilon 0.4,", "by noise alone"
 _ABOVE, _TUNED = "a client's loss above the server's, mean of four data sets,", "after its own training"
 _LESS = f"{_ABOVE} less that of a run that hides nothing,"
+_LOSS, _FEDAVG = "test loss of the server's model", ("FedAvg's", "FedAvg", "loss")
 _OF_PAPERS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
+    "FedPer": {"fedrand/quality": [(f"{_LOSS}, two of four layers shared,", "FedPer-2", "loss"), _FEDAVG]},
+    "FedPara": {
+        "fedrand/quality": [
+            (f"{_LOSS}, as plus-one", "FedPara", "loss"),
+            ("as product", "FedPara, product", "loss"),
+            _FEDAVG,
+        ]
+    },
     "DP-FPL": {
         "dp_fpl/table3": [
             (_SITE, "DP-FPL, epsilon 0.4", "local"),

@@ -1,14 +1,15 @@
 """How long SuperNode and SuperExec wait before they look again: little at first, more the longer they have waited.
 
 Flower sleeps for a fixed time and looks again. Most of a short round, and of an exchange of keys or shares, is that
-sleep.
+sleep; and most of what a site costs that waits for a run is the looking.
 
 | who waits | for what | Flower's own sleep | here, with a first sleep of 0.2 s |
 |---|---|---|---|
-| SuperNode | a message of the SuperLink | 3 s | 0.2 s, later a tenth of the time waited, at most 3 s |
+| SuperNode | a message of the SuperLink | 3 s | 0.2 s, later a tenth of the time waited, at most 10 s |
 | SuperNode | the reply of its ClientApp | 0.5 s | 0.05 s, later a tenth, at most 0.5 s |
-| SuperExec | a task of its SuperNode | 1 s | 0.1 s, later a tenth, at most 1 s |
+| SuperExec | a task of its SuperNode | 1 s | 0.1 s, later a tenth, at most 5 s |
 
+So the two add a fifth at most to what was waited anyway, and 15 s to the start of a run that a site has waited for.
 FEDVEIL_POLL_SECONDS sets the first sleep; 3 leaves Flower's own, and more is slept as it is. N sites ask a server at
 most N / first times a second, so it grows with them (`for_sites`): kits have it, and `fedveil site start
 --poll-seconds` takes it.
@@ -35,22 +36,30 @@ class Pace:
 
     Attributes:
         first: by the seconds of Flower's own sleep, those of the first one here.
+        longest: likewise those of the longest, where that is not Flower's own.
     """
 
-    def __init__(self, first: Mapping[float, float], sleep: Callable[[float], None] = time.sleep) -> None:
-        self.first = dict(first)
+    def __init__(
+        self,
+        first: Mapping[float, float],
+        longest: Mapping[float, float] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.first, self.longest = dict(first), dict(longest or {})
         self._sleep = sleep
         self._what, self._waited = 0.0, 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Flower's sleep of so many seconds: shorter, if the same is not slept for long yet; as long as the first."""
+        """Flower's sleep of so many seconds: shorter, if the same is not slept for long yet; longer, if it is for very
+        long; as long as the first, where that is no shorter than Flower's."""
         if seconds != self._what:
             self.again()
             self._what = seconds
         first = self.first.get(seconds, seconds)
-        short = min(max(first, _GROWTH * self._waited), max(first, seconds))
-        self._waited += short
-        self._sleep(short)
+        longest = first if first >= seconds else self.longest.get(seconds, seconds)
+        chosen = min(max(first, _GROWTH * self._waited), longest)
+        self._waited += chosen
+        self._sleep(chosen)
 
     def again(self) -> None:
         """What was waited for has come."""
@@ -79,13 +88,13 @@ def of_supernode() -> None:
     """From now on a SuperNode in this process waits so."""
     first = first_seconds()
     module = importlib.import_module("flwr.supernode.start_client_internal")
-    module.time = Pace({3: first, 0.5: min(first / 4, 0.5)})  # type: ignore[attr-defined]
+    module.time = Pace({3: first, 0.5: min(first / 4, 0.5)}, {3: 10.0})  # type: ignore[attr-defined]
 
 
 def of_superexec() -> Pace:
     """From now on a SuperExec in this process waits so; who launches a task calls `again`."""
     first = first_seconds()
     module = importlib.import_module("flwr.supercore.superexec.run_superexec")
-    pace = Pace({1.0: min(first / 2, 1.0)})
+    pace = Pace({1.0: min(first / 2, 1.0)}, {1.0: 5.0})
     module.time = pace  # type: ignore[attr-defined]
     return pace

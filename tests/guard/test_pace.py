@@ -13,9 +13,9 @@ from fedveil.guard.pace import Pace
 class Sleeps(Pace):
     """A pace whose sleeps are written down."""
 
-    def __init__(self, first: dict[float, float]) -> None:
+    def __init__(self, first: dict[float, float], longest: dict[float, float] | None = None) -> None:
         self.slept: list[float] = []
-        super().__init__(first, self.slept.append)
+        super().__init__(first, longest, self.slept.append)
 
     def for_seconds(self, what: float, until: float) -> list[float]:
         """The sleeps of one wait that lasts so long."""
@@ -34,6 +34,17 @@ def test_a_wait_is_short_at_first_then_a_tenth_of_what_was_waited_and_never_long
         waited += seconds
     assert slept[-1] == 3.0
     assert len(slept) < 60
+
+
+def test_after_long_it_looks_less_often_than_flower_and_adds_a_tenth_of_the_wait_at_most():
+    sleeps = Sleeps({3.0: 0.2, 0.5: 0.05}, {3.0: 10.0})
+    slept, waited = sleeps.for_seconds(3.0, 600.0), 0.0
+    for seconds in slept:
+        assert seconds == min(10.0, max(0.2, 0.1 * waited))
+        waited += seconds
+    assert slept[-1] == 10.0
+    assert sleeps.for_seconds(0.5, 60.0)[-1] == 0.5  # nothing is said of its longest: Flower's own
+    assert {*Sleeps({3.0: 3.0}, {3.0: 10.0}).for_seconds(3.0, 600.0)} == {3.0}  # whoever asks for Flower's has it
 
 
 def test_it_begins_anew_when_what_was_waited_for_has_come():

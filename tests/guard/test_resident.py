@@ -148,7 +148,7 @@ def test_only_client_processes_are_forked_and_each_that_is_not_is_started_as_flo
     one = types.SimpleNamespace(start=lambda arguments: (asked.append(arguments), goes_on[0])[1])
     monkeypatch.setattr(subprocess_executor, "subprocess", subprocess)  # put back afterwards
     monkeypatch.setattr(resident.subprocess, "Popen", lambda arguments, **options: started.append((arguments, options)))
-    pace = Pace({1.0: 0.1}, lambda seconds: None)
+    pace = Pace({1.0: 0.1}, sleep=lambda seconds: None)
     for _ in range(100):
         pace.sleep(1.0)
     resident._launch_from(one, pace)
