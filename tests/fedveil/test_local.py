@@ -38,7 +38,8 @@ def test_it_ends_with_the_weights_of_the_long_way_and_scores_them():
     other.run()
     ours, theirs = local.federation.deployed()["server"], other.deployed()["server"]
     assert {name: ours[name].tolist() for name in ours} == {name: theirs[name].tolist() for name in theirs}
-    assert local.federation.upload_bytes == other.upload_bytes > 0
+    assert abs(local.federation.upload_bytes - other.upload_bytes) <= 2 * 32  # the seconds in a report vary in length
+    assert other.upload_bytes > 100_000
     assert local.evaluate(DATA)["loss"] != local.evaluate(DATA, site="a")["loss"]
     with pytest.raises(ConfigError, match="site: expected one of a, b, found 'c'"):
         local.evaluate(DATA, site="c")
