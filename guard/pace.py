@@ -1,7 +1,7 @@
 """How long SuperNode and SuperExec wait before they look again: little at first, more the longer they have waited.
 
 Flower sleeps for a fixed time and looks again. Most of a short round, and of an exchange of keys or shares, is that
-sleep; and most of what a site costs that waits for a run is the looking.
+sleep; and a part of what a site costs that waits for a run is the looking.
 
 | who waits | for what | Flower's own sleep | here, with a first sleep of 0.2 s |
 |---|---|---|---|
