@@ -1,7 +1,7 @@
 """What was measured of each method, from the committed results of a checkout, for `fedveil methods --table`.
 
-LoRA methods stand in one table, `lora/attacks`, and can be compared. The others are in those of their own papers, each
-with what that paper asks; such figures compare within a table alone, and so a cell names its table.
+LoRA methods stand in one table, `lora/attacks`, and can be compared. The others are in those of a paper, their own or
+the one they are a baseline of, with what it asks; such figures compare within a table alone, so a cell names its table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LORA = "lora/attacks"
 _WORDS = (
     "measured, 95 %: where no table is named, {lora}: test loss of the server's model, and AUROC of the attack "
     "alignment on what a client sent (0.5: a coin; 1: told every time; FedAvg's is the undefended one); else the table "
-    "that is named, of the method's own paper. -: in none of these. docs/results.md has all, with all controls"
+    "that is named. -: in none of these. docs/results.md has all, with all controls"
 )
 _NOT_HERE = "measured: -, for benchmarks/results is in a checkout alone; docs/results.md has the figures"
 _PROPORTIONS = ("alignment", "AUROC, global", "recovered")  # a seed's interval may reach beyond

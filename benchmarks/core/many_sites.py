@@ -29,6 +29,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedveil import rng, strategies
 from fedveil.benchmarks.common.untrained import Untrained
+from fedveil.benchmarks.watch.usage import high_mb
 from fedveil.config import parse
 from fedveil.contract.address import Address
 from fedveil.contract.layout import Payload
@@ -173,14 +174,12 @@ class _Memory:
     """The most resident memory since this object was made, as Linux counts it."""
 
     def __init__(self) -> None:
-        self._before = psutil.Process().memory_info().rss
+        self._before_mb = float(psutil.Process().memory_info().rss) / 1e6
         Path("/proc/self/clear_refs").write_text("5")
 
     def grown_mb(self) -> float:
         """Beyond what there was at first, in 10^6 bytes."""
-        status = Path("/proc/self/status").read_text()
-        most = int(status.split("VmHWM:")[1].split()[0]) * 1024
-        return float(most - self._before) / 1e6
+        return high_mb() - self._before_mb
 
 
 class StreamedGrid(Grid):

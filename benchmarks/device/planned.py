@@ -1,9 +1,9 @@
 """The memory that `fedveil doctor` plans for a training, beside what the training took.
 
-Each row is a turn on rows of all of task.max-tokens, all of them targets, so the plan is no
-mere bound. On a GPU "measured" is the most that torch's allocator took from the device and what the process holds there
-besides ("CUDA MB": the context and its libraries' own, for which the plan assumes a size); "in use" leaves out what the
-allocator keeps unused between blocks, as the plan does. On a CPU it is the kernel's peak (VmHWM), with all of Python.
+Each row is a turn on rows of all of task.max-tokens, all of them targets, so the plan is no mere bound. "compared" is
+what the plan means: on a GPU what torch's tensors took at most ("in use") and what the process holds there besides
+("CUDA": the context and its libraries' own, for which the plan assumes a size), on a CPU the kernel's peak (VmHWM) with
+all of Python. "measured" has what the GPU's allocator kept unused between blocks, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import gc
 import multiprocessing
 import random
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ from fedveil.adapters.all_weights import AllWeights
 from fedveil.adapters.lora import Lora
 from fedveil.benchmarks.common import bases
 from fedveil.benchmarks.common.federations import task_of
-from fedveil.benchmarks.run import Options, Outcome
+from fedveil.benchmarks.run import Options, Outcome, intervals
+from fedveil.benchmarks.watch.usage import high_mb
+from fedveil.contract.adapter import Adapter
 from fedveil.models import loading
 from fedveil.models.planning import memory
 from fedveil.models.planning import settings as planned_settings
@@ -49,8 +50,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         for name, found in _each(context, scratch, settings, device):
             options.say(f"{name}: " + ", ".join(f"{key} {value:,.0f}" for key, value in found.items()))
             found["planned by measured"] = found["planned MB"] / found["compared MB"]
-            metrics = {key: {"mean": value, "low": value, "high": value, "n": 1} for key, value in found.items()}
-            rows.append({"name": name, "metrics": metrics})
+            rows.append({"name": name, "metrics": intervals([found])})
             verdicts.append(_verdict(name, found, settings["within"]))
     return Outcome(rows, verdicts)
 
@@ -78,12 +78,17 @@ def _save(folder: str, kind: str, shape: Mapping[str, Any], device: str) -> None
         {"gpt2": bases.random_gpt2, "llama": bases.random_llama}[kind](Path(folder), shape)
 
 
+def chosen(keys: Mapping[str, Any]) -> tuple[Adapter, dict[str, Any]]:
+    """What is trained in a row of the preset, and its keys of the run config."""
+    adapter: Adapter = AllWeights() if keys.get("adapter") == "all" else Lora()
+    return adapter, {key: value for key, value in keys.items() if key != "adapter"}
+
+
 def measured(folder: str, settings: Mapping[str, Any], keys: Mapping[str, Any], device: str) -> dict[str, float]:
     """One turn: what was planned for it and what it took, in MB, and its tokens a second."""
-    keys = dict(keys)
-    adapter = AllWeights() if keys.pop("adapter", "lora") == "all" else Lora()
+    adapter, chosen_keys = chosen(keys)
     fixed = {"task.model": folder, "train.max-steps": settings["steps"]}
-    run_config = config.parse(fixed | settings["config"] | keys)
+    run_config = config.parse(fixed | settings["config"] | chosen_keys)
     on_gpu = device != "cpu"
     if on_gpu:
         gc.collect()  # of the turn before
@@ -95,17 +100,10 @@ def measured(folder: str, settings: Mapping[str, Any], keys: Mapping[str, Any], 
     known = range(1, settings["shape"]["vocab_size"])
     rows = [TokenRow(draw.choices(known, k=length), 1) for _ in range(settings["rows"])]
     weights = task.initial(rng.initial(_SEED, "benchmark"))
-    started = time.perf_counter()
     report = task.trainer(rows, rng.initial(_SEED, "batches")).train(weights).report
-    seconds = time.perf_counter() - started
-    found = {
-        "planned MB": plan.needed / _MB,
-        "tokens a second": report["tokens"] / report["train_seconds"],
-        "seconds": seconds,
-    }
+    found = {"planned MB": plan.needed / _MB, "tokens a second": report["tokens"] / report["train_seconds"]}
     if not on_gpu:
-        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-        return found | {"compared MB": int(peak.split()[1]) * 1024 / _MB}
+        return found | {"compared MB": high_mb()}
     free, total = torch.cuda.mem_get_info()
     in_use, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     beside = total - free - torch.cuda.memory_reserved()

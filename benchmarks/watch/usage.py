@@ -147,8 +147,16 @@ def _read(seen: WatchedProcess, shared: bool) -> None:
         seen.mb = float(seen.process.memory_full_info().pss if shared else seen.process.memory_info().rss) / 1e6
         seen.peak_mb = max(seen.peak_mb, seen.mb)
     with contextlib.suppress(OSError, ValueError, IndexError):
-        status = Path(f"/proc/{seen.process.pid}/status").read_text()
-        seen.high_mb = max(seen.high_mb, int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6)
+        seen.high_mb = max(seen.high_mb, high_mb(seen.process.pid))
+
+
+def high_mb(pid: int | str = "self") -> float:
+    """The most resident memory of a process so far, by the kernel (VmHWM), in 10^6 bytes.
+
+    Raises:
+        OSError, IndexError, ValueError: it is gone, or is about to be.
+    """
+    return int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
 
 @dataclass(frozen=True)

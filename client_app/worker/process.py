@@ -26,7 +26,7 @@ from fedveil.client_app.worker.service import Service
 from fedveil.client_app.worker.sockets import address
 from fedveil.records import process
 
-_WATCH_SECONDS = 0.25
+_WATCH_SECONDS, _IDLE_SECONDS = 0.25, 1.0  # between two looks in a turn, in which memory grows, and between turns
 _TELLING = ("peak_mb", "limit_mb", "oom_kills")
 _HEAVY = ("fedveil.client_app.turn", "datasets", "peft", "transformers.models.auto.modeling_auto")
 
@@ -48,7 +48,7 @@ def serve(service: Service, worker: str, idle_seconds: float) -> None:
         noted: dict[str, Any] = {}
         while not (why := _reason_to_end(service, idle_seconds, terminated)):
             noted = _note(service, worker, noted)
-            terminated.wait(_WATCH_SECONDS)
+            terminated.wait(_WATCH_SECONDS if service.busy.locked() else _IDLE_SECONDS)
     log.info("ends: %s", why)
     service.folder.forget(worker)
     server.stop(grace=1.0).wait()

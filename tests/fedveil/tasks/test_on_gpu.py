@@ -15,6 +15,7 @@ from fedveil.contract.adapter import Adapter
 from fedveil.tasks import load
 from fedveil.training import per_sample
 from tests.fedveil.tasks.test_image_classification import NAMES, picture
+from tests.fedveil.training.small import apart
 
 # A learning rate by which three steps change what is scored.
 TASKS: dict[str, tuple[str, Adapter, dict[str, object]]] = {
@@ -51,13 +52,6 @@ def start(task) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(271828)
     first = task.initial(rng.initial(0, "weights"))
     return {n: w + 0.02 * torch.randn(w.shape, generator=generator) for n, w in first.items()}
-
-
-def apart(one, other, since) -> float:
-    """How far two trainings end from each other, beside how far they went."""
-    distance, way = ((a, b) for a, b in ((one, other), (one, since)))
-    norms = [float(torch.stack([(a[n].cpu() - b[n].cpu()).norm() for n in since]).norm()) for a, b in (distance, way)]
-    return norms[0] / norms[1]
 
 
 @pytest.mark.gpu

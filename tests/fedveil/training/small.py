@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from fedveil import config as run_config
 from fedveil.adapters.lora import Lora
@@ -18,3 +22,9 @@ def make(device: str = "cpu", **keys: object) -> TextGeneration:
     task = load(run_config.parse(flat), Lora(rank=3, alpha=6.0), device)
     assert isinstance(task, TextGeneration)
     return task
+
+
+def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+    """How far two trainings, of any device, end from each other, beside how far the first went from `start`."""
+    norms = [float(torch.stack([(one[n].cpu() - to[n].cpu()).norm() for n in start]).norm()) for to in (other, start)]
+    return norms[0] / norms[1]

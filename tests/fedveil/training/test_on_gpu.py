@@ -17,7 +17,7 @@ from fedveil.rng import Stream
 from fedveil.rows.batches import TokenRow
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import optimisers, per_sample
-from tests.fedveil.training.small import DATA, KEY, make
+from tests.fedveil.training.small import DATA, KEY, apart, make
 from tests.prompt_toy import PromptTask, examples
 
 
@@ -36,13 +36,6 @@ def start(on_cpu) -> dict[str, torch.Tensor]:
     """No zero factor: with B = 0 the gradient of A is 0, and an error in it would not show."""
     generator = torch.Generator().manual_seed(271828)
     return {n: 0.05 * torch.randn(s.shape, generator=generator) for n, s in on_cpu.spec.items()}
-
-
-def apart(one, other, start) -> float:
-    """How far two trainings end from each other, beside how far they went."""
-    distance, way = ((a, b) for a, b in ((one, other), (one, start)))
-    norms = [float(torch.stack([(a[n] - b[n]).norm() for n in start]).norm()) for a, b in (distance, way)]
-    return norms[0] / norms[1]
 
 
 @pytest.mark.gpu
