@@ -12,7 +12,8 @@ that has the row's class.
 | <row> with `control = "win"` | undefended, known by heart: attacks must win |
 
 With `together` all rows of such a row are one site's: three classes, as a site has here, are told apart without
-learning a row by heart. With `shadows = 0` it has the loss alone.
+learning a row by heart. `members_a_class` bounds how many rows of a class are trained on; the pool has twice as many.
+With `shadows = 0` a row has the loss alone, with `nets = false` no nets.
 
 | metric | what |
 |---|---|
@@ -20,6 +21,7 @@ learning a row by heart. With `shadows = 0` it has the loss alone.
 | AUROC, per class; AUROC, global | pooled over rows; of a net a class, and of one net for all |
 | TPR at 1 % FPR, global | pooled over rows |
 | AUROC, loss | minus the loss of the row, no shadows |
+| AUROC, LiRA | the loss beside what shadows say of the row, none of which had it (offline) |
 | right, held out | per cent of the others, whose class the model names |
 
 Of the nets' figures a seed has its own 95 % interval; over seeds values and ends are averaged, which is no narrower
@@ -39,7 +41,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedveil.attacks.membership import shadow
+from fedveil.attacks.membership import lira, shadow
 from fedveil.attacks.statistics import Estimate
 from fedveil.benchmarks.common import resampling, seeds
 from fedveil.benchmarks.common import verdicts as common
@@ -53,7 +55,7 @@ from fedveil.contract.spec import Weights
 from fedveil.contract.task import Rows
 from fedveil.models.clip_towers import EncodedImage
 
-LOSS, RIGHT = "AUROC, loss", "right, held out"
+LOSS, LIRA, RIGHT = "AUROC, loss", "AUROC, LiRA", "right, held out"
 _MEMBERS, _OTHERS = 20, 21  # names of draws
 _ALL = "all"  # the site of a row with `together`
 _PARTS = ("members", "others", "pool")
@@ -69,7 +71,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
             metric: resampling.over_seeds([estimated(each["nets"][metric], each["rows"]) for each in of_seeds])
             for metric in of_seeds[0]["nets"]
         }
-        for metric in (LOSS, RIGHT):
+        for metric in (m for m in (LOSS, LIRA, RIGHT) if m in of_seeds[0]):
             figures[name][metric] = resampling.over_seeds([Figure.from_json(each[metric]) for each in of_seeds])
         metrics = {metric: resampling.interval(figure) for metric, figure in figures[name].items()}
         costs = {k: max(each["costs"][k] for each in of_seeds) for k in of_seeds[0]["costs"]}
@@ -97,7 +99,7 @@ def verdicts(figures: Mapping[str, Mapping[str, Figure]], settings: Mapping[str,
     margin = settings.get("control_margin", common.CONTROL_MARGIN)
     controls, found = list[tuple[str, Said]](), list[tuple[str, Said]]()
     for name, of_row in figures.items():
-        for metric in ("AUROC, per class", "AUROC, global", LOSS):
+        for metric in ("AUROC, per class", "AUROC, global", LOSS, LIRA):
             if (figure := of_row.get(metric)) is None:  # a row without shadows
                 continue
             i = resampling.interval(resampling.of_rows(figure) if name in blind else figure)
@@ -117,7 +119,7 @@ def verdicts(figures: Mapping[str, Mapping[str, Figure]], settings: Mapping[str,
 def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     """What `run` asks of each seed."""
     sites = federated_prompts.load(settings, seed, options)
-    parts = parted(sites.rows, np.random.default_rng(seed))
+    parts = parted(sites.rows, np.random.default_rng(seed), settings.get("members_a_class"))
     joined = {part: {_ALL: [row for rows in of_site.values() for row in rows]} for part, of_site in parts.items()}
     said: dict[str, Any] = {ZERO: _attacked(settings, sites, parts, None, False, options)}
     for name, chosen in settings["rows"].items():
@@ -135,11 +137,12 @@ def _together(sites: Sites) -> Sites:
 
 
 def parted(
-    rows: Mapping[str, Sequence[EncodedImage]], generator: np.random.Generator
+    rows: Mapping[str, Sequence[EncodedImage]], generator: np.random.Generator, most: int | None = None
 ) -> dict[str, dict[str, list[EncodedImage]]]:
     """Members, others and pool of each site: of every class a quarter, a quarter and a half.
 
-    Up to three rows of a class are left out, so that half of the pool is as many rows as the members.
+    Up to three rows of a class are left out, so that half of the pool is as many rows as the members. Of more than
+    `most` members a class of a site the rest is left out, and as much of the pool.
     """
     found: dict[str, dict[str, list[EncodedImage]]] = {part: {} for part in _PARTS}
     for site, of_site in rows.items():
@@ -148,9 +151,10 @@ def parted(
             alike = [row for row in of_site if row.label == label]
             order = [alike[i] for i in generator.permutation(len(alike))]
             quarter = len(order) // 4
-            ends = (0, quarter, 2 * quarter, 4 * quarter)
-            for side, (start, end) in zip(sides, itertools.pairwise(ends), strict=True):
-                side += order[start:end]
+            ends, kept = (0, quarter, 2 * quarter, 4 * quarter), quarter if most is None else min(most, quarter)
+            bounds = (kept, quarter, 2 * kept)
+            for side, (start, end), bound in zip(sides, itertools.pairwise(ends), bounds, strict=True):
+                side += order[start : min(end, start + bound)]
         for part, side in zip(_PARTS, sides, strict=True):
             found[part][site] = side
     return found
@@ -169,12 +173,14 @@ def _attacked(
     generator = np.random.default_rng(sites.seed)
     site_of = {label: site for site, labels in sites.classes.items() for label in labels}
     federated: list[Federated] = []
+    models: list[Weights] = []
 
     def trained(rows: Mapping[str, Sequence[EncodedImage]]) -> Weights:
         if chosen is None:
             return {}
         federated.append(federated_prompts.federate(sites, chosen, rows, dark))
-        return {f"{site}/{n}": w for site, model in federated[-1].models.items() for n, w in model.items()}
+        models.append({f"{site}/{n}": w for site, model in federated[-1].models.items() for n, w in model.items()})
+        return models[-1]
 
     def like_target(rows: Rows, number: int) -> Weights:
         return trained({site: [row for row in rows if site_of[row.label] == site] for site in sites.names})
@@ -197,17 +203,18 @@ def _attacked(
     if shadows := (chosen or {}).get("shadows", settings["shadows"]):
         how = shadow.Settings(shadows=shadows)
         found = shadow.records(like_target, says, pool, _labelled(pool)[1], how, generator)
-        nets, count = _of_nets(shadow.attack(found, at, how, generator))
-    mine, theirs = (_confidence(v, ls) for v, ls in ((at.members, at.member_labels), (at.others, at.other_labels)))
-    loss = resampling.auroc(mine, theirs, (_MEMBERS,), (_OTHERS,))
+        if settings.get("nets", True):
+            nets, count = _of_nets(shadow.attack(found, at, how, generator))
+    of_shadows = [(says(model, members), says(model, others)) for model in models[1:]]
+    attacked = _of_losses(at, of_shadows)
     right = resampling.mean(100.0 * (at.others.argmax(-1) == np.asarray(at.other_labels)), _OTHERS)
-    options.say(
-        f"seed {sites.seed}: {'zero-shot' if chosen is None else chosen['name']}{', noise only' if dark else ''}: "
-        f"loss {loss.value:.3f}, right {right.value:.1f} %, {time.perf_counter() - started:.0f} s"
-    )
+    name = f"{'zero-shot' if chosen is None else chosen['name']}{', noise only' if dark else ''}"
+    found_here = ", ".join(f"{metric} {figure.value:.3f}" for metric, figure in attacked.items())
+    seconds = time.perf_counter() - started
+    options.say(f"seed {sites.seed}: {name}: {found_here}, right {right.value:.1f} %, {seconds:.0f} s")
     return {
         "nets": {metric: _triple(e) for metric, e in nets.items()},
-        LOSS: loss.to_json(),
+        **{m: figure.to_json() for m, figure in attacked.items()},
         RIGHT: right.to_json(),
         "rows": count,
         "costs": federated[0].costs if federated else {},
@@ -229,6 +236,25 @@ def _of_nets(outcome: Mapping[str, shadow.Outcome]) -> tuple[dict[str, Estimate]
 
 def _labelled(rows: Rows) -> tuple[Rows, list[int]]:
     return rows, [row.label for row in rows]
+
+
+def _of_losses(
+    at: shadow.Target, of_shadows: Sequence[tuple[shadow.Vectors, shadow.Vectors]]
+) -> dict[str, resampling.Figure]:
+    """The loss; and LiRA where there are shadows, of which none had one of the rows. They say: members, others."""
+    mine, theirs = _confidence(at.members, at.member_labels), _confidence(at.others, at.other_labels)
+    scores = {LOSS: (mine, theirs)}
+    if of_shadows:
+        on_mine = [_confidence(vectors, at.member_labels) for vectors, _ in of_shadows]
+        on_theirs = [_confidence(vectors, at.other_labels) for _, vectors in of_shadows]
+        scores[LIRA] = (_ratios(mine, on_mine), _ratios(theirs, on_theirs))
+    return {metric: resampling.auroc(*pair, (_MEMBERS,), (_OTHERS,)) for metric, pair in scores.items()}
+
+
+def _ratios(of_target: resampling.Numbers, of_shadows: Sequence[resampling.Numbers]) -> resampling.Numbers:
+    """LiRA's scores of rows that no shadow had, of log probabilities of the rows' classes."""
+    phi = np.array([lira.confidence(-of) for of in of_shadows])
+    return lira.scores(lira.confidence(-of_target), phi, np.zeros(phi.shape, dtype=bool))
 
 
 def _confidence(vectors: shadow.Vectors, labels: shadow.Labels) -> resampling.Numbers:

@@ -40,9 +40,42 @@ def test_a_shadow_is_trained_on_as_many_rows_as_the_target(count):
     assert {w["n"] for w in taught.weights} == {sum(map(len, parts["members"].values()))} == {2 * 3 * (count // 4)}
 
 
+def test_members_of_a_class_are_bounded_and_so_is_the_pool_while_others_stay():
+    rows = {"a": [SimpleNamespace(label=k % 2, number=k) for k in range(80)]}
+    parts, whole = (membership.parted(rows, np.random.default_rng(0), most) for most in (3, None))
+    assert [len(parts[part]["a"]) for part in ("members", "others", "pool")] == [6, 20, 12]
+    assert [len(whole[part]["a"]) for part in ("members", "others", "pool")] == [20, 20, 40]
+    numbers = [row.number for part in parts.values() for row in part["a"]]
+    assert len(set(numbers)) == len(numbers)
+    assert parts["members"]["a"][:3] == whole["members"]["a"][:3]
+
+
+def test_shadows_take_off_how_hard_a_row_is():
+    """Members are the harder rows: the loss alone calls them others, beside shadows they are told."""
+    draw = np.random.default_rng(0)
+    hard = np.repeat([2.0, 1.0], 40) + draw.normal(0, 0.05, 80)
+
+    def says(losses):
+        right = np.exp(-losses)
+        return np.stack([right, 1 - right], 1)
+
+    def sides(losses):
+        return says(losses)[:40], says(losses)[40:]
+
+    shadows = [sides(hard + draw.normal(0, 0.05, 80)) for _ in range(4)]
+    zeros = np.zeros(40, dtype=int)
+    at = membership.shadow.Target(*sides(hard - np.repeat([0.3, 0.0], 40)), zeros, zeros)
+    found = membership._of_losses(at, shadows)
+    assert found[membership.LOSS].value < 0.05
+    assert found[membership.LIRA].value > 0.95
+    assert list(membership._of_losses(at, [])) == [membership.LOSS]
+    untaught = membership.shadow.Target(*shadows[0], zeros, zeros)
+    assert 0.3 < membership._of_losses(untaught, shadows[1:])[membership.LIRA].value < 0.7
+
+
 def said_of(figure):
     """The first sentence on that figure where a row must win, where it must lose, and where it is neither."""
-    figures = dict.fromkeys(("AUROC, per class", "AUROC, global", "AUROC, loss"), figure)
+    figures = dict.fromkeys(("AUROC, per class", "AUROC, global", "AUROC, loss", "AUROC, LiRA"), figure)
     settings = {"rows": {"a": {"control": "win"}, "b": {"control": True}}}
     return [membership.verdicts({n: figures}, settings)[0] for n in ("a", "b, noise only", "b")]
 
