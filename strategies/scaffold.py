@@ -65,7 +65,7 @@ from fedveil.contract.trainer import Penalty, Trainer
 from fedveil.rng import Stream
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
 
-_CONTROL = "control."  # before the name of a tensor: of its control variate
+CONTROL = "control."  # before the name of a tensor: of its control variate
 
 
 @final
@@ -102,8 +102,8 @@ class Scaffold(Method):
         start = as_spec({name: received[name] for name in spec}, spec)
         own = private.tensors if private else _zeros(spec)
         found = {name: g.detach().to("cpu", torch.float32) for name, g in trainer.gradient(start).weights.items()}
-        change = cast_to({_CONTROL + name: g - own[_CONTROL + name] for name, g in found.items()}, self.wire_dtype)
-        drift = {name: received[_CONTROL + name].float() - own[_CONTROL + name] for name in spec}
+        change = cast_to({CONTROL + name: g - own[CONTROL + name] for name, g in found.items()}, self.wire_dtype)
+        drift = {name: received[CONTROL + name].float() - own[CONTROL + name] for name in spec}
         # Trained last: its report is the turn's.
         trained = trainer.train(start, penalty=_along(drift)).weights
         kept = {name: own[name] + moved.float() for name, moved in change.items()}
@@ -115,14 +115,14 @@ class Scaffold(Method):
 
     def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
         """The tensors, and their control variates."""
-        return dict.fromkeys([*spec, *map(_CONTROL.__add__, spec)], ())
+        return dict.fromkeys([*spec, *map(CONTROL.__add__, spec)], ())
 
     def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
         """Lines 16 and 17."""
         seen = sorted({*cast("Sequence[str]", server.scalars["seen"]), *sums.clear})
         new, part = sums.means(server.tensors), len(sums.clear) / len(seen)
         for name, c in server.tensors.items():
-            if name.startswith(_CONTROL):
+            if name.startswith(CONTROL):
                 new[name] = c + part * new[name] if name in sums else c
         return State(new, {"seen": seen})
 
@@ -130,19 +130,19 @@ class Scaffold(Method):
         self, server: State, private: State | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """One model: x."""
-        return {"server": {n: w for n, w in server.tensors.items() if not n.startswith(_CONTROL)}}
+        return {"server": {n: w for n, w in server.tensors.items() if not n.startswith(CONTROL)}}
 
     def layout(self, spec: Spec) -> Layout:
         """Both ways: every tensor, and c or the change of c_i."""
         return Layout(self._fields(spec, "down") + self._fields(spec, "up"))
 
     def _fields(self, spec: Spec, direction: Direction) -> tuple[Field, ...]:
-        control = dense_fields(spec, direction, self.wire_dtype, prefix=_CONTROL)
+        control = dense_fields(spec, direction, self.wire_dtype, prefix=CONTROL)
         return dense_fields(spec, direction, self.wire_dtype) + tuple(replace(f, unit="gradient") for f in control)
 
 
 def _zeros(spec: Spec) -> dict[str, Tensor]:
-    return {_CONTROL + name: torch.zeros(t.shape) for name, t in spec.items()}
+    return {CONTROL + name: torch.zeros(t.shape) for name, t in spec.items()}
 
 
 def _along(drift: Weights) -> Penalty:

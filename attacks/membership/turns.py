@@ -5,8 +5,18 @@ the tensor. What a site kept is put at the last value that the server saw of it,
 method lets no site keep anything (FedRand w/o past) its start is the broadcast one, known to the bit. So it is beside
 a residual, which `replay` gives.
 
+SCAFFOLD corrects every step by c - c_i, which the server knows: it broadcasts c, and the changes of c_i add up to it.
+AdamW scales a correction entry by entry, to its signs where it is all that there is, so a move is read less its parts
+along c - c_i and along the signs of it. Adaptive note: on the tiny LLaVA (six sites of 30 captions, 8 rounds of 12
+steps of AdamW, two seeds) alignment told members in 0.86 and 0.79 of the moves as they are, and in 0.92 of these.
+
+| case | result |
+|---|---|
+| a site that lost its c_i | the sum is off by it, and what is taken off is another plane of two dimensions |
+| sums of several sites | as they are: with all sites in every round their corrections cancel |
+
 No message is decoded before a turn is asked for, and then the turn's own two alone; earlier ones only for a tensor
-whose start the turn's own broadcast does not tell, from the latest back until one is found.
+whose start the turn's own broadcast does not tell, from the latest back until one is found, and for c_i.
 """
 
 from __future__ import annotations
@@ -27,7 +37,10 @@ from fedveil.contract.method import Method
 from fedveil.contract.spec import Weights
 from fedveil.strategies.fedrand import FedRand
 from fedveil.strategies.hetlora import HetLora
+from fedveil.strategies.scaffold import CONTROL, Scaffold
 from fedveil.wire.payloads import tensors_of
+
+_ALIKE = 1e-9  # of a vector's length: what is left of it beside another that points as it does, by rounding
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class Turn:
     Attributes:
         round: in which it was.
         start: every tensor of the spec.
-        moved: where the site left each tensor that it sent, less its start.
+        moved: where the site left each tensor that it sent, less its start, and under SCAFFOLD less its correction.
         probe: of the B in `start` the number of its draw, where the server never saw one; None: as it was seen.
     """
 
@@ -68,6 +81,7 @@ class Turns:
         """Reads the tap's index. `initial`: the weights of round 0, which everybody can draw."""
         self._view, self._initial, self._of = view, initial, view.participations()
         self.sites = sorted(self._of)
+        self._controls: dict[str, tuple[int, Mapping[str, Tensor]]] = {}
 
     def rounds(self, site: str) -> list[int]:
         """The round of each turn of a site, in their order; none for a site without one."""
@@ -90,7 +104,24 @@ class Turns:
         past = self._past(parts[:index], {n for n in self._initial if n not in sent or n not in got})
         kept = {**self._initial, **got, **past}  # a tensor that is not sent: the site's own past, where it was seen
         start = {n: (got.get(n, kept[n]) if n in sent else kept[n]).float() for n in self._initial}
-        return Turn(upload.round, start, {n: w - start[n] for n, w in sent.items()})
+        moved = {n: w - start[n] for n, w in sent.items()}
+        if isinstance(self._view.exchange.method, Scaffold) and not self._view.is_unseen:
+            own = self._control(site, index)
+            moved = without(moved, {n: got[CONTROL + n].float() - own.get(CONTROL + n, 0.0) for n in moved})
+        return Turn(upload.round, start, moved)
+
+    def _control(self, site: str, index: int) -> Mapping[str, Tensor]:
+        """SCAFFOLD's c_i before a turn of the site, as its changes of it add up; without names before the first."""
+        done, total = self._controls.get(site, (0, {}))
+        if done > index:
+            done, total = 0, {}
+        total = dict(total)
+        for part in self._of[site][done:index]:
+            for name, change in tensors_of(self._view.read(part.up).payload).items():
+                if name.startswith(CONTROL):
+                    total[name] = total.get(name, 0.0) + change.float()
+        self._controls[site] = index, total
+        return total
 
     def _got(self, part: Participation) -> Weights:
         found = tensors_of(self._view.read(part.down).payload) if part.down else {}
@@ -125,6 +156,21 @@ class Turns:
             sent = self._left(self._view.read(part.up), self._got(part) if needs_got else {})
             found |= {n: w for n, w in sent.items() if n in names and n not in found}
         return found
+
+
+def without(moved: Mapping[str, Tensor], correction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The moves less their parts along the correction of the same names and along its signs, over all tensors."""
+    names = sorted(moved)
+    whole = torch.cat([moved[n].double().flatten() for n in names])
+    along = torch.cat([correction[n].double().flatten() for n in names])
+    if along.any():
+        first, signs = along / along.norm(), along.sign()
+        whole = whole - (whole @ first) * first
+        second = signs - (signs @ first) * first
+        if second.norm() > _ALIKE * signs.norm():
+            whole = whole - (whole @ second) / (second @ second) * second
+    left = whole.float().split([moved[n].numel() for n in names])
+    return {n: part.view_as(moved[n]) for n, part in zip(names, left, strict=True)}
 
 
 def _keeps_past(method: Method) -> bool:

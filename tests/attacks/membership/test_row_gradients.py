@@ -14,7 +14,7 @@ from fedveil.attacks.membership.alignment import Alignment
 from fedveil.attacks.membership.fedmia import FedMia
 from fedveil.attacks.membership.projection import Projection
 from fedveil.attacks.membership.row_gradients import Shared
-from fedveil.attacks.membership.turns import Turn, Turns
+from fedveil.attacks.membership.turns import Turn, Turns, without
 from fedveil.attacks.samples import Sample
 from fedveil.attacks.steps import Budget, Step, taken
 from fedveil.contract.spec import TensorSpec
@@ -44,7 +44,7 @@ def run(federate):
     return make
 
 
-METHODS = [("fedavg", ""), ("fedrand", ""), ("fedrand", "past = false"), ("random_binary", "")]
+METHODS = [("fedavg", ""), ("fedrand", ""), ("fedrand", "past = false"), ("random_binary", ""), ("scaffold", "")]
 
 
 @pytest.mark.long
@@ -208,6 +208,46 @@ def test_a_site_of_a_lower_rank_began_with_zeros_beyond_it(run):
     assert not low.moved["m.lora_B"][:, 1:].any()
     assert low.moved["m.lora_B"][:, 0].all()
     assert whole.start["m.lora_A"].all()
+
+
+def test_scaffold_s_correction_is_known_and_taken_off_a_move(run):
+    """c_i is the site's gradient at the broadcast that it answered last, as nothing else was ever its c_i."""
+    view, knowledge, rows = run("scaffold")
+    turns, task = Turns(view, knowledge.initial), Linear()
+    downs = [tensors_of(view.read(part.down).payload) for part in view.participations()["b"]]
+    ups = [tensors_of(view.read(part.up).payload) for part in view.participations()["b"]]
+    assert turns._control("b", 0) == {}
+    for index in (2, 1):  # from the last back: what was added up for a later turn is not taken for an earlier one's
+        moved = turns.at("b", index).moved
+        before = Descent(task, rows["b"]).gradient({n: downs[index - 1][n] for n in task.spec}).weights
+        correction = {n: downs[index][f"control.{n}"] - before[n] for n in task.spec}
+        plain = {n: ups[index][n] - downs[index][n] for n in task.spec}
+        assert sum(float((moved[n] * correction[n]).sum()) for n in moved) == pytest.approx(0, abs=1e-6)
+        assert sum(float((moved[n] * correction[n].sign()).sum()) for n in moved) == pytest.approx(0, abs=1e-6)
+        for n, value in without(plain, correction).items():
+            assert moved[n] == pytest.approx(value, abs=1e-5)
+        assert abs(sum(float((plain[n] * correction[n]).sum()) for n in plain)) > 1e-4
+
+    class Summed(View):
+        is_unseen = True
+
+    whole = Turns(Summed(view.tap, view.exchange), knowledge.initial).at("b", 1)
+    assert all(torch.equal(whole.moved[n], ups[1][n] - downs[1][n]) for n in task.spec)  # of several sites: as it is
+    first = turns.at("b", 0)
+    assert all(torch.equal(first.moved[n], ups[0][n] - downs[0][n]) for n in task.spec)  # c = c_i = 0
+
+
+def test_what_is_left_of_a_move_is_what_no_correction_explains():
+    """By hand; a correction whose signs point as it does is one direction, and none at all takes nothing."""
+    moved = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[5.0]])}
+    left = without(moved, {"a": torch.tensor([2.0, 2.0]), "b": torch.tensor([[0.0]])})
+    assert torch.allclose(left["a"], torch.tensor([1.0, -1.0]))
+    assert torch.allclose(left["b"], torch.tensor([[5.0]]))
+    left = without(moved, {"a": torch.tensor([2.0, 1.0]), "b": torch.tensor([[0.0]])})
+    assert torch.allclose(left["a"], torch.zeros(2), atol=1e-6)
+    assert torch.allclose(left["b"], torch.tensor([[5.0]]))
+    none = without(moved, {n: torch.zeros_like(t) for n, t in moved.items()})
+    assert all(torch.equal(none[n], moved[n]) for n in moved)
 
 
 def test_a_run_whose_sites_train_beside_a_residual_is_left_to_other_attacks(run):
