@@ -64,16 +64,20 @@ def test_zeros_taken_as_data_do(model, sent):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.xfail(strict=True, reason="six starts end at 19 to 21 dB: where the attack's reach ends so far")
 @pytest.mark.parametrize("rate", [0.2, 0.5])
 def test_sixteen_pixels_a_side(rate):
-    """768 unknowns, without a known enlargement."""
+    """768 unknowns, without a known enlargement, of a width above the 48 pixels of a patch.
+
+    A start may fail (one of two did at a width of 52). At a width of 24, which mixes the pixels of a patch before
+    anything reads them, six starts ended at 19 to 21 dB.
+    """
     true = smooth(1, 16)
-    model = vit(size=16, patch=4, hidden=24)
+    model = vit(size=16, patch=4, hidden=64)
     match = levenberg_marquardt(
-        model, [observed(gradients(model, true), rate)], LABEL, true.shape, generator=seeded(), starts=6
+        model, [observed(gradients(model, true), rate)], LABEL, true.shape, generator=seeded(), starts=4
     )
     assert psnr(match.image[0], true[0], 2) > 40
+    assert match.residual < 1e-8
 
 
 def test_a_known_upsampling_leaves_fewer_unknowns(model, small):
