@@ -169,7 +169,7 @@ def without(moved: Mapping[str, Tensor], correction: Mapping[str, Tensor]) -> di
         second = signs - (signs @ first) * first
         if second.norm() > _ALIKE * signs.norm():
             whole = whole - (whole @ second) / (second @ second) * second
-    left = whole.float().split([moved[n].numel() for n in names])
+    left = torch.split(whole.float(), [moved[n].numel() for n in names])
     return {n: part.view_as(moved[n]) for n, part in zip(names, left, strict=True)}
 
 

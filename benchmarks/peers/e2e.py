@@ -26,7 +26,7 @@ from typing import Any
 from fedveil import places
 from fedveil.benchmarks.common import resampling, verdicts
 from fedveil.benchmarks.fedrand.on_texts import figures_of
-from fedveil.benchmarks.peers import nvflare
+from fedveil.benchmarks.peers import environments, nvflare
 from fedveil.benchmarks.peers.costs import COSTS, TIMEOUT, Costs, Run, watched
 from fedveil.benchmarks.peers.nvflare import NVFLARE
 from fedveil.benchmarks.peers.shared import Shared, factors
@@ -51,7 +51,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     seeds = [Shared(settings, seed, options) for seed in range(options.seeds or settings["seeds"])]
     if options.launch is None:
         raise ConfigError("peers/e2e: expected a launcher, found none; run it as `fedveil bench peers/e2e`")
-    environment = nvflare.found(os.environ)
+    environment = environments.found(nvflare.PEER, os.environ)
     if environment.said:
         options.say(environment.said)
     done: dict[str, list[Run]] = {BEFORE: []}

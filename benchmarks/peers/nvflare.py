@@ -1,7 +1,6 @@
 """NVIDIA FLARE at the same work: stock_nvflare/ is the job, and runs in an environment of its own.
 
-FedVeil's environment has no nvflare. The variable FEDVEIL_NVFLARE_PYTHON names the Python of one that has; where it
-names none, the row is left out, and the table says so. Server and sites are provisioned, with keys and TLS both ways,
+Server and sites are provisioned, with keys and TLS both ways,
 and started by the scripts of their startup kits: each has a process that stays, and one of each job.
 """
 
@@ -9,16 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from fedveil import places
+from fedveil.benchmarks.peers import environments
 from fedveil.benchmarks.peers.costs import TIMEOUT, Run, watched
 from fedveil.benchmarks.peers.shared import Shared, factors
 from fedveil.benchmarks.run import Options
@@ -26,74 +23,11 @@ from fedveil.benchmarks.watch.relay import Relay
 from fedveil.errors import ConfigError
 
 NVFLARE, VARIABLE = "NVFlare FedAvg", "FEDVEIL_NVFLARE_PYTHON"
-JOB, _HOWTO = "benchmarks/peers/stock_nvflare", "benchmarks/README.md says how to make one"
+JOB = "benchmarks/peers/stock_nvflare"
 _USER, _SERVER, _SITE = "lead@bench.org", "localhost", "site-0"
 _STORES = "/tmp/nvflare/"  # of its template
 _READY, _PREPARED = 180.0, 300.0
-_PROBE = """
-import json, sys
-from importlib.metadata import version
-import nvflare.recipe, peft, torch, transformers
-print(json.dumps({name: version(name) for name in sys.argv[1:]}))
-"""
-
-
-@dataclass(frozen=True)
-class Environment:
-    """Where NVFlare is.
-
-    Attributes:
-        python: its Python; None = there is none, and the row is left out.
-        said: a sentence on what is not as it should be, "" where all is.
-    """
-
-    python: Path | None
-    said: str
-
-
-def found(variables: Mapping[str, str]) -> Environment:
-    """The environment that the variable names, tried by importing NVFlare there. No sentence names a path."""
-    out, expected = f"{NVFLARE} is left out: {VARIABLE}: expected the Python of an environment with nvflare", pins()
-    if not variables.get(VARIABLE):
-        return Environment(None, f"{out}, found no such variable; {_HOWTO}")
-    python = Path(variables[VARIABLE]).absolute().with_name("python3")  # the one that NVFlare's own scripts take
-    try:
-        done = subprocess.run(
-            [python, "-c", _PROBE, *expected], capture_output=True, text=True, timeout=_READY, env=inherited(variables)
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Environment(None, f"{out}, found none that runs beside what it names ({type(error).__name__}); {_HOWTO}")
-    if done.returncode:
-        why = re.sub(r"\S*/\S*", "...", (done.stderr.strip().splitlines() or ["it said nothing"])[-1])
-        return Environment(None, f"{out}, found one where the import fails ({why}); {_HOWTO}")
-    others = differing(expected, json.loads(done.stdout.splitlines()[-1]))
-    return Environment(
-        python, f"{NVFLARE} ran with other versions than those of requirements.txt: {others}" * bool(others)
-    )
-
-
-def pins(text: str | None = None) -> dict[str, str]:
-    """The versions that a requirements.txt pins; by default the job's. Raises ConfigError for a line that pins none."""
-    text = (places.folder(JOB) / "requirements.txt").read_text() if text is None else text
-    lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
-    for line in lines:
-        if line.count("==") != 1:
-            raise ConfigError(f"requirements.txt: expected NAME==VERSION in each line, found {line!r}; pin it")
-    return dict(line.split("==") for line in lines)
-
-
-def differing(expected: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    """What is installed in another version than expected; a build ("+cpu") is none."""
-    return ", ".join(
-        f"{name} {versions[name]} in place of {version}"
-        for name, version in expected.items()
-        if versions[name].partition("+")[0] != version
-    )
-
-
-def inherited(variables: Mapping[str, str]) -> dict[str, str]:
-    """What of this process's environment NVFlare's get: nothing that leads Python to FedVeil's packages."""
-    return {key: value for key, value in variables.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV", "FLWR_"))}
+PEER = environments.Peer(NVFLARE, VARIABLE, JOB, ("nvflare.recipe", "peft", "torch", "transformers"))
 
 
 def project(port: int, relay: int, sites: int) -> str:
@@ -139,7 +73,7 @@ def stored(resources: str, folder: Path) -> str:
 def variables_of(python: Path, home: Path, threads: int) -> dict[str, str]:
     """The environment of NVFlare's processes: their own Python first, and for the rest what the other sides have."""
     return {
-        **inherited(os.environ),
+        **environments.inherited(os.environ),
         "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)]),
         "HOME": str(home),
         "OMP_NUM_THREADS": str(threads),

@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 
 from fedveil import places
 from fedveil.benchmarks import run as presets
-from fedveil.benchmarks.peers import e2e, nvflare, shared
+from fedveil.benchmarks.peers import e2e, environments, nvflare, shared
 from fedveil.benchmarks.peers.costs import COSTS, Run
 from fedveil.benchmarks.run import Options
 from fedveil.console.flower import local_federation
 from fedveil.errors import ConfigError
 from tests.benchmarks.peers.test_e2e import SETTINGS, done, said_of
 
-PINS = nvflare.pins()
+PINS = environments.pins((places.folder(nvflare.JOB) / "requirements.txt").read_text())
 NAMES = [f"layer.lora_{part}.weight" for part in "AB"]
 
 
@@ -45,7 +45,7 @@ def notes(rounds, uploads):
 
 @pytest.mark.parametrize("variables", [{}, {nvflare.VARIABLE: ""}])
 def test_without_the_variable_the_row_is_left_out_in_words(variables):
-    found = nvflare.found(variables)
+    found = environments.found(nvflare.PEER, variables)
     assert found.python is None
     assert re.search(
         r"NVFlare FedAvg is left out: FEDVEIL_NVFLARE_PYTHON: .*found no such variable; .*README", found.said
@@ -63,19 +63,19 @@ def test_without_the_variable_the_row_is_left_out_in_words(variables):
 )
 def test_an_environment_without_nvflare_is_none_and_the_sentence_names_no_path(tmp_path, script, why):
     variables = {nvflare.VARIABLE: str(tmp_path / "python")} if script is None else pretend_python(tmp_path, script)
-    found = nvflare.found(variables)
+    found = environments.found(nvflare.PEER, variables)
     assert found.python is None
     assert why in found.said
     assert str(tmp_path) not in found.said
 
 
 def test_an_environment_of_the_pinned_versions_is_taken_without_a_word(tmp_path):
-    found = nvflare.found(pretend_python(tmp_path, says(PINS | {"torch": f"{PINS['torch']}+cpu"})))
-    assert found == nvflare.Environment(tmp_path / "bin" / "python3", "")
+    found = environments.found(nvflare.PEER, pretend_python(tmp_path, says(PINS | {"torch": f"{PINS['torch']}+cpu"})))
+    assert found == environments.Environment(tmp_path / "bin" / "python3", "")
 
 
 def test_other_versions_are_told(tmp_path):
-    found = nvflare.found(pretend_python(tmp_path, says(PINS | {"peft": "0.1"})))
+    found = environments.found(nvflare.PEER, pretend_python(tmp_path, says(PINS | {"peft": "0.1"})))
     assert found.python is not None
     assert found.said.endswith(f"than those of requirements.txt: peft 0.1 in place of {PINS['peft']}")
 
@@ -91,16 +91,16 @@ def test_the_pins_are_those_of_the_lock_where_both_sides_have_a_package():
 
 
 def test_what_comes_along_with_a_package_is_pinned_too():
-    pinned = nvflare.pins((places.folder(nvflare.JOB) / "constraints.txt").read_text())
-    assert nvflare.pins().items() <= pinned.items()
+    pinned = environments.pins((places.folder(nvflare.JOB) / "constraints.txt").read_text())
+    assert PINS.items() <= pinned.items()
     assert {"grpcio", "cryptography", "protobuf"} <= set(pinned)
 
 
 @pytest.mark.parametrize("line", ["torch", "torch>=2.13"])
 def test_a_requirement_without_a_pin_is_refused(line):
-    assert nvflare.pins("# words\n\npeft==1.0\n") == {"peft": "1.0"}
+    assert environments.pins("# words\n\npeft==1.0\n") == {"peft": "1.0"}
     with pytest.raises(ConfigError, match=r"requirements.txt: expected NAME==VERSION in each line, found 'torch"):
-        nvflare.pins(f"peft==1.0\n{line}\n")
+        environments.pins(f"peft==1.0\n{line}\n")
 
 
 def test_sites_reach_the_server_through_the_relay_over_grpc():
@@ -259,7 +259,7 @@ def test_without_the_environment_the_row_is_left_out_and_terminal_and_table_say_
 @pytest.mark.timeout(900)
 def test_the_smallest_form_runs_and_ends_where_flower_does():
     """Both peers have the same training, order of rows and weights of the mean."""
-    environment = nvflare.found(os.environ)
+    environment = environments.found(nvflare.PEER, os.environ)
     if environment.python is None:
         pytest.skip(environment.said)
     config = SETTINGS["config"] | {"run.rounds": 2, "train.max-steps": 2, "task.max-examples": 16}
