@@ -23,7 +23,7 @@ _WORDS = (
     "that is named. -: in none of these. docs/results.md has all, with all controls"
 )
 _NOT_HERE = "measured: -, for benchmarks/results is in a checkout alone; docs/results.md has the figures"
-_PROPORTIONS = ("alignment", "AUROC, global", "recovered")  # a seed's interval may reach beyond
+_PROPORTIONS = ("alignment", "AUROC, LiRA", "recovered")  # a seed's interval may reach beyond
 
 # By a method's title: tables, and of each (words, row, metric). What is withheld stands beside the same without that.
 _SITE, _NOISE = "% right at its own site, epsilon 0.4,", "by noise alone"
@@ -44,9 +44,9 @@ _OF_PAPERS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
             (_SITE, "DP-FPL, epsilon 0.4", "local"),
             (_NOISE, "DP-FPL, epsilon 0.4, noise only", "local"),
         ],
-        "dp_fpl/mia": [
-            ("attack", "DP-FPL, noise 4 C each", "AUROC, global"),
-            ("without noise, where it should win,", "DP-FPL, no noise", "AUROC, global"),
+        "dp_fpl/mia_learns": [
+            ("attack at epsilon 8", "private", "AUROC, LiRA"),
+            ("on FedOTP's prompts, undefended,", "undefended", "AUROC, LiRA"),
         ],
     },
     "PromptFL": {
@@ -55,7 +55,10 @@ _OF_PAPERS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
             (_NOISE, "PromptFL, epsilon 0.4, noise only", "local"),
         ]
     },
-    "FedOTP": {"dp_fpl/table3": [("% right at its own site, without noise,", "FedOTP", "local")]},
+    "FedOTP": {
+        "dp_fpl/table3": [("% right at its own site, without noise,", "FedOTP", "local")],
+        "dp_fpl/mia_learns": [("attack", "undefended", "AUROC, LiRA")],
+    },
     "FedPGP": {"dp_fpl/table3": [("% right at its own site, without noise,", "FedPGP", "local")]},
     "FedQSN": {
         "fedqsn/table1": [

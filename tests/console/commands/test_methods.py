@@ -86,7 +86,7 @@ def test_an_attack_stands_beside_the_undefended_and_the_one_that_knows():
     for name in ("random_binary", "fixed_position"):
         assert re.search(r"APRIL reads 0\.00 .*, (without masks|where it is trained) 1\.00 \[", found[name])
         assert "random_binary/adaptive --quick: who knows " in found[name]
-    assert "attack 0.53 [0.46, 0.59], without noise, where it should win, 0.51 [" in found["dp_fpl"]
+    assert "attack at epsilon 8 0.54 [0.51, 0.57], on FedOTP's prompts, undefended, 0.66 [" in found["dp_fpl"]
     assert " by noise alone " in found["dp_fpl"]
     bounds = [float(x) for x in re.findall(r"reads [\d.]+ \[(-?[\d.]+), ([\d.]+)\]", found["fixed_position"])[-1]]
     assert bounds == [0.0, 1.0]  # of six starts, cut to what a share can be
