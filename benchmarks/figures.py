@@ -84,9 +84,9 @@ CURVES = {
     "fedrand-curves": Curves("fedrand/quality", "loss", "loss on test rows, nats a token"),
     "fedrand-curves-pictures": Curves("fedrand/table1", "qa test loss", "loss on test rows, nats a token"),
 }
-# Without SCAFFOLD: the attack does not know of the control variates, so a point of it would look like a defence.
 _LORA = ["FedAvg", "FedRand", "FFA-LoRA", "FedSA-LoRA", "RoLoRA", "LA-LoRA", "FedEx-LoRA", "FLoRA", "HetLoRA"]
-_LORA += ["FedProx"]
+_LORA += ["FedProx", "SCAFFOLD"]
+_MARKS = list(zip("osD^vP*XphH", [*(f"C{i}" for i in range(10)), "black"], strict=True))
 FRONTS = {
     "lora": Front(
         "lora/attacks",
@@ -220,7 +220,10 @@ def front(of: Front) -> Any:
     drawn = Canvas(figsize=(9, 5.2), dpi=110, layout="constrained")
     axes = drawn.add_subplot()
     base = base_of(of)
-    for (name, points), mark in zip(found(of).items(), "osD^vP*Xph", strict=False):
+    series = found(of)
+    if len(series) > len(_MARKS):
+        raise ValueError(f"{of.preset}: expected at most {len(_MARKS)} series, found {len(series)}; add marks")
+    for (name, points), (mark, colour) in zip(series.items(), _MARKS, strict=False):
         x, y = (point for point in points if point)
         sides = [[[p["mean"] - p["low"]], [p["high"] - p["mean"]]] for p in (x, y)]
         is_base = x["mean"] == base
@@ -230,6 +233,7 @@ def front(of: Front) -> Any:
             xerr=None if is_base else sides[0],
             yerr=sides[1],
             fmt=mark,
+            color=colour,
             markersize=7,
             markerfacecolor="none" if is_base else None,
             capsize=2,
