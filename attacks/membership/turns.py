@@ -14,6 +14,7 @@ steps of AdamW, two seeds) alignment told members in 0.86 and 0.79 of the moves 
 |---|---|
 | a site that lost its c_i | the sum is off by it, and what is taken off is another plane of two dimensions |
 | sums of several sites | as they are: with all sites in every round their corrections cancel |
+| a view without the turn's broadcast | as it is: c is not known |
 
 No message is decoded before a turn is asked for, and then the turn's own two alone; earlier ones only for a tensor
 whose start the turn's own broadcast does not tell, from the latest back until one is found, and for c_i.
@@ -105,7 +106,7 @@ class Turns:
         kept = {**self._initial, **got, **past}  # a tensor that is not sent: the site's own past, where it was seen
         start = {n: (got.get(n, kept[n]) if n in sent else kept[n]).float() for n in self._initial}
         moved = {n: w - start[n] for n, w in sent.items()}
-        if isinstance(self._view.exchange.method, Scaffold) and not self._view.is_unseen:
+        if isinstance(self._view.exchange.method, Scaffold) and got and not self._view.is_unseen:
             own = self._control(site, index)
             moved = without(moved, {n: got[CONTROL + n].float() - own.get(CONTROL + n, 0.0) for n in moved})
         return Turn(upload.round, start, moved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -233,6 +234,14 @@ def test_scaffold_s_correction_is_known_and_taken_off_a_move(run):
 
     whole = Turns(Summed(view.tap, view.exchange), knowledge.initial).at("b", 1)
     assert all(torch.equal(whole.moved[n], ups[1][n] - downs[1][n]) for n in task.spec)  # of several sites: as it is
+
+    class Deaf(View):
+        def participations(self):
+            parts = super().participations()
+            return {site: [replace(part, down=None) for part in of] for site, of in parts.items()}
+
+    unheard = Turns(Deaf(view.tap, view.exchange), knowledge.initial).at("b", 1)  # c is not known
+    assert all(torch.equal(unheard.moved[n], ups[1][n] - ups[0][n]) for n in task.spec)  # from where it was last seen
     first = turns.at("b", 0)
     assert all(torch.equal(first.moved[n], ups[0][n] - downs[0][n]) for n in task.spec)  # c = c_i = 0
 

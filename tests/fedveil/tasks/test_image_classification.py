@@ -18,6 +18,7 @@ from fedveil.adapters.lora import Lora
 from fedveil.contract.task import Example, Origin, Share
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import library, tiny
+from fedveil.rows import decoding
 from fedveil.tasks import image_classification, load
 from fedveil.tasks.image_classification import ImageClassification
 
@@ -281,6 +282,21 @@ def test_images_beyond_the_memory_bound_are_decoded_again(task, data, rows, monk
     assert bounded[0].pixels() is bounded[0].pixels()
     assert bounded[2].pixels() is not bounded[2].pixels()
     assert all(torch.equal(a.pixels(), b.pixels()) for a, b in zip(rows, bounded, strict=True))
+
+
+def test_a_batch_of_kept_and_of_other_images_is_in_its_order_and_kept_ones_need_no_thread(
+    task, data, rows, monkeypatch
+):
+    monkeypatch.setattr(image_classification, "_KEPT_BYTES", rows[0].pixels().nbytes * 2)
+    bounded = task.encode(task.examples(data, "train"))
+    asked, together = [], decoding.together
+    monkeypatch.setattr(decoding, "together", lambda works: asked.append(len(works)) or together(works))
+    for chosen in ([2, 0, 1, 0], [3, 0, 2, 1], [0, 1]):  # two of the first three are kept
+        batch = task.collate([bounded[i] for i in chosen])
+        assert torch.equal(batch.inputs, torch.stack([rows[i].pixels() for i in chosen]))
+        assert batch.labels.tolist() == [rows[i].label for i in chosen]
+    assert asked[0] == 4
+    assert asked[1:] == [4 - len({3, 0, 2, 1} & set(bounded._kept)), 2 - len({0, 1} & set(bounded._kept))]
 
 
 def image_folder(folder: Path, numbers: range = range(12)) -> Path:
