@@ -221,9 +221,7 @@ def front(of: Front) -> Any:
     axes = drawn.add_subplot()
     base = base_of(of)
     series = found(of)
-    if len(series) > len(_MARKS):
-        raise ValueError(f"{of.preset}: expected at most {len(_MARKS)} series, found {len(series)}; add marks")
-    for (name, points), (mark, colour) in zip(series.items(), _MARKS, strict=False):
+    for (name, points), (mark, colour) in zip(series.items(), _MARKS[: len(series)], strict=True):
         x, y = (point for point in points if point)
         sides = [[[p["mean"] - p["low"]], [p["high"] - p["mean"]]] for p in (x, y)]
         is_base = x["mean"] == base

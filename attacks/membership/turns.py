@@ -8,7 +8,8 @@ a residual, which `replay` gives.
 SCAFFOLD corrects every step by c - c_i, which the server knows: it broadcasts c, and the changes of c_i add up to it.
 AdamW scales a correction entry by entry, to its signs where it is all that there is, so a move is read less its parts
 along c - c_i and along the signs of it. Adaptive note: on the tiny LLaVA (six sites of 30 captions, 8 rounds of 12
-steps of AdamW, two seeds) alignment told members in 0.86 and 0.79 of the moves as they are, and in 0.92 of these.
+steps of AdamW, five seeds) alignment told members in 0.72 by the moves as they are, in 0.91 by these;
+on two of the seeds `fedmia` in 0.88 and 0.97, `projection` of B in 0.85 and 0.90, of A in 0.80 and 0.82.
 
 | case | result |
 |---|---|
@@ -108,7 +109,7 @@ class Turns:
         moved = {n: w - start[n] for n, w in sent.items()}
         if isinstance(self._view.exchange.method, Scaffold) and got and not self._view.is_unseen:
             own = self._control(site, index)
-            moved = without(moved, {n: got[CONTROL + n].float() - own.get(CONTROL + n, 0.0) for n in moved})
+            moved = without(moved, {n: got[CONTROL + n].double() - own.get(CONTROL + n, 0.0) for n in moved})
         return Turn(upload.round, start, moved)
 
     def _control(self, site: str, index: int) -> Mapping[str, Tensor]:
@@ -120,7 +121,7 @@ class Turns:
         for part in self._of[site][done:index]:
             for name, change in tensors_of(self._view.read(part.up).payload).items():
                 if name.startswith(CONTROL):
-                    total[name] = total.get(name, 0.0) + change.float()
+                    total[name] = total.get(name, 0.0) + change.double()  # two bounded ones could pass fp32's end
         self._controls[site] = index, total
         return total
 

@@ -71,10 +71,8 @@ class Work:
         examples = list(self._task.examples(where, "train"))
         if len(examples) < wanted:
             raise ConfigError(f"{settings['data']}: expected {wanted} rows, found {len(examples)}; lower sites")
-        rows = self._task.encode(random.Random(seed).sample(examples, wanted))
-        self._sites: dict[str, Sequence[Picture]] = {
-            f"site-{i}": list(rows)[i :: settings["sites"]] for i in range(settings["sites"])
-        }
+        rows, count = self._task.encode(random.Random(seed).sample(examples, wanted)), settings["sites"]
+        self._sites: dict[str, Sequence[Picture]] = {f"site-{i}": rows[i::count] for i in range(count)}
         self._test = self._task.examples(where, "test")[: settings["test_rows"]]
         self.initial: Weights = self._task.initial(rng.initial(seed, "weights"))
 
@@ -94,7 +92,7 @@ class Work:
         """The same of the peer's. Raises ConfigError where it fails, or leaves another model or number of rounds."""
         train, folder, rounds = self._config.train, self._folder, self._settings["rounds"]
         task = {
-            "seed": self._config.run.seed, "sites": len(self._sites), "cohort": len(self._sites), "rounds": rounds,
+            "seed": self._config.run.seed, "sites": len(self._sites), "rounds": rounds,
             "batch_size": train.batch_size, "epochs": train.epochs, "learning_rate": train.learning_rate,
             "weight_decay": train.weight_decay,
         }  # fmt: skip
@@ -107,10 +105,14 @@ class Work:
         }
         save_file(tensors, folder / "rows.safetensors")
         save_file({name: w.contiguous() for name, w in self.initial.items()}, folder / "initial.safetensors")
-        done = subprocess.run(
-            [python, places.folder(PEER.folder) / "train.py", folder], capture_output=True, text=True, timeout=_TIMEOUT,
-            env=environments.inherited(os.environ) | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [python, places.folder(PEER.folder) / "train.py", folder],
+                capture_output=True, text=True, timeout=_TIMEOUT,
+                env=environments.inherited(os.environ) | {"OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{PEER.name}: expected a run of {_TIMEOUT:g} s at most, and it is not done") from None
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise ConfigError(f"{PEER.name}: expected a completed run, found exit status {done.returncode}: {last}")

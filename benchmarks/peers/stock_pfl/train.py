@@ -91,7 +91,7 @@ def main(folder: Path) -> None:
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
             central_num_iterations=task["rounds"], evaluation_frequency=task["rounds"] + 1,
-            train_cohort_size=task["cohort"], val_cohort_size=0,
+            train_cohort_size=task["sites"], val_cohort_size=0,
         ),
         backend=SimulatedBackend(training_data=data, val_data=data),
         model=wrapped,

@@ -246,6 +246,24 @@ def test_scaffold_s_correction_is_known_and_taken_off_a_move(run):
     assert all(torch.equal(first.moved[n], ups[0][n] - downs[0][n]) for n in task.spec)  # c = c_i = 0
 
 
+def test_a_site_whose_changes_add_up_beyond_fp32_is_read_all_the_same(run):
+    """Each was within what a message may hold; an infinite sum would end the audit of everybody."""
+    view, knowledge, _ = run("scaffold")
+
+    class Huge(View):
+        def _decode(self, seen):
+            found = super()._decode(seen)
+            fields = {
+                n: torch.full_like(t, 3e38) if seen.direction == "up" and n.startswith("control.") else t
+                for n, t in found.payload.fields.items()
+            }
+            return replace(found, payload=replace(found.payload, fields=fields))
+
+    moved = Turns(Huge(view.tap, view.exchange), knowledge.initial).at("b", 2).moved
+    assert all(bool(value.isfinite().all()) for value in moved.values())
+    assert any(bool(value.any()) for value in moved.values())
+
+
 def test_what_is_left_of_a_move_is_what_no_correction_explains():
     """By hand; a correction whose signs point as it does is one direction, and none at all takes nothing."""
     moved = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[5.0]])}

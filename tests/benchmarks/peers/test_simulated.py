@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -79,7 +78,7 @@ def test_the_peer_gets_the_same_rows_weights_and_settings(work, tmp_path):
         assert torch.equal(pixels, row.pixels())
         assert label == row.label
     config = work._config.train
-    assert (task["batch_size"], task["learning_rate"], task["weight_decay"], task["epochs"], task["cohort"]) == (
+    assert (task["batch_size"], task["learning_rate"], task["weight_decay"], task["epochs"], task["sites"]) == (
         config.batch_size, config.learning_rate, config.weight_decay, config.epochs, 3,
     )  # fmt: skip
 
@@ -94,6 +93,12 @@ def test_the_peer_gets_the_same_rows_weights_and_settings(work, tmp_path):
 def test_a_peer_that_fails_or_does_other_work_makes_no_row(script, why, work, tmp_path):
     with pytest.raises(ConfigError, match=why):
         work.peer(pretend_python(tmp_path, script))
+
+
+def test_a_peer_that_does_not_end_is_said(work, tmp_path, monkeypatch):
+    monkeypatch.setattr(simulated, "_TIMEOUT", 0.2)
+    with pytest.raises(ConfigError, match="a run of 0.2 s at most"):
+        work.peer(pretend_python(tmp_path, "import time; time.sleep(60)"))
 
 
 def test_the_sites_may_not_have_more_rows_than_there_are(noise, tmp_path):
@@ -130,7 +135,3 @@ def test_pfl_research_itself_learns_as_much(noise):
     rows = {row["name"]: row["metrics"]["loss"]["mean"] for row in found.rows}
     assert rows[simulated.PEER.name] < rows[simulated.BEFORE]
     assert rows[simulated.PEER.name] == pytest.approx(rows[simulated.OURS], abs=0.1)
-
-
-def test_the_peer_s_program_is_part_of_the_package_s_data():
-    assert (Path(simulated.__file__).parent / "stock_pfl" / "train.py").is_file()
