@@ -31,7 +31,6 @@ from fedveil.errors import ConfigError
 from fedveil.federation.exchange import Exchange
 from fedveil.models import tiny
 from fedveil.server_app.settings import RunSettings
-from fedveil.wire import envelope
 
 Terms = dict[str, Any]
 
@@ -53,7 +52,7 @@ def of(exchange: Exchange, settings: RunSettings) -> Terms:
         **config, **own, "run.name": settings.name, "run.seed": settings.seed,
         "run.deterministic": settings.deterministic, "method.name": exchange.name, "method.version": method.version,
         **{f"method.fields.{key}": value for key, value in fields_of(method).items()},
-        "layout": envelope.digest(exchange.layout), "base": base_digest(settings),
+        "layout": exchange.layout.digest, "base": base_digest(settings),
     }  # fmt: skip
     return dict(json.loads(json.dumps(terms)))  # as a checkpoint gives them back: no tuples
 

@@ -81,7 +81,11 @@ def view(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor
     """The bytes as a tensor that shares their memory. Nobody may write to it."""
     if not len(data):
         return torch.empty(shape, dtype=dtype)
-    with warnings.catch_warnings():
-        # torch warns that writes to a read-only buffer are undefined; nothing here writes.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(data, dtype=dtype).reshape(shape)
+    return torch.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+# torch says once in a process that writes to a read-only buffer are undefined. Nothing here writes, so it is said now,
+# to nobody: filters that are changed around each view cost more than the view, and threads would lose each other's.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from fedveil.contract.codec import Codec, Value
@@ -65,6 +67,16 @@ class Layout:
 
     fields: tuple[Field, ...]
     scalars: tuple[Word, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits, equal on two ends if and only if their layouts put the same on the wire."""
+        lines = sorted(f"{f.direction} {f.name} {f.codec.name} {tuple(f.shape)} {f.variants}" for f in self.fields)
+        lines += sorted(f"{word.direction} {word.name} {word.choices}" for word in self.scalars)
+        return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
     def variants(self, direction: Direction) -> tuple[str, ...]:
         """Names of the payload variants of one direction; ("",) if there is only one form."""

@@ -44,7 +44,7 @@ class Optimiser(Protocol):
 
 
 def create(parameters: list[Tensor], train: TrainConfig) -> Optimiser:
-    """A new optimiser. On a GPU a whole step of AdamW is one kernel for many tensors.
+    """A new optimiser. A step of AdamW is torch's fused one, a pass over weight, gradient and states, on any device.
 
     Raises:
         ConfigError: a paged one for parameters that are on no GPU.
@@ -61,7 +61,8 @@ def create(parameters: list[Tensor], train: TrainConfig) -> Optimiser:
         return PagedAdamW8bit(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)  # type: ignore[no-any-return]
     if train.optimiser == "adamw-8bit":
         return _eight_bit(parameters, train) if on_gpu else _Pieces(parameters, train)
-    fused = True if on_gpu else None
+    # Entries are taken as they lie in memory: a gradient of another order would move others, and torch does not say so.
+    fused = all(p.is_contiguous() for p in parameters) or None
     return torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused)
 
 

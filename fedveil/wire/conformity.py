@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from fedveil.contract.layout import Direction, Field, Layout
@@ -25,6 +26,7 @@ class Bounds:
     header: int
 
 
+@lru_cache(maxsize=64)
 def bounds(layout: Layout, direction: Direction) -> Bounds:
     """The bounds that follow from the layout alone. No message may be larger, whatever its own header says."""
     fields = [f for f in layout.fields if f.direction == direction]
@@ -55,6 +57,8 @@ def check_names(layout: Layout, direction: Direction, variant: str, names: Any) 
 
 def check_shape(field: Field, found: tuple[int, ...]) -> None:
     """Raises WireError unless `found` is the declared shape, in which None stands for any length up to `most`."""
+    if found == field.shape:
+        return
     fits = len(found) == len(field.shape) and all(d in (None, f) for d, f in zip(field.shape, found, strict=True))
     if not fits or any(f > most for f, most in zip(found, field.largest, strict=True)):
         bound = f" of at most {field.most}" if None in field.shape else ""

@@ -18,7 +18,6 @@ form is refused. Free is only how zlib cuts the same text, for versions of zlib 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import zlib
@@ -93,13 +92,6 @@ class Message:
         return sum(self.field_bytes.values())
 
 
-def digest(layout: Layout) -> str:
-    """16 hex digits, equal on two ends if and only if their layouts are equal."""
-    lines = sorted(f"{f.direction} {f.name} {f.codec.name} {tuple(f.shape)} {f.variants}" for f in layout.fields)
-    lines += sorted(f"{word.direction} {word.name} {word.choices}" for word in layout.scalars)
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-
-
 def pack(
     layout: Layout,
     stamp: Stamp,
@@ -162,7 +154,7 @@ def _header(
 ) -> bytes:
     content = {
         "method": stamp.method, "version": stamp.version, "round": stamp.round, "direction": stamp.direction,
-        "variant": payload.variant, "layout": digest(layout), "fields": entries, "scalars": dict(payload.scalars),
+        "variant": payload.variant, "layout": layout.digest, "fields": entries, "scalars": dict(payload.scalars),
         **words,
     }  # fmt: skip
     return zlib.compress(header_.written(content), 6)
@@ -187,7 +179,7 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp, device: torch.device | No
         _expect(key, getattr(stamp, key), header.get(key))
     if stamp.address is not None and whole[16 : header_.PREFIX] != stamp.address.digest:
         raise WireError(f"address: expected {stamp.address}, found a message of another run, attempt or site")
-    if header.get("layout") != (expected := digest(layout)):
+    if header.get("layout") != (expected := layout.digest):
         _explain_layout(layout, stamp.direction, header)
         raise WireError(
             f"layout: expected digest {expected}, found {header_.shown(header['layout'])}; run one version on both ends"

@@ -20,7 +20,7 @@ from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.server_app.intake import Limits, judge
 from fedveil.strategies.fedex_lora import FedExLora
-from fedveil.wire.envelope import Stamp, digest, pack, unpack
+from fedveil.wire.envelope import Stamp, pack, unpack
 from tests.conftest import ToyTrainer
 from tools.forge import with_header
 
@@ -264,7 +264,7 @@ def upload_of(exchange: Exchange, changes=None, layout: Layout | None = None) ->
     """A message as a hostile site can make it: any fields, of any layout, under the run's digest."""
     weights = {n: torch.ones(t.shape) for n, t in factors(exchange.spec).items()} | (changes or {})
     data = pack(layout or exchange.layout, Stamp.of(METHOD, "fedex_lora", 0, "up"), Payload(weights), 3)
-    return with_header(data, layout=digest(exchange.layout))
+    return with_header(data, layout=exchange.layout.digest)
 
 
 @pytest.mark.parametrize("shape", [(3, 30), (1, 30), (2, 31)])

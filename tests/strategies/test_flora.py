@@ -22,7 +22,7 @@ from fedveil.federation.exchange import Exchange
 from fedveil.federation.inprocess import Federation
 from fedveil.server_app.intake import Limits, judge
 from fedveil.strategies.flora import Flora
-from fedveil.wire.envelope import Stamp, digest, pack
+from fedveil.wire.envelope import Stamp, pack
 from tests.strategies.test_fedex_lora import CTX, SPEC, Site, weights_of
 from tools.forge import with_header
 
@@ -162,7 +162,7 @@ def hostile(shapes: dict[str, tuple[int, ...]], value: float = 1.0) -> bytes:
     sent = {n: torch.full(shapes.get(n, t.shape), value) for n, t in factors(SPEC).items()}
     own = Layout(tuple(replace(f, most=tuple(4 * n for n in f.most)) if f.most else f for f in exchange.layout.fields))
     data = pack(own, Stamp.of(METHOD, "flora", 0, "up"), Payload(sent), 3)
-    return with_header(data, layout=digest(exchange.layout))
+    return with_header(data, layout=exchange.layout.digest)
 
 
 LOW = {"h.0.lora_A": (1, 30), "h.0.lora_B": (20, 1), "h.1.lora_A": (1, 24), "h.1.lora_B": (33, 1)}

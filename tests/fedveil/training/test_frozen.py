@@ -80,7 +80,7 @@ def test_sets_take_turns_a_step_each(task, rows, start, states):
     assert states(task) == set(task.spec)
     expected = by_hand(task, rows, start, ["B", "A", "B", "A"])
     for name, w in found.items():
-        torch.testing.assert_close(w, expected[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(w, expected[name], rtol=1e-5, atol=1e-5)  # a thousandth of the learning rate
     other = by_hand(task, rows, start, ["A", "B", "A", "B"])
     assert max(float((other[n] - w).abs().max()) for n, w in found.items()) > 1e-4
 

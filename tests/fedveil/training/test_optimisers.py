@@ -19,10 +19,26 @@ def stepped(optimiser, parameters, steps: int = 2) -> None:
     for seed in range(steps):
         generator = torch.Generator().manual_seed(seed)
         for p in parameters:
-            p.grad = torch.randn(p.shape, generator=generator)
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
         optimiser.step()
         optimiser.zero_grad()
         assert all(p.grad is None for p in parameters)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_is_the_plain_one_but_for_rounding(dtype, transposed):
+    """Of a matrix, a number and nothing. A transposed matrix, whose gradients lie in another order, is not fused."""
+    starts = [torch.ones(s, dtype=dtype) for s in ((7, 5), (), (0,))]
+    starts[0] = starts[0].mT if transposed else starts[0]
+    mine, plain = ([torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    optimiser = optimisers.create(mine, TrainConfig(learning_rate=1e-2, weight_decay=0.3))
+    assert bool(optimiser.param_groups[0]["fused"]) != transposed
+    stepped(optimiser, mine, 20)
+    stepped(torch.optim.AdamW(plain, lr=1e-2, weight_decay=0.3, foreach=False, fused=False), plain, 20)
+    for p, theirs in zip(mine, plain, strict=True):
+        assert torch.allclose(p, theirs, rtol=0, atol=100 * torch.finfo(dtype).eps)
+    assert all(float((p.detach() - 1).abs().max()) > 1e-2 for p in mine if p.numel())
 
 
 def test_pieces_of_a_tensor_move_as_the_whole_does_bit_for_bit():

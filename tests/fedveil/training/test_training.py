@@ -513,9 +513,9 @@ def test_a_compiled_model_trains_as_the_plain_one(configured, rows, start):
     assert compiled.report["loss_received"] == plain.report["loss_received"]  # scoring stays as it is
 
 
-def test_adamw_is_torchs_own_choice_on_a_cpu(task):
+def test_adamw_is_fused_on_a_cpu_too(task):
     group = optimisers.create(list(task.trained.values()), task.config.train).param_groups[0]
-    assert not group["fused"]
+    assert group["fused"]
     assert (group["lr"], group["weight_decay"]) == (3e-4, 1e-6)
     with pytest.raises(ConfigError, match="train.accumulate: .*found 0"):
         run_config.parse({"train.accumulate": 0})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -102,6 +104,19 @@ def test_dense_copies_nothing():
     data[:4] = np.float32(9.0).tobytes()
     assert back[0, 0] == 9.0
     assert joined(Dense(), torch.nn.Parameter(value)) == bytes(part)
+
+
+def test_a_view_of_bytes_says_nothing_and_leaves_the_filters_of_warnings_alone():
+    """In a process of its own, since torch says it once."""
+    program = """
+import warnings, torch
+from fedveil.contract.codec import view
+warnings.simplefilter("error")
+before = list(warnings.filters)
+assert view(memoryview(bytes(8)), torch.float32, (2,)).tolist() == [0, 0]
+assert warnings.filters == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from fedveil.contract.layout import Field, Layout, Payload, Word
 from fedveil.contract.spec import TensorSpec
 from fedveil.errors import WireError
+from fedveil.wire.conformity import bounds
 from fedveil.wire.dense import Dense
-from fedveil.wire.envelope import Stamp, describe, digest, pack, unpack
+from fedveil.wire.envelope import Stamp, describe, pack, unpack
 from fedveil.wire.header import MAGIC, PREFIX, of_slices
 from fedveil.wire.payloads import dense_fields
 from tools.forge import header_of, with_header
@@ -88,7 +89,7 @@ def test_a_payload_that_is_not_declared_is_refused_on_both_sides(payload, layout
     with pytest.raises(WireError, match=match):
         unpack(foreign, LAYOUT, STAMP)
     with pytest.raises(WireError, match=match):  # the same, from a sender who forges the digest
-        unpack(with_header(foreign, layout=digest(LAYOUT)), LAYOUT, STAMP)
+        unpack(with_header(foreign, layout=LAYOUT.digest), LAYOUT, STAMP)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +224,16 @@ def test_digest_changes_with_every_part_of_a_layout():
         Layout((Field(field.name, "up", field.codec, field.shape, variants=("A",)), LAYOUT.fields[1])),
         Layout(LAYOUT.fields, (Word("next", "up", ("A",)),)),
     ]
-    assert len({digest(layout) for layout in layouts}) == len(layouts)
-    assert digest(Layout(LAYOUT.fields[::-1])) == digest(LAYOUT)
+    assert len({layout.digest for layout in layouts}) == len(layouts)
+    assert Layout(LAYOUT.fields[::-1]).digest == LAYOUT.digest
+
+
+def test_layouts_that_differ_in_their_largest_shape_alone_have_bounds_of_their_own():
+    """The digest does not hold it."""
+    short, long = (Layout((Field("x", "up", Dense(), (None,), most=(n,)),)) for n in (10, 1000))
+    assert (short.digest, hash(short)) == (long.digest, hash(long))
+    assert short != long
+    assert [bounds(each, "up").message - bounds(short, "up").message for each in (short, long)] == [0, 3960]
 
 
 def test_header_of_many_fields_stays_small():
