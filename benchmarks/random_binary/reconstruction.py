@@ -8,15 +8,17 @@ server, knows the model at the weights that it broadcast, and knows the labels. 
 | mean image | the mean of other pictures of the same data: what an adversary says who saw no message |
 | <case> | one attack on one method on one model, over all images of all seeds |
 
-PSNR is of values in [-1, 1], per image. "recovered" is the share of images above 30 dB. A seed draws the model's
-weights and has images of its own; intervals are of 95 %, over images and seeds (`resampling`). A case with `expect`
-ends in a sentence:
+PSNR is of values in [-1, 1], per image. "recovered" is the share of images above 30 dB, "read" that of seeds with such
+an image: a search succeeds or fails as a whole, so that means of dB say little of a few (see `shares`). A seed draws
+the model's weights and has images of its own; intervals are of 95 %, over images and seeds (`resampling`). A case with
+`expect` ends in a sentence:
 
-| expect | the case's PSNR is |
+| expect | the case's |
 |---|---|
-| recovered | above 60 dB |
-| missed | below 30 dB |
-| fails | below that of the mean image, image by image |
+| recovered | PSNR is above 60 dB |
+| fails | PSNR is below that of the mean image, image by image |
+| read | image is read on more than `share` of the seeds |
+| hidden | images are read on less than `share` of the seeds |
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -43,7 +45,7 @@ from fedveil.attacks.reconstruction.april import Enlargement, april, modified
 from fedveil.attacks.reconstruction.direct_inversion import direct_inversion
 from fedveil.attacks.reconstruction.gradients import Observed
 from fedveil.attacks.reconstruction.images import contact_sheet, mean_image, psnr, ssim
-from fedveil.benchmarks.common import data, resampling, seeds
+from fedveil.benchmarks.common import data, resampling, seeds, shares
 from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.federations import federation, task_of
 from fedveil.benchmarks.common.resampling import Figure
@@ -87,6 +89,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
             for m in of_seeds[0]["values"]
         }
         row: dict[str, Any] = {"name": name, "metrics": {m: resampling.interval(f) for m, f in figures[name].items()}}
+        row["metrics"]["read"] = shares.interval(_read(figures[name]))
         if of_seeds[0]["upload_bytes"]:
             row["upload_bytes"] = round(statistics.fmean(each["upload_bytes"] for each in of_seeds))
             row["seconds"] = round(sum(each["seconds"] for each in of_seeds), 1)
@@ -104,19 +107,28 @@ def verdicts(cases: Sequence[Mapping[str, Any]], figures: Mapping[str, Mapping[s
 def _judged(case: Mapping[str, Any], figures: Mapping[str, Mapping[str, Figure]]) -> tuple[str, Said]:
     mine = figures[case["name"]]["psnr"]
     match case["expect"]:
+        case "read" | "hidden" as expect:
+            read, share = _read(figures[case["name"]]), case["share"]
+            side: Literal["higher", "lower"] = "higher" if expect == "read" else "lower"
+            text = f"{case['name']}: read on {sum(read)} of {len(read)} seeds, in a share of "
+            text += f"{resampling.shown(shares.interval(read), '.2f')}, expected {side} than {share:g}"
+            return text, shares.claimed(read, side, share)
         case "recovered":
             d, claim, what = resampling.less(mine, resampling.fixed(_EXACT)), "higher", f"above {_EXACT:g} dB"
-        case "missed":
-            d, claim, what = resampling.less(mine, resampling.fixed(_RECOVERED)), "lower", f"below {_RECOVERED:g} dB"
         case "fails":
             d, claim = resampling.less(mine, figures[_baseline(case)]["psnr"]), "lower"
             what = "below the mean image, image by image"
         case other:
             raise ConfigError(
-                f"expect: expected recovered, missed or fails, found {other}; mend the case in the preset"
+                f"expect: expected recovered, fails, read or hidden, found {other}; mend the case in the preset"
             )
     text = f"{case['name']}: PSNR {resampling.shown(resampling.interval(mine), '.1f')} dB, expected {what}"
     return text, common.claimed(d, {"is": claim})
+
+
+def _read(of_case: Mapping[str, Figure]) -> list[bool]:
+    """Of each seed, whether one of its images is recovered."""
+    return [share > 0 for share in of_case["recovered"].seeds]
 
 
 def _baseline(case: Mapping[str, Any]) -> str:

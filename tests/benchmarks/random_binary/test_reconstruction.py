@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,7 +84,7 @@ def judged(expect: str, values: Sequence[float], means: Sequence[float] = (11.0,
     ("expect", "value", "word"),
     [
         ("recovered", 65.0, "holds here."), ("recovered", 55.0, "does not hold here."),
-        ("recovered", 61.0, "not decided."), ("missed", 25.0, "holds here."), ("missed", 35.0, "does not hold here."),
+        ("recovered", 61.0, "not decided."),
         ("fails", 5.0, "holds here."), ("fails", 17.0, "does not hold here."), ("fails", 10.8, "not decided."),
     ],
 )  # fmt: skip
@@ -99,8 +100,28 @@ def test_two_seeds_judge_no_case():
     assert "2 seeds are too few to decide" in how
 
 
+@pytest.mark.parametrize(
+    ("expect", "read", "word"),
+    [
+        ("read", 12, "holds here."), ("read", 1, "does not hold here."), ("read", 8, "not decided."),
+        ("hidden", 0, "holds here."), ("hidden", 11, "does not hold here."), ("hidden", 4, "not decided."),
+    ],
+)  # fmt: skip
+def test_a_search_succeeds_or_fails_as_a_whole(expect, read, word):
+    """On a seed where one image of the batch is read, some of it is: half of them here, and of dB nothing is asked."""
+    recovered = [0.5] * read + [0.0] * (12 - read)
+    of_case = {
+        metric: resampling.over_seeds([resampling.fixed(v) for v in values])
+        for metric, values in {"recovered": recovered, "psnr": [math.nan] * 12}.items()
+    }
+    cases = [{"name": "it", "model": "vit", "expect": expect, "share": 0.5}]
+    said, _ = reconstruction.verdicts(cases, {"it": of_case})
+    assert said.endswith(f": {word}")
+    assert f"read on {read} of 12 seeds, in a share of {read / 12:.2f} [" in said
+
+
 def test_another_expectation_is_refused():
-    with pytest.raises(ConfigError, match="expect: expected recovered, missed or fails, found lost"):
+    with pytest.raises(ConfigError, match="expect: expected recovered, fails, read or hidden, found lost"):
         judged("lost", (1.0, 2.0, 3.0))
 
 
