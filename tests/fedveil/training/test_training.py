@@ -83,7 +83,7 @@ def test_the_defaults_are_a_plain_loop_bit_for_bit(configured, rows, start):
     result = task.trainer(rows, Stream(KEY), seen.append).train(start)
 
     task.base.put(start)
-    optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=1e-3, weight_decay=1e-6)
+    optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=1e-3, weight_decay=1e-6, fused=True)
     generator = Stream(KEY).torch_generator()
     losses = []
     for _ in range(2):
@@ -545,7 +545,7 @@ def test_all_weights_train_as_by_hand_and_belong_to_the_caller(rows):
     assert all(torch.equal(first[n], w) and not torch.equal(second[n], w) for n, w in kept.items())
     assert all(torch.equal(task.initial(Stream(KEY))[n], w) for n, w in start.items())  # read anew
     task.put(start)
-    optimiser = torch.optim.AdamW(task.trained.values(), lr=1e-2, weight_decay=1e-6)
+    optimiser = torch.optim.AdamW(task.trained.values(), lr=1e-2, weight_decay=1e-6, fused=True)
     order = torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()
     for i in range(0, 29, 8):
         optimiser.zero_grad()
