@@ -84,7 +84,7 @@ _OF_PAPERS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
             ("share of pictures that APRIL reads", "modified, R = 0.5, APRIL", "recovered"),
             ("without masks", "modified, no defence, APRIL", "recovered"),
         ],
-        "random_binary/adaptive": [("who knows the mask reads", "R = 0.5, batch 1", "recovered")],
+        "random_binary/adaptive": [("who knows the mask reads", "R = 0.5, batch 1", "read")],
     },
     "Fixed position embedding": {
         "random_binary/accuracy": [
@@ -95,7 +95,7 @@ _OF_PAPERS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
             ("share of pictures that APRIL reads", "modified, fixed position, APRIL", "recovered"),
             ("where it is trained", "modified, no defence, APRIL", "recovered"),
         ],
-        "random_binary/adaptive": [("who knows of it reads", "fixed position, batch 1", "recovered")],
+        "random_binary/adaptive": [("who knows of it reads", "fixed position, batch 1", "read")],
     },
 }
 
