@@ -2,7 +2,8 @@
 
 A seed takes `rows_a_site` training pictures for each of the most sites, at random, and every number of sites uses as
 many of them. A round is one step on all of a site's rows, so that no sampling hides in the comparison. What is scored
-is the shared prompt alone: only it gains. Rows of a result:
+is the shared prompt alone, for only it gains, as the mean of the last `averaged` rounds': from one round to the next it
+moves by more than rows of the table differ, and a mean of what was published costs no epsilon. Rows of a result:
 
 | row | which model |
 |---|---|
@@ -31,6 +32,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,6 +53,7 @@ from fedveil.benchmarks.run import Options, Outcome
 from fedveil.config import RunConfig
 from fedveil.contract.budget import Plan
 from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.spec import Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.federation.exchange import Exchange
 from fedveil.models.clip_towers import EncodedImage
@@ -69,7 +72,8 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     config = settings["config"]
     said = (
         f"this run: {settings['rows_a_site']} rows a site, {config['run.rounds']} rounds of one step on all of them, "
-        f"{settings['classes']} classes, epsilon {settings['epsilon']:g}; {len(answers)} seeds"
+        f"the last {settings['averaged']} averaged, {settings['classes']} classes, epsilon {settings['epsilon']:g}; "
+        f"{len(answers)} seeds"
     )
     return Outcome(rows, verdicts(figures, settings["sites"]), [said])
 
@@ -138,13 +142,16 @@ def _federated(sites: Sites, settings: Mapping[str, Any], name: str) -> dict[str
 
     initial = task.initial(rng.initial(sites.seed, "weights"))
     done = federation(exchange, task.config, task, sites.rows, initial, around=around)
-    if where != START:
-        done.run()
+    published = deque[Weights](maxlen=settings["averaged"])
+    if where == START:
+        published.append(done.deployed()["server"])
+    else:
+        done.run(lambda running, round_: published.append(running.deployed()["server"]))
     test: Sequence[EncodedImage] = sites.test
     if "z" in costs:
         entries = sum(math.prod(t.shape) for t in task.spec.values())
         costs["noise on the mean"] = noise_tables.on_the_mean(costs["z"], entries, count, where)
-    return {"right": federated_prompts.right(task, done.deployed()["server"], test), **costs}
+    return {"right": federated_prompts.right(task, federated_prompts.mean(published), test), **costs}
 
 
 def _plain(settings: Mapping[str, Any]) -> DpFpl:

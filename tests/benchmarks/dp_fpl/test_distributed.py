@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
-from fedveil.benchmarks.dp_fpl import distributed
+from fedveil.benchmarks.dp_fpl import distributed, federated_prompts
 from fedveil.benchmarks.run import Options
 from fedveil.config import parse
 from fedveil.contract.budget import Neighbours, Plan
@@ -61,14 +64,40 @@ def test_both_kinds_of_noise_are_worth_the_epsilon_and_that_of_the_sum_is_six_pe
     assert (quiet.noise_local, quiet.noise_global, costs) == (0.0, 0.0, {})
 
 
+SMALL = SETTINGS | {
+    "data": "cifar10", "classes": 10, "sites": [3], "rows_a_site": 4, "rows_read": 60, "averaged": 2,
+    "config": {"task.model": "tiny", "run.rounds": 2, "secure.bound": 1.0},
+}  # fmt: skip
+
+
 @pytest.mark.slow
 @needs_data
 def test_a_whole_small_table():
-    settings = SETTINGS | {
-        "data": "cifar10", "classes": 10, "sites": [3], "rows_a_site": 4, "rows_read": 60,
-        "config": {"task.model": "tiny", "run.rounds": 2, "secure.bound": 1.0},
-    }  # fmt: skip
-    found = distributed.of_seed(settings, 0, Options())
+    found = distributed.of_seed(SMALL, 0, Options())
     assert list(found)[:4] == ["zero-shot", "one class", "3 sites, start", "3 sites, no noise"]
     assert all(0 <= row["right"][0] <= 100 for row in found.values())
     assert found["3 sites, in the sum"]["noise on the mean"] < found["3 sites, at the site"]["noise on the mean"]
+
+
+@pytest.mark.slow
+@needs_data
+def test_what_is_scored_is_the_mean_of_the_last_rounds_prompts(monkeypatch):
+    """Of three rounds the last two; neither noise nor a part of a site's rows is drawn, so a run repeats."""
+    scored: list[dict] = []
+
+    def right(task, weights, rows):
+        scored.append(weights)
+        return np.zeros(len(rows))
+
+    monkeypatch.setattr(federated_prompts, "right", right)
+    loaded = federated_prompts.load({**SMALL, "clients": 3}, 0, Options())
+    sites = replace(loaded, rows={site: rows[:10] for site, rows in loaded.rows.items()})
+
+    def of(rounds: int, averaged: int) -> dict:
+        settings = SMALL | {"averaged": averaged, "config": SMALL["config"] | {"run.rounds": rounds}}
+        distributed._federated(sites, settings, distributed.CLEAR)
+        return scored[-1]
+
+    second, third, both = of(2, 1), of(3, 1), of(3, 2)
+    assert not torch.equal(second["prompt"], third["prompt"])
+    torch.testing.assert_close(both["prompt"], (second["prompt"] + third["prompt"]) / 2)
