@@ -60,7 +60,7 @@ def needs(preset: Mapping[str, Any]) -> list[data.Need]:
 
 def look(name: str, options: Options, results: Path) -> Ready:
     """Folders, packages, device and time of one preset; `results` is the folder of results. Raises ConfigError."""
-    preset = run.read(name, options.quick)
+    preset = run.read(name, options.form)
     there, missing = _found(preset)
     from fedveil.models import loading  # torch
 
@@ -75,11 +75,11 @@ def look(name: str, options: Options, results: Path) -> Ready:
 
 def require(name: str, options: Options) -> None:
     """Raises ConfigError where a folder or package of a preset is missing; it says where each one comes from."""
-    if missing := _found(run.read(name, options.quick))[1]:
-        quick = " --quick" if options.quick else ""
+    if missing := _found(run.read(name, options.form))[1]:
+        form = "" if options.form == "full" else f" --{options.form}"
         raise ConfigError(
             f"{name}: expected all that it reads, found that {len(missing)} are missing: {'; '.join(missing)}; "
-            f"fedveil bench {name}{quick} --dry-run looks again and runs nothing"
+            f"fedveil bench {name}{form} --dry-run looks again and runs nothing"
         )
 
 
@@ -106,14 +106,13 @@ def time_of(name: str, settings: Mapping[str, Any], options: Options, results: P
     where, count, asked = found["environment"], seeds_of(found), options.seeds or settings.get("seeds", 0)
     machine = where.get("gpu") or f"{where['cores']} cores of {where['cpu'].strip()}"
     with_seeds = f" with {_count(count)}" if count else ""
-    form = "quick" if found["quick"] else "full"
-    said = f"time: last run, {form}{with_seeds}, on {machine}, commit {found['commit'] or 'unknown'}: "
+    said = f"time: last run, {found['form']}{with_seeds}, on {machine}, commit {found['commit'] or 'unknown'}: "
     took, of_rows = found.get("seconds"), sum(row.get("seconds") or 0 for row in found["rows"])
     if took is None and not of_rows:
         return said + "its result holds no seconds, so this run's are not known"
     said += f"took {took:,.0f} s" if took is not None else f"its rows say {of_rows:,.0f} s, the whole is not recorded"
-    if found["quick"] != options.quick:
-        return f"{said}; the {'quick' if options.quick else 'full'} form was not measured, so its seconds are not known"
+    if found["form"] != options.form:
+        return f"{said}; the {options.form} form was not measured, so its seconds are not known"
     if bool(where.get("gpu")) != (device == "cuda"):
         return f"{said}; on a {'GPU' if device == 'cuda' else 'CPU'} it was not measured, so its seconds are not known"
     if took is None:

@@ -1,8 +1,14 @@
 """Runs one preset: a TOML file in `presets/<paper>/<table>.toml` that names its runner and its settings.
 
+| form | its settings | what for |
+|---|---|---|
+| full | `[settings]` | the paper's base where it has one |
+| small | those of `[small]` over them, where there are any | the bundled base: what was measured without a GPU |
+| quick | those of `[quick]` over either | to see it work, in less than four minutes on two cores |
+
 A runner is a module below this folder with `run(preset, options) -> Outcome`. The result has one schema for all:
 
-    {"preset", "quick", "seconds", "commit", "environment",
+    {"preset", "form", "seconds", "commit", "environment",
      "rows": [{"name", "metrics": {name: {mean, low, high, n}}, ...}], "paper": {row: {metric: value}},
      "differences": [...], "verdicts": [...]}
 """
@@ -22,10 +28,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from fedveil import places
 from fedveil.errors import ConfigError
+
+Form = Literal["full", "small", "quick"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Options:
     """What the command line says.
 
     Attributes:
-        quick: whether the preset's quick settings replace the full ones.
+        form: which of the preset's settings replace the full ones.
         seeds: how many; 0 = as many as the preset says.
         device: "auto", "cpu" or "cuda".
         launch: the module that starts a real federation (`fedveil.console.flower.local_federation`), for presets that
@@ -45,7 +53,7 @@ class Options:
         minutes: after these no further piece is begun; None = all of them.
     """
 
-    quick: bool = False
+    form: Form = "full"
     seeds: int = 0
     device: str = "auto"
     launch: Any = None
@@ -82,12 +90,38 @@ def names() -> list[str]:
     return sorted(str(p.relative_to(presets).with_suffix("")) for p in presets.glob("*/*.toml"))
 
 
-def read(name: str, quick: bool) -> dict[str, Any]:
-    """A preset as its file has it; "settings" are those of the form asked for. Raises ConfigError for no preset."""
+def read(name: str, form: Form) -> dict[str, Any]:
+    """A preset as its file has it; "settings" and "differences" are those of the form asked for.
+
+    Raises:
+        ConfigError: no such preset, or it has no such form.
+    """
     if name not in names():
         raise ConfigError(f'preset: expected one of {names()}, found "{name}"')
-    preset = tomllib.loads((places.folder("benchmarks/presets") / f"{name}.toml").read_text())
-    return preset | {"settings": _merged(preset["settings"], preset.get("quick", {}) if quick else {})}
+    if form not in forms(name):
+        raise ConfigError(
+            f"--{form}: expected a preset that has this form, found {name}, which has {' and '.join(forms(name))}; "
+            "leave it out, or take the other"
+        )
+    preset = _parsed(name)
+    settings, differences = preset["settings"], list(preset.get("differences", []))
+    for part in {"full": (), "small": ("small",), "quick": ("small", "quick")}[form]:
+        settings = _merged(settings, preset.get(part, {}))
+        differences += preset.get(f"{part}_differences", [])
+    if form == "quick" and "small" in preset:
+        differences.append("the quick form, to see it work: too few rows, rounds and seeds for its figures to say much")
+    return preset | {"settings": settings, "differences": differences}
+
+
+def forms(name: str) -> list[Form]:
+    """The forms that a preset has, the largest first."""
+    found = _parsed(name)
+    every: tuple[Form, ...] = ("full", "small", "quick")
+    return [form for form in every if form == "full" or form in found]
+
+
+def _parsed(name: str) -> dict[str, Any]:
+    return tomllib.loads((places.folder("benchmarks/presets") / f"{name}.toml").read_text())
 
 
 def runner(preset: Mapping[str, Any]) -> ModuleType:
@@ -101,7 +135,7 @@ def run_preset(name: str, options: Options) -> tuple[dict[str, Any], dict[str, b
     Raises:
         ConfigError: an unknown preset, or minutes for one that cannot end before it is whole.
     """
-    preset = read(name, options.quick)
+    preset = read(name, options.form)
     if options.minutes is not None and not getattr(runner(preset), "IN_PIECES", False):
         raise ConfigError(f"--minutes: expected a preset whose table can be of fewer rows, found {name}; leave it out")
     began = time.monotonic()
@@ -109,18 +143,14 @@ def run_preset(name: str, options: Options) -> tuple[dict[str, Any], dict[str, b
     result = {
         "preset": name,
         "title": preset["title"],
-        "quick": options.quick,
+        "form": options.form,
         "seconds": round(time.monotonic() - began, 1),
         "commit": commit(),
         "environment": environment(),
         "rows": outcome.rows,
         "verdicts": outcome.verdicts,
         "paper": preset.get("paper", {}),
-        "differences": [
-            *preset.get("differences", []),
-            *(preset.get("quick_differences", []) if options.quick else []),
-            *outcome.differences,
-        ],
+        "differences": [*preset["differences"], *outcome.differences],
     }
     return result, outcome.files
 

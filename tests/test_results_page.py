@@ -88,7 +88,7 @@ def is_shown(text: str, value: float) -> bool:
 def seeds_of(result: dict[str, Any], preset: str, measured: str = "") -> int:
     """How many seeds the file has: what its own sentences say, else its preset; of a table by bases, which can be of
     fewer seeds than asked for, what all rows have that the row names."""
-    settings = run.read(preset, result["quick"])["settings"]
+    settings = run.read(preset, result["form"])["settings"]
     quoted = re.findall(r'"Accuracy of ([^,"]+), ([^"]+?) less that of ([^":]+):', measured)
     named_ = set(re.findall("`([^`]+)`", measured)) | {f"{base}, {m}" for base, *pair in quoted for m in pair}
     measures = [row for row in result["rows"] if "base" in row and row["name"] in named_]
@@ -105,7 +105,7 @@ def problems(row: Row) -> list[str]:
         return [f"no result of {preset}"]
     result = result_of(preset)
     by_name = {each["name"]: each for each in result["rows"]}
-    wrong = [] if args.quick == result["quick"] else ["the command has another form than the file"]
+    wrong = [] if args.form == result["form"] else ["the command has another form than the file"]
     if args.seeds and args.seeds != seeds_of(result, preset):
         wrong.append("the command has another number of seeds than the file")
     if stated := re.search(r"\(paper: ([^)]*)\)", row.claim):
@@ -238,10 +238,10 @@ def test_no_figure_can_be_changed_unseen(cell):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"command": "`fedveil bench fedrand/table9 --quick`"}, "no preset"),
+        ({"command": "`fedveil bench fedrand/table9 --small`"}, "no preset"),
         ({"command": "`fedveil bench core/training`"}, "no result"),
         ({"command": "`fedveil bench dp_fpl/mia`"}, "another form"),
-        ({"command": "`fedveil bench dp_fpl/mia --quick --seeds 5`"}, "another number of seeds"),
+        ({"command": "`fedveil bench dp_fpl/mia --small --seeds 5`"}, "another number of seeds"),
         ({"verdict": "holds (2 seeds)"}, "keeps"),
         ({"verdict": "not decided (5 seeds)"}, "has 2 seeds"),
         ({"verdict": "holds (seen twice)"}, "expected one of"),
@@ -303,7 +303,7 @@ def test_readme_says_of_each_method_whether_any_committed_result_has_it():
     assert [name for name, _ in said if name not in strategies.names()] == []
     assert sorted(name for name, _ in said) == strategies.names()
     committed = {name for name in run.names() if (RESULTS / f"{name.replace('/', '_')}.json").is_file()}
-    ran = {name: measured(result_of(name), run.read(name, result_of(name)["quick"])["settings"]) for name in committed}
+    ran = {name: measured(result_of(name), run.read(name, result_of(name)["form"])["settings"]) for name in committed}
     for method, cell in said:
         having = {name for name in committed if f'"{method}"' in ran[name]}
         assert (cell == "-") == (not having), f"{method}: README says {cell}, results are {sorted(having)}"

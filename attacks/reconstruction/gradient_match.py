@@ -6,11 +6,13 @@ Inverting Gradients. NeurIPS 2020.
 
     r(u) = m o (grad_w L(f_w(T u), y) - g) / ||m o g||         the residual is ||r||
     levenberg_marquardt:  (J^T J + mu t I) du = -J^T r,        J = dr/du,  t = mean diagonal of J^T J
+    of a batch            J = [J_1 ... J_b],  J_i = dg_i/du_i / (b ||m o g||),  g_i the gradient of image i alone
     first_order:          min ||r(u)||^2 + tv TV(T u)          by Adam
 
 u is the unknown image, T a known map into the model's input (an upsampling, else the identity), m the mask, which
 anybody sees from the zeros, and y the known label. An adversary who does not know y tries each label and keeps the
-least residual. Of several starts the one of least residual is kept. Nothing here sees the true image.
+least residual. Of several starts the one of least residual is kept. Nothing here sees the true image. The gradient of a
+mean of losses is the mean of the images' gradients, so a column of J costs one image, however large the batch.
 
 | case | result |
 |---|---|
@@ -77,17 +79,19 @@ def levenberg_marquardt(
     """The image by damped Gauss-Newton steps in double precision, for about a thousand unknowns.
 
     Args:
-        model: in evaluation mode, its attention by `sdpa`: transformers' eager attention rounds to single precision.
+        model: in evaluation mode, where no image of a batch changes what another gives; its attention by `sdpa`:
+            transformers' eager attention rounds to single precision.
         labels: (batch,) classes.
         shape: of the unknown (batch, channels, height, width). Without `upsample` it is the shape of the model's input.
+        upsample: T, of each image by itself.
         starts: the most; there is no further one once a residual is below `tolerance`.
         damping: mu of the first step. A step that helps divides it by 5, a step that does not multiplies it by 4.
 
     Raises:
         ValueError: a Jacobian above 4 GiB, or nothing observed.
     """
-    residual, entries = _residual(model, observed, labels, upsample, torch.float64)
-    unknowns = math.prod(shape)
+    residual = _residual(model, observed, labels, upsample, torch.float64)
+    entries, unknowns = residual.targets.numel(), math.prod(shape)
     if entries * unknowns > _LARGEST_JACOBIAN:
         raise ValueError(
             f"expected at most {_LARGEST_JACOBIAN} entries of a Jacobian, found {entries} x {unknowns}: match fewer "
@@ -95,30 +99,60 @@ def levenberg_marquardt(
         )
 
     def descend(flat: Tensor) -> tuple[Tensor, float, int]:
-        return _damped(lambda at: residual(at.reshape(*shape)), flat, iterations, tolerance, damping)
+        return _damped(residual, shape, flat, iterations, tolerance, damping)
 
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         return _least(descend, shape, generator, starts, tolerance, (low, high), labels.device, torch.float64)
 
 
-def _damped(residual: Map, flat: Tensor, iterations: int, tolerance: float, mu: float) -> tuple[Tensor, float, int]:
+@dataclass(frozen=True)
+class _Residual:
+    """r(u) over all exchanges.
+
+    Attributes:
+        sent: the observed entries of the gradient of the mean loss of images with these labels.
+        targets: those entries as the client sent them.
+        labels: of the batch.
+        size: ||m o g||.
+    """
+
+    sent: Callable[[Tensor, Tensor], Tensor]
+    targets: Tensor
+    labels: Tensor
+    size: Tensor
+
+    def __call__(self, unknown: Tensor) -> Tensor:
+        return (self.sent(unknown, self.labels) - self.targets) / self.size
+
+    def jacobian(self, unknown: Tensor) -> Tensor:
+        """(entries, unknowns), image by image."""
+        count, each = len(self.labels), unknown[0].numel()
+        eye = torch.eye(each, dtype=unknown.dtype, device=unknown.device)
+        columns = []
+        for image, label in zip(unknown.flatten(1), self.labels, strict=True):
+
+            def alone(flat: Tensor, label: Tensor = label) -> Tensor:
+                return self.sent(flat.reshape(1, *unknown.shape[1:]), label[None])
+
+            columns.append(vmap(lambda v, at=image, f=alone: jvp(f, (at,), (v,))[1], chunk_size=_CHUNK)(eye))
+        return torch.cat(columns).T / (count * self.size)
+
+
+def _damped(
+    residual: _Residual, shape: Sequence[int], flat: Tensor, iterations: int, tolerance: float, mu: float
+) -> tuple[Tensor, float, int]:
     """Levenberg-Marquardt from one start: where it ended, the residual's norm there, and the steps it took."""
     eye = torch.eye(flat.numel(), dtype=flat.dtype, device=flat.device)
-
-    def jacobian(at: Tensor) -> Tensor:
-        columns: Tensor = vmap(lambda along: jvp(residual, (at,), (along,))[1], chunk_size=_CHUNK)(eye)
-        return columns.T
-
-    r = residual(flat)
+    r = residual(flat.reshape(*shape))
     for step in range(iterations):
         if r.norm() < tolerance:
             return flat, float(r.norm()), step
-        j = jacobian(flat)
+        j = residual.jacobian(flat.reshape(*shape))
         normal, slope = j.T @ j, j.T @ r
         scale = normal.diagonal().mean()
         while mu < _MOST:
             moved = flat - _solved(normal + mu * scale * eye, slope)
-            tried = residual(moved)
+            tried = residual(moved.reshape(*shape))
             if tried.norm() < r.norm():  # false for a NaN
                 flat, r, mu = moved, tried, max(mu * _EASED, _LEAST)
                 break
@@ -150,7 +184,7 @@ def first_order(
     taken of the mapped image.
     """
     kind = next(model.parameters()).dtype
-    residual, _ = _residual(model, observed, labels, upsample, kind)
+    residual = _residual(model, observed, labels, upsample, kind)
 
     def descend(flat: Tensor) -> tuple[Tensor, float, int]:
         unknown = flat.clone().requires_grad_()
@@ -185,9 +219,9 @@ def total_variation(images: Tensor) -> Tensor:
 
 def _residual(
     model: nn.Module, observed: Sequence[Observed], labels: Tensor, upsample: Map | None, kind: torch.dtype
-) -> tuple[Map, int]:
-    """r(u) over all exchanges, and how many entries it has."""
-    parts: list[tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]] = []
+) -> _Residual:
+    parts: list[tuple[dict[str, Tensor], dict[str, Tensor], Tensor]] = []
+    targets: list[Tensor] = []
     device = labels.device
     for each in observed:
         state = {**model.state_dict(), **(each.weights or {})}
@@ -195,29 +229,26 @@ def _residual(
         matched = {n: state.pop(n) for n in each.values}
         # An index, not a mask: under vmap no shape may depend on values.
         index = torch.cat([each.seen[n].flatten() for n in matched]).nonzero().flatten().to(device)
-        target = torch.cat([each.values[n].detach().flatten() for n in matched]).to(device, kind)[index]
-        parts.append((matched, state, index, target))
-    targets = torch.cat([target for *_, target in parts]) if parts else torch.empty(0)
-    if not targets.numel():
+        targets.append(torch.cat([each.values[n].detach().flatten() for n in matched]).to(device, kind)[index])
+        parts.append((matched, state, index))
+    if not sum(target.numel() for target in targets):
         raise ValueError("expected at least one observed entry, found none")
-    size: Tensor = targets.norm().clamp_min(torch.finfo(kind).tiny)
 
-    def residual(unknown: Tensor) -> Tensor:
+    def sent(unknown: Tensor, of: Tensor) -> Tensor:
         images = upsample(unknown) if upsample else unknown
         rows = []
-        for matched, rest, index, target in parts:
+        for matched, rest, index in parts:
 
             def loss(weights: dict[str, Tensor], rest: dict[str, Tensor] = rest) -> Tensor:
                 logits = functional_call(model, {**rest, **weights}, (images,)).logits
-                mean: Tensor = functional.cross_entropy(logits, labels)
+                mean: Tensor = functional.cross_entropy(logits, of)
                 return mean
 
-            gradient = grad(loss)(matched)
-            rows.append(torch.cat([g.flatten() for g in gradient.values()])[index] - target)
-        r: Tensor = torch.cat(rows) / size
-        return r
+            rows.append(torch.cat([g.flatten() for g in grad(loss)(matched).values()])[index])
+        return torch.cat(rows)
 
-    return residual, targets.numel()
+    joined = torch.cat(targets)
+    return _Residual(sent, joined, labels, joined.norm().clamp_min(torch.finfo(kind).tiny))
 
 
 def _solved(matrix: Tensor, right: Tensor) -> Tensor:

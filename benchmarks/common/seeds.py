@@ -86,7 +86,7 @@ def _file(beside: Path | None) -> Path | None:
 
 def _digest(module: str, settings: dict[str, Any], options: Options) -> str:
     """Of all that a seed's answer depends on but its number."""
-    asked = [commit(), module, settings, options.quick, options.device]
+    asked = [commit(), module, settings, options.form, options.device]
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
@@ -98,7 +98,7 @@ def _one(
             "settings": settings,
             "seed": seed,
             "device": options.device,
-            "quick": options.quick,
+            "form": options.form,
             "pieces": str(options.pieces) if options.pieces else None,
             "minutes": options.minutes,
         }
@@ -160,7 +160,7 @@ def serve(of_seed: OfSeed) -> None:
         sys.stdout.flush()
 
     options = Options(
-        quick=asked["quick"],
+        form=asked["form"],
         device=asked["device"],
         say=say,
         pieces=Path(asked["pieces"]) if asked["pieces"] else None,

@@ -177,7 +177,7 @@ def larger(arms: Sequence[Arm]) -> str:
     base = next((a for a in arms if a.method == BASELINE), None)
     if base is None or not base.attacked or (base.told and base.told.verdict == "above"):
         return ""
-    said = "The larger, committed measurement: docs/results.md (fedveil bench fedrand/table4 --quick)"
+    said = "The larger, committed measurement: docs/results.md (fedveil bench fedrand/table4 --small)"
     at = places.checkout()
     file = at / "benchmarks" / "results" / "fedrand_table4.json" if at else None
     if file is None or not file.is_file():

@@ -19,7 +19,7 @@ def write(file: Path, preset: str, runs: Sequence[Run]) -> None:
     """Writes the runs in the schema of benchmarks/results."""
     content = {
         "preset": preset,
-        "quick": True,
+        "form": "full",
         "commit": commit(),
         "environment": environment(),
         "rows": [_row(run) for run in runs],

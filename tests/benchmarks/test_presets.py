@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tomllib
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -31,11 +32,20 @@ def test_a_preset_s_runner_can_be_imported_and_run(name):
         assert callable(runner.of_seed)
 
 
+def formed(chosen: Callable[[str], bool]) -> list[tuple[str, run.Form]]:
+    """Presets that are chosen by name, in each of their forms."""
+    return [(name, form) for name in run.names() if chosen(name) for form in run.forms(name)]
+
+
+def is_run_by(runner: str) -> Callable[[str], bool]:
+    return lambda name: preset(name)["runner"] == runner
+
+
 @pytest.mark.parametrize("name", [n for n in run.names() if n.startswith("dp_fpl/")])
 def test_methods_and_claims_of_dp_fpl_exist(name):
     found = preset(name)
     rows = found["settings"].get("rows", {})
-    for changes in ({}, found["quick"].get("rows", {})):
+    for changes in ({}, *(found.get(form, {}).get("rows", {}) for form in ("small", "quick"))):
         assert set(changes) <= set(rows)
         for label, row in rows.items():
             strategies.create(row["name"], {**row, **changes.get(label, {})}.get("fields", ""))
@@ -50,12 +60,10 @@ def test_methods_and_claims_of_dp_fpl_exist(name):
     assert set(found.get("paper", {})) <= set(rows)
 
 
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("name", [n for n in run.names() if n.startswith(("fedrand/", "broadcast/"))])
-def test_claims_are_about_rows_and_parts_of_their_table(name, quick):
-    """In either form: a claim about what is not measured would end a run of hours with an error."""
-    found = preset(name)
-    settings = run._merged(found["settings"], found["quick"] if quick else {})
+@pytest.mark.parametrize(("name", "form"), formed(lambda name: name.startswith(("fedrand/", "broadcast/", "lora/"))))
+def test_claims_are_about_rows_and_parts_of_their_table(name, form):
+    """In every form: a claim about what is not measured would end a run of hours with an error."""
+    settings = run.read(name, form)["settings"]
     rows = {"one client alone", *settings.get("methods", {}), *settings.get("rows", {})}
     rows |= {f"{label} {view}" for label in settings.get("methods", {}) for view in ("server", "client")}
     parts = tuple(f"{part['name']} " for part in settings.get("parts", []) if part["name"])
@@ -64,21 +72,19 @@ def test_claims_are_about_rows_and_parts_of_their_table(name, quick):
         assert not parts or claim["metric"].startswith(parts)
 
 
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["runner"] == "fedrand.on_pictures"])
-def test_every_score_that_a_table_on_pictures_asks_for_is_one_of_captions_or_of_answers(name, quick):
+@pytest.mark.parametrize(("name", "form"), formed(is_run_by("fedrand.on_pictures")))
+def test_every_score_that_a_table_on_pictures_asks_for_is_one_of_captions_or_of_answers(name, form):
     """Answers have accuracy alone; captions have everything else."""
-    settings = run.read(name, quick)["settings"]
+    settings = run.read(name, form)["settings"]
     for part in settings["parts"]:
         known = {"accuracy"} if pictures.is_choice(part["data"]) else {*text_metrics.CAPTIONS}
         assert set(part["metrics"]) <= {"test loss", *known}, part
 
 
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["runner"] == "fedrand.on_pictures"])
-def test_a_target_on_curves_is_one_that_its_table_can_have(name, quick):
-    """In either form: one that no row has would end a run of hours with an error."""
-    settings = run.read(name, quick)["settings"]
+@pytest.mark.parametrize(("name", "form"), formed(is_run_by("fedrand.on_pictures")))
+def test_a_target_on_curves_is_one_that_its_table_can_have(name, form):
+    """In every form: one that no row has would end a run of hours with an error."""
+    settings = run.read(name, form)["settings"]
     metrics = {f"{part['name']} test loss".strip() for part in settings["parts"] if part.get("test_rows")}
     for target in settings.get("curve_targets", []):
         assert settings["curve_every"] > 0
@@ -87,29 +93,28 @@ def test_a_target_on_curves_is_one_that_its_table_can_have(name, quick):
         assert target["margin"] > 0
 
 
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["runner"] == "fedrand.on_texts"])
-def test_a_target_on_curves_of_texts_is_a_method_s_loss(name, quick):
-    settings = run.read(name, quick)["settings"]
+@pytest.mark.parametrize(("name", "form"), formed(is_run_by("fedrand.on_texts")))
+def test_a_target_on_curves_of_texts_is_a_method_s_loss(name, form):
+    settings = run.read(name, form)["settings"]
     for target in settings.get("curve_targets", []):
         assert settings["curve_every"] > 0
         assert (target["row"] in settings["methods"], target["metric"]) == (True, "loss")
         assert target["margin"] > 0
 
 
-def test_the_quick_form_of_fedrand_s_table_1_has_no_captions():
+def test_the_smaller_forms_of_fedrand_s_table_1_have_no_captions():
     """Too few pictures to learn any: a CIDEr of about 1 says nothing. The full form has all that the paper has."""
-    full, quick = ({p["name"]: p for p in run.read("fedrand/table1", q)["settings"]["parts"]} for q in (False, True))
-    assert set(quick) == {"qa"}
+    forms = {form: run.read("fedrand/table1", form)["settings"]["parts"] for form in run.forms("fedrand/table1")}
+    full, small, quick = ({part["name"]: part for part in parts} for parts in forms.values())
+    assert set(small) == set(quick) == {"qa"}
     assert set(full["coco"]["metrics"]) == {"test loss", *text_metrics.CAPTIONS}
 
 
 @pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["runner"] == "fedqsn.proxies"])
 def test_a_gap_s_control_trains_as_its_method_does_and_hides_nothing(name):
     """FedAvg of the same weights, under the same settings; so what is left of its gap is training alone."""
-    found = preset(name)
-    for settings in (found["settings"], run._merged(found["settings"], found["quick"])):
-        methods = settings["methods"]
+    for form in run.forms(name):
+        methods = run.read(name, form)["settings"]["methods"]
         for label, row in methods.items():
             made = strategies.create(row["name"], row.get("fields", ""))
             if "control" not in row:
@@ -134,7 +139,7 @@ def test_the_tables_of_fedqsn_have_the_paper_s_rates_and_the_embeddings_apart():
     assert shown["fedqsn/table3"] >= {(0.1, 0.1, 2, "open"), (0.1, 0.1, 2, "quantised")}
     assert shown["fedqsn/table8"] >= {(p, p, w, "masked") for p in (0.1, 0.2) for w in (0, 4)}
     assert shown["fedqsn/table8"] >= {(p, p, 0, "open") for p in (0.1, 0.2)} | {(0.0, 0.0, 2, "quantised")}
-    assert {preset(name)[part]["seeds"] for name in both for part in ("settings", "quick")} == {3}
+    assert {preset(name)[part]["seeds"] for name in both for part in ("settings", "small")} == {3}
 
 
 @pytest.mark.parametrize("name", [n for n in run.names() if preset(n)["settings"].get("claims")])
@@ -154,15 +159,15 @@ def test_cases_of_the_presets_have_a_model_and_a_name_of_their_own(name):
     assert len({c["name"] for c in cases}) == len(cases)
     assert {c["model"] for c in cases} <= set(settings["settings"]["models"])
     assert all(("share" in c) == (c.get("expect") in ("read", "hidden")) for c in cases)
-    skipped = [set(part.get("skip", [])) for part in (settings["settings"], settings["quick"])]
+    skipped = [set(part.get("skip", [])) for part in (settings["settings"], settings["small"])]
     assert set().union(*skipped) <= {c["name"] for c in cases}
     assert not skipped[0] & skipped[1]  # a case that no form has
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_a_masked_batch_stands_beside_one_without_masks(quick):
+@pytest.mark.parametrize("form", ["full", "small"])
+def test_a_masked_batch_stands_beside_one_without_masks(form):
     """Of the same size, searched as long: else nobody knows whether the mask hid it or the batch."""
-    settings = run.read("random_binary/adaptive", quick)["settings"]
+    settings = run.read("random_binary/adaptive", form)["settings"]
     asked = [case for case in settings["cases"] if case["name"] not in settings["skip"]]
 
     def search(case):
@@ -175,10 +180,9 @@ def test_a_masked_batch_stands_beside_one_without_masks(quick):
 
 
 @pytest.mark.parametrize("name", ["accuracy", "vit_small"])
-@pytest.mark.parametrize("quick", [False, True])
-def test_methods_and_claims_of_random_binary_exist_and_every_claim_has_its_rows(name, quick):
-    found = preset(f"random_binary/{name}")
-    settings = run._merged(found["settings"], found["quick"] if quick else {})
+@pytest.mark.parametrize("form", ["full", "quick"])
+def test_methods_and_claims_of_random_binary_exist_and_every_claim_has_its_rows(name, form):
+    settings = run.read(f"random_binary/{name}", form)["settings"]
     for row in settings["methods"].values():
         strategies.create(row["name"], settings["fields"] + row.get("fields", ""))
     rows = {(base, method) for base, of in settings["bases"].items() for method in of["methods"]}
@@ -186,14 +190,13 @@ def test_methods_and_claims_of_random_binary_exist_and_every_claim_has_its_rows(
     pairs = [
         [(base, claim[side]) for side in ("row", "than")] for claim in settings["claims"] for base in claim["bases"]
     ]
-    assert quick or all(set(pair) <= rows for pair in pairs)
+    assert form == "quick" or all(set(pair) <= rows for pair in pairs)
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_the_control_of_random_binary_has_both_rows_and_seeds_to_decide_it(quick):
+@pytest.mark.parametrize("form", ["full", "quick"])
+def test_the_control_of_random_binary_has_both_rows_and_seeds_to_decide_it(form):
     """In the quick form some bases have no rows."""
-    found = preset("random_binary/accuracy")
-    settings = run._merged(found["settings"], found["quick"] if quick else {})
+    settings = run.read("random_binary/accuracy", form)["settings"]
     rows = {(base, method) for base, of in settings["bases"].items() for method in of["methods"]}
     (control,) = (c for c in settings["claims"] if c.get("control") and c["is"] == "lower")
     assert {("position", control["row"]), ("position", control["than"])} <= rows
@@ -207,6 +210,31 @@ def test_quick_settings_replace_values_and_add_to_tables_also_to_one_that_is_not
     assert changed == {"a": 2, "config": {"x": 1, "y": 2}, "called": {"cat": "animal"}}
 
 
+def test_a_quick_form_is_the_small_one_made_smaller_and_says_of_both_how_they_differ(tmp_path, monkeypatch):
+    (tmp_path / "paper").mkdir()
+    (tmp_path / "paper" / "table.toml").write_text(
+        'title = "x"\nrunner = "x"\ndifferences = ["all"]\nsmall_differences = ["small"]\n'
+        'quick_differences = ["quick"]\n[settings]\na = 1\nb = 1\nc = 1\n[small]\nb = 2\nc = 2\n[quick]\nc = 3\n'
+    )
+    (tmp_path / "paper" / "other.toml").write_text('title = "y"\nrunner = "y"\n[settings]\na = 1\n[quick]\na = 2\n')
+    monkeypatch.setattr(places, "folder", lambda name: tmp_path)
+    found = {form: run.read("paper/table", form) for form in run.forms("paper/table")}
+    assert {form: tuple(each["settings"].values()) for form, each in found.items()} == {
+        "full": (1, 1, 1), "small": (1, 2, 2), "quick": (1, 2, 3)
+    }  # fmt: skip
+    assert [each["differences"] for each in found.values()] == [
+        ["all"], ["all", "small"], ["all", "small", "quick", found["quick"]["differences"][-1]]
+    ]  # fmt: skip
+    assert "to see it work" in found["quick"]["differences"][-1]
+    assert run.read("paper/other", "quick")["settings"] == {"a": 2}
+    with pytest.raises(ConfigError, match="--small: expected a preset that has this form, found paper/other"):
+        run.read("paper/other", "small")
+
+
+def test_every_preset_has_a_form_to_see_it_work():
+    assert [name for name in run.names() if "quick" not in run.forms(name)] == []
+
+
 def test_a_result_has_its_preset_its_form_and_the_seconds_of_the_whole(monkeypatch):
     seen = []
 
@@ -216,8 +244,8 @@ def test_a_result_has_its_preset_its_form_and_the_seconds_of_the_whole(monkeypat
 
     monkeypatch.setattr(run, "runner", lambda preset: SimpleNamespace(run=runs))
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=iter([5.0, 7.5]).__next__))
-    result, files = run.run_preset("fedrand/e2e", run.Options(quick=True))
-    assert (result["preset"], result["quick"], result["seconds"], files) == ("fedrand/e2e", True, 2.5, {})
+    result, files = run.run_preset("fedrand/e2e", run.Options(form="quick"))
+    assert (result["preset"], result["form"], result["seconds"], files) == ("fedrand/e2e", "quick", 2.5, {})
     assert seen == [1]
 
 

@@ -19,7 +19,7 @@ from fedveil.console.main import main
 from fedveil.errors import ConfigError
 from tests.conftest import ROOT
 
-FORMS = [(name, quick) for name in run.names() for quick in (False, True)]
+FORMS = [(name, form) for name in run.names() for form in run.forms(name)]
 BUNDLED = {"e2e"}
 
 
@@ -37,9 +37,9 @@ def named(settings):
             yield from value
 
 
-@pytest.mark.parametrize(("name", "quick"), FORMS)
-def test_what_a_preset_names_is_needed_and_it_is_said_where_it_comes_from(name, quick):
-    preset = run.read(name, quick)
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_what_a_preset_names_is_needed_and_it_is_said_where_it_comes_from(name, form):
+    preset = run.read(name, form)
     needed = {need.name for need in ready.needs(preset)}
     assert needed == {pictures.source(found, "train")[0] for found in named(preset["settings"])} - {"tiny"}
     assert needed <= set(ready.SOURCES) | BUNDLED
@@ -50,27 +50,27 @@ def test_the_page_lists_every_preset_with_the_folders_of_its_full_form():
     cells = [[re.findall(r"`([^`]+)`", cell) for cell in line.split(" | ")] for line in lines]
     listed = {name: set(folders) for presets, _, folders in cells for name in presets}
     assert sum(len(presets) for presets, *_ in cells) == len(listed)
-    assert listed == {n: {need.name for need in ready.needs(run.read(n, False))} - BUNDLED for n in run.names()}
+    assert listed == {n: {need.name for need in ready.needs(run.read(n, "full"))} - BUNDLED for n in run.names()}
 
 
 @pytest.mark.parametrize(
-    ("name", "quick", "folder", "splits"),
+    ("name", "form", "folder", "splits"),
     [
-        ("fedqsn/table1", False, "dart", ("test", "dev")),
-        ("fedqsn/table1", True, "viggo", ("train", "validation", "test")),
-        ("fedqsn/distributed", True, "viggo", ("train", "test")),
-        ("fedrand/table1", False, "coco2017-caption", ("train", "test")),
-        ("fedrand/table1", True, "caltech101", ("train", "test")),
-        ("fedrand/table4", True, "cifar10", ("test",)),
-        ("random_binary/accuracy", False, "cifar10", ("train", "test")),
-        ("random_binary/april", False, "cifar10", ("test",)),
-        ("secure/attacks", False, "e2e", ("train",)),
-        ("core/rows", False, "e2e_nlg", ("train",)),
-        ("dp_fpl/mia", False, "clip-vit-base-patch16", ()),
+        ("fedqsn/table1", "full", "dart", ("test", "dev")),
+        ("fedqsn/table1", "small", "viggo", ("train", "validation", "test")),
+        ("fedqsn/distributed", "small", "viggo", ("train", "test")),
+        ("fedrand/table1", "full", "coco2017-caption", ("train", "test")),
+        ("fedrand/table1", "small", "caltech101", ("train", "test")),
+        ("fedrand/table4", "small", "cifar10", ("test",)),
+        ("random_binary/accuracy", "full", "cifar10", ("train", "test")),
+        ("random_binary/april", "full", "cifar10", ("test",)),
+        ("secure/attacks", "full", "e2e", ("train",)),
+        ("core/rows", "full", "e2e_nlg", ("train",)),
+        ("dp_fpl/mia", "full", "clip-vit-base-patch16", ()),
     ],
 )
-def test_of_a_folder_the_files_that_are_read_are_needed(name, quick, folder, splits):
-    found = {need.name: need for need in ready.needs(run.read(name, quick))}
+def test_of_a_folder_the_files_that_are_read_are_needed(name, form, folder, splits):
+    found = {need.name: need for need in ready.needs(run.read(name, form))}
     assert found[folder].splits == splits
     assert found[folder].suffixes == ((".jsonl",) if name.startswith("fedqsn") or name == "core/rows" else data.ROWS)
 
@@ -79,17 +79,17 @@ class Asked(Exception):
     pass
 
 
-@pytest.mark.parametrize(("name", "quick"), [form for form in FORMS if ready.needs(run.read(*form))])
-def test_what_a_runner_opens_first_is_what_it_needs(name, quick, monkeypatch):
+@pytest.mark.parametrize(("name", "form"), [each for each in FORMS if ready.needs(run.read(*each))])
+def test_what_a_runner_opens_first_is_what_it_needs(name, form, monkeypatch):
     """A runner is started for real, and stopped where it asks for a folder."""
 
     def folder(asked):
         raise Asked(asked)
 
     monkeypatch.setattr(data, "folder", folder)
-    preset = run.read(name, quick)
+    preset = run.read(name, form)
     module = run.runner(preset)
-    settings, options = {**preset["settings"], **most(preset)}, Options(quick=quick, device="cpu")
+    settings, options = {**preset["settings"], **most(preset)}, Options(form=form, device="cpu")
     by_seed = hasattr(module, "of_seed")
     start = partial(module.of_seed, settings, 0, options) if by_seed else partial(module.run, settings, options)
     with pytest.raises(Asked) as asked:
@@ -105,13 +105,13 @@ def most(preset):
     return {"pictures": {**settings["pictures"], "most_seeds": 1}} if "pictures" in settings else {}
 
 
-@pytest.mark.parametrize(("name", "quick"), FORMS)
-def test_a_preset_is_looked_at_and_nothing_runs(name, quick, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_a_preset_is_looked_at_and_nothing_runs(name, form, monkeypatch, tmp_path):
     """With an empty folder of data all that is not bundled is missing, by name and with the way to it."""
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
-    preset = run.read(name, quick)
+    preset = run.read(name, form)
     monkeypatch.setattr(run.runner(preset), "run", None)
-    found = ready.look(name, Options(quick=quick, device="cpu"), ROOT / "benchmarks" / "results")
+    found = ready.look(name, Options(form=form, device="cpu"), ROOT / "benchmarks" / "results")
     for need in ready.needs(preset):
         said = [text for text in found.missing if text.startswith(f"data {need.name}: expected")]
         assert [ready.SOURCES[need.name] in text for text in said] == ([] if need.name in BUNDLED else [True])
@@ -123,7 +123,7 @@ def test_a_device_and_packages_that_are_not_there_are_missing(monkeypatch, tmp_p
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "ray" else real(name, *of))
-    found = ready.look("core/simulation", Options(quick=True, device="cuda"), tmp_path)
+    found = ready.look("core/simulation", Options(form="quick", device="cuda"), tmp_path)
     assert [text.partition(": expected")[0] for text in found.missing] == ["package ray", "device"]
     assert "lock/simulation.txt" in found.missing[0]
     assert found.there == []
@@ -178,7 +178,7 @@ def test_a_base_has_a_config_and_all_files_of_its_weights(monkeypatch, tmp_path)
 
 
 RESULT = {
-    "quick": True, "commit": "abc", "environment": {"cpu": "a CPU ", "cores": 2, "gpu": None}, "verdicts": [],
+    "form": "quick", "commit": "abc", "environment": {"cpu": "a CPU ", "cores": 2, "gpu": None}, "verdicts": [],
     "rows": [{"name": "x", "seconds": 20.5}, {"name": "y"}], "differences": ["this run: 4 clients, 3 seeds"],
 }  # fmt: skip
 GPU = {"environment": {**RESULT["environment"], "gpu": "a GPU"}}
@@ -187,15 +187,15 @@ GPU = {"environment": {**RESULT["environment"], "gpu": "a GPU"}}
 @pytest.mark.parametrize(
     ("changes", "options", "device", "said"),
     [
-        ({"seconds": 90.0}, Options(quick=True), "cpu", "took 90 s; about 60 s on such a machine with 2 seeds"),
-        ({"seconds": 90.0}, Options(quick=True, seeds=1), "cpu", "about 30 s on such a machine with 1 seed"),
+        ({"seconds": 90.0}, Options(form="quick"), "cpu", "took 90 s; about 60 s on such a machine with 2 seeds"),
+        ({"seconds": 90.0}, Options(form="quick", seeds=1), "cpu", "about 30 s on such a machine with 1 seed"),
         ({"seconds": 90.0}, Options(), "cpu", "took 90 s; the full form was not measured"),
-        ({"seconds": 90.0}, Options(quick=True), "cuda", "took 90 s; on a GPU it was not measured"),
-        ({"seconds": 90.0, **GPU}, Options(quick=True), "cuda", "on a GPU, commit abc: took 90 s; about 60 s"),
-        ({"seconds": 90.0, **GPU}, Options(quick=True), "cpu", "on a CPU it was not measured"),
-        ({"seconds": 90.0, "differences": []}, Options(quick=True), "cpu", "the seconds of 2 seeds are not known"),
-        ({}, Options(quick=True), "cpu", "with 3 seeds, on 2 cores of a CPU, commit abc: its rows say 20 s"),
-        ({"rows": []}, Options(quick=True), "cpu", "its result holds no seconds"),
+        ({"seconds": 90.0}, Options(form="quick"), "cuda", "took 90 s; on a GPU it was not measured"),
+        ({"seconds": 90.0, **GPU}, Options(form="quick"), "cuda", "on a GPU, commit abc: took 90 s; about 60 s"),
+        ({"seconds": 90.0, **GPU}, Options(form="quick"), "cpu", "on a CPU it was not measured"),
+        ({"seconds": 90.0, "differences": []}, Options(form="quick"), "cpu", "the seconds of 2 seeds are not known"),
+        ({}, Options(form="quick"), "cpu", "with 3 seeds, on 2 cores of a CPU, commit abc: its rows say 20 s"),
+        ({"rows": []}, Options(form="quick"), "cpu", "its result holds no seconds"),
     ],
 )
 def test_the_time_is_the_last_run_s_and_says_what_was_not_measured(changes, options, device, said, tmp_path):
@@ -208,11 +208,11 @@ def test_a_result_of_make_gpu_counts_for_a_gpu_alone(tmp_path):
     (tmp_path / "gpu").mkdir()
     (tmp_path / "a_b.json").write_text(json.dumps(RESULT | {"seconds": 90.0}))
     (tmp_path / "gpu" / "a_b.json").write_text(json.dumps(RESULT | GPU | {"seconds": 9.0}))
-    assert "took 9 s" in ready.time_of("a/b", {}, Options(quick=True), tmp_path, "cuda")
-    assert "took 90 s" in ready.time_of("a/b", {}, Options(quick=True), tmp_path, "cpu")
+    assert "took 9 s" in ready.time_of("a/b", {}, Options(form="quick"), tmp_path, "cuda")
+    assert "took 90 s" in ready.time_of("a/b", {}, Options(form="quick"), tmp_path, "cpu")
     (tmp_path / "a_b.json").write_text("{")
     with pytest.raises(ConfigError, match="no JSON"):
-        ready.time_of("a/b", {}, Options(quick=True), tmp_path, "cpu")
+        ready.time_of("a/b", {}, Options(form="quick"), tmp_path, "cpu")
 
 
 def test_the_command_ends_with_1_where_something_is_missing_and_with_2_where_there_is_no_such_preset(
@@ -236,12 +236,12 @@ def test_a_real_run_without_its_data_says_where_each_folder_comes_from_and_train
 ):
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
     name = "fedqsn/table1"
-    monkeypatch.setattr(run.runner(run.read(name, False)), "run", None)
+    monkeypatch.setattr(run.runner(run.read(name, "full")), "run", None)
     assert main(["bench", name, "--quick", "--out", str(tmp_path / "x.json")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert error.endswith(f"; fedveil bench {name} --quick --dry-run looks again and runs nothing\n")
-    lacking = {need.name for need in ready.needs(run.read(name, True))} - BUNDLED
+    lacking = {need.name for need in ready.needs(run.read(name, "quick"))} - BUNDLED
     assert lacking
     for folder in lacking:
         assert f"data {folder}: expected" in error
@@ -251,4 +251,4 @@ def test_a_real_run_without_its_data_says_where_each_folder_comes_from_and_train
 
 def test_a_preset_whose_data_are_here_is_run(monkeypatch):
     monkeypatch.setattr(data, "look", lambda need: f"{need.name}: here")
-    ready.require("fedqsn/table1", Options(quick=True))
+    ready.require("fedqsn/table1", Options(form="quick"))

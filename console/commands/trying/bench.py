@@ -32,7 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check data, packages and device, of all presets where none is named"
     )
-    parser.add_argument("--quick", action="store_true", help="the smallest run that still shows the effect")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--small", dest="form", action="store_const", const="small",
+        help="with the bundled base: what docs/results.md shows of tables whose full form wants a GPU",
+    )  # fmt: skip
+    form.add_argument(
+        "--quick", dest="form", action="store_const", const="quick", help="see it work, in less than four minutes"
+    )
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="number of seeds; default: the preset's own")
     parser.add_argument(
         "--minutes", type=float, metavar="N",
@@ -42,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file for the JSON; default: in benchmarks/results/, or results/"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, form="full")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"preset: expected one of {benchmarks.names()}, found none; name one")
     file: Path = args.out or _results() / f"{args.preset.replace('/', '_')}.json"
     options = benchmarks.Options(
-        quick=args.quick,
+        form=args.form,
         seeds=args.seeds,
         device=args.device,
         launch=local_federation,
@@ -90,8 +97,9 @@ def run(args: argparse.Namespace) -> int:
 def _dry_run(args: argparse.Namespace, console: Console) -> int:
     """1 where something is missing, else 0."""
     lacks = 0
-    options = benchmarks.Options(quick=args.quick, seeds=args.seeds, device=args.device)
-    for name in [args.preset] if args.preset else benchmarks.names():
+    options = benchmarks.Options(form=args.form, seeds=args.seeds, device=args.device)
+    every = [name for name in benchmarks.names() if args.form in benchmarks.forms(name)]
+    for name in [args.preset] if args.preset else every:
         found = ready.look(name, options, _results())
         console.print(f"{_command(name, args)}: {'NOT READY' if found.missing else 'ready'}", markup=False)
         for line in [*found.there, *(f"MISSING {text}" for text in found.missing), found.time]:
@@ -103,7 +111,8 @@ def _dry_run(args: argparse.Namespace, console: Console) -> int:
 def _command(name: str, args: argparse.Namespace) -> str:
     seeds = f" --seeds {args.seeds}" if args.seeds else ""
     device = "" if args.device == "auto" else f" --device {args.device}"
-    return f"fedveil bench {name}{' --quick' if args.quick else ''}{seeds}{device}"
+    form = "" if args.form == "full" else f" --{args.form}"
+    return f"fedveil bench {name}{form}{seeds}{device}"
 
 
 def _results() -> Path:
@@ -129,7 +138,8 @@ def _table(result: Mapping[str, Any], metrics: Sequence[str], first: bool) -> Ta
         for key in ("upload_bytes", "download_bytes", "rounds", "seconds")
         if first and any(key in row for row in rows)
     ]
-    shown = Table("row", title=f"{result['preset']}{' (quick)' if result['quick'] else ''}: {result.get('title', '')}")
+    form = "" if result["form"] == "full" else f" ({result['form']})"
+    shown = Table("row", title=f"{result['preset']}{form}: {result.get('title', '')}")
     for name in [*metrics, *(key.replace("_", " ") for key in counts)]:
         shown.add_column(name, justify="right")
     for row in rows:

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import interpolate
 
+from fedveil.attacks.reconstruction import gradient_match
 from fedveil.attacks.reconstruction.gradient_match import first_order, levenberg_marquardt, total_variation
 from fedveil.attacks.reconstruction.gradients import Observed, everything, union
 from fedveil.attacks.reconstruction.images import mean_image, psnr
@@ -78,6 +80,32 @@ def test_sixteen_pixels_a_side(rate):
     )
     assert psnr(match.image[0], true[0], 2) > 40
     assert match.residual < 1e-8
+
+
+def test_a_batch_s_jacobian_image_by_image_is_that_of_all_at_once(model):
+    """Two exchanges, the second at weights of its own, and a known upsampling; against torch's own of the whole."""
+    other = vit(size=8, patch=2, hidden=20, layers=2, heads=2, seed=1)
+    true, labels = smooth(3, 4), torch.tensor([1, 0, 2])
+    exchanges = []
+    for of, rate, weights in ((model, 0.5, None), (other, 0.9, {n: t.clone() for n, t in other.state_dict().items()})):
+        sent = gradients(of, twice(true), labels)
+        exchanges.append(Observed(masked(sent, rate, 7), masks(sent, rate, 7), weights))
+    residual = gradient_match._residual(model, exchanges, labels, twice, torch.float64)
+    assert residual(true).norm() < 1e-10
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        at = true + 0.1
+        whole = torch.func.jacfwd(residual)(at).flatten(1)
+        torch.testing.assert_close(residual.jacobian(at), whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.long
+def test_two_images_of_a_batch_are_found(model):
+    labels = torch.tensor([1, 0])
+    sent = gradients(model, IMAGES[:2], labels)
+    match = levenberg_marquardt(
+        model, [observed(sent, 0.2)], labels, (2, 3, 8, 8), generator=seeded(), starts=4, tolerance=1e-8
+    )
+    assert min(psnr(found, true, 2) for found, true in zip(match.image, IMAGES[:2], strict=True)) > 40
 
 
 def test_a_known_upsampling_leaves_fewer_unknowns(model, small):

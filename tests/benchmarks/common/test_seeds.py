@@ -24,7 +24,7 @@ def test_an_error_of_a_seed_is_one_line(monkeypatch):
     def failing(settings, seed, options):
         raise ConfigError(f"no data for {settings['name']}")
 
-    asked = '{"settings": {"name": "x"}, "seed": 0, "quick": true, "device": "cpu", "pieces": null, "minutes": null}'
+    asked = '{"settings": {"name": "x"}, "seed": 0, "form": "quick", "device": "cpu", "pieces": null, "minutes": null}'
     monkeypatch.setattr("sys.stdin", io.StringIO(asked))
     said = []
     monkeypatch.setattr("sys.stdout", type("Out", (), {"write": said.append, "flush": lambda self: None})())
@@ -34,7 +34,7 @@ def test_an_error_of_a_seed_is_one_line(monkeypatch):
 
 @pytest.mark.parametrize(("pieces", "minutes"), [(None, None), ("here/x.pieces.jsonl", 2.5)])
 def test_a_process_gets_the_file_and_the_minutes_that_it_was_given(monkeypatch, pieces, minutes):
-    asked = {"settings": {}, "seed": 3, "quick": True, "device": "cpu", "pieces": pieces, "minutes": minutes}
+    asked = {"settings": {}, "seed": 3, "form": "quick", "device": "cpu", "pieces": pieces, "minutes": minutes}
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked)))
     monkeypatch.setattr("sys.stdout", io.StringIO())
     got = []
@@ -49,7 +49,7 @@ def test_what_every_federation_of_a_seed_warns_of_is_said_once(tmp_path):
         "log = logging.getLogger('fedveil.rows')\n"
         "seeds.serve(lambda *_: [log.warning('%d of %d rows', n, 9) for n in (1, 1, 2, 1)] and 3)\n"
     )
-    asked = {"settings": {}, "seed": 0, "quick": True, "device": "cpu", "pieces": None, "minutes": None}
+    asked = {"settings": {}, "seed": 0, "form": "quick", "device": "cpu", "pieces": None, "minutes": None}
     command = [sys.executable, tmp_path / "warning.py"]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=True)
     assert done.stdout == '{"result": 3}\n'
@@ -131,7 +131,7 @@ def test_a_run_that_was_cut_off_goes_on_and_one_that_ended_is_measured_again(mea
     assert sorted(measured) == [0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("other", ["settings", "module", "quick", "device", "commit"])
+@pytest.mark.parametrize("other", ["settings", "module", "form", "device", "commit"])
 def test_an_answer_to_another_question_is_not_taken(measured, tmp_path, monkeypatch, other):
     options = Options(pieces=tmp_path / "x_y.pieces.jsonl")
     cut_off(options)
@@ -139,7 +139,7 @@ def test_an_answer_to_another_question_is_not_taken(measured, tmp_path, monkeypa
     settings = {"seeds": 3, "rate": 2.0 if other == "settings" else 1.0}
     if other == "commit":
         monkeypatch.setattr(seeds, "commit", lambda: "ba9876543210")
-    changed = {"quick": True} if other == "quick" else {"device": "cpu"} if other == "device" else {}
+    changed = {"form": "quick"} if other == "form" else {"device": "cpu"} if other == "device" else {}
     module = "b.module" if other == "module" else "a.module"
     seeds.run(module, settings, replace(options, **changed))
     assert sorted(measured) == [0, 0, 1, 1, 2]

@@ -19,7 +19,7 @@ from fedveil.console.flower import local_federation
 from fedveil.contract.task import Share
 from fedveil.errors import ConfigError, StateError
 
-SETTINGS = presets.read("peers/e2e", quick=True)["settings"]
+SETTINGS = presets.read("peers/e2e", "quick")["settings"]
 FLAT = {
     "method.name": "fedavg",
     "train.max-steps": 1,

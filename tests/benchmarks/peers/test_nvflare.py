@@ -275,6 +275,6 @@ def test_the_smallest_form_runs_and_ends_where_flower_does():
 
 
 def test_the_preset_claims_nothing_of_a_peer_that_is_not_one():
-    claims = presets.read("peers/e2e", quick=False)["settings"]["claims"]
+    claims = presets.read("peers/e2e", "full")["settings"]["claims"]
     known = {*SETTINGS["methods"], *e2e.PEERS, e2e.BEFORE}
     assert {name for claim in claims for name in (claim["row"], claim["than"])} == known

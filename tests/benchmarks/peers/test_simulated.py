@@ -16,7 +16,7 @@ from fedveil.benchmarks.run import Options
 from fedveil.errors import ConfigError
 from tests.benchmarks.random_binary.noise import VIT, write
 
-SETTINGS = presets.read("peers/simulated", quick=True)["settings"] | {
+SETTINGS = presets.read("peers/simulated", "quick")["settings"] | {
     "data": "noise", "sites": 3, "rows_a_site": 4, "rounds": 2, "test_rows": 8, "seeds": 1,
 }  # fmt: skip
 SETTINGS["model"], SETTINGS["classes"] = VIT, 3

@@ -76,16 +76,16 @@ def test_measured_figures_are_the_committed_ones_and_no_others():
     ):
         result = json.loads((ROOT / "benchmarks" / "results" / f"{preset.replace('/', '_')}.json").read_text())
         value = next(r for r in result["rows"] if r["name"] == row)["metrics"][metric]
-        assert f"{preset} --quick: " in found[name]
+        assert f"{preset} --small: " in found[name]
         assert f" {value['mean']:.2f} [{value['low']:.2f}, {value['high']:.2f}]" in found[name]
-    assert "random_binary/accuracy: " in found["random_binary"]  # not a quick one
+    assert "random_binary/accuracy: " in found["random_binary"]  # not a small one
 
 
 def test_an_attack_stands_beside_the_undefended_and_the_one_that_knows():
     found = cells("measured")
     for name in ("random_binary", "fixed_position"):
         assert re.search(r"APRIL reads 0\.00 .*, (without masks|where it is trained) 1\.00 \[", found[name])
-        assert "random_binary/adaptive --quick: who knows " in found[name]
+        assert "random_binary/adaptive --small: who knows " in found[name]
     assert "attack at epsilon 8 0.54 [0.51, 0.57], on FedOTP's prompts, undefended, 0.66 [" in found["dp_fpl"]
     assert " by noise alone " in found["dp_fpl"]
     bounds = [float(x) for x in re.findall(r"reads [\d.]+ \[(-?[\d.]+), ([\d.]+)\]", found["fixed_position"])[-1]]

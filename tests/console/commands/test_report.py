@@ -96,7 +96,7 @@ def test_summary_has_the_schema_of_all_results(run_folders, tmp_path):
     found = [runs.load(folder) for folder in run_folders]
     summary.write(tmp_path / "summary.json", "demo", found)
     content = json.loads((tmp_path / "summary.json").read_text())
-    assert set(content) >= {"preset", "quick", "commit", "environment", "rows", "paper", "differences"}
+    assert set(content) >= {"preset", "form", "commit", "environment", "rows", "paper", "differences"}
     fedavg, fedrand = content["rows"]
     assert fedrand["metrics"]["bleu"]["mean"] == 21.25
     assert fedavg["upload_bytes"] == 11 * BOTH

@@ -146,7 +146,7 @@ def test_an_attack_without_controls_is_not_compared(tmp_path):
 def test_where_the_attack_does_not_count_on_fedavg_nothing_is_concluded(pair, given):
     runs = pair(**given)
     assert said(runs) == "Not decided here what withholding gains: no attack that counts wins on fedavg."
-    assert "docs/results.md (fedveil bench fedrand/table4 --quick); alignment there: FedAvg client 0.9" in trade.larger(
+    assert "docs/results.md (fedveil bench fedrand/table4 --small); alignment there: FedAvg client 0.9" in trade.larger(
         [trade.arm(run) for run in runs]
     )
 
