@@ -147,5 +147,10 @@ def _last(results: Path, name: str, device: str) -> dict[str, Any] | None:
                 raise ConfigError(
                     f"{place}: expected a result, found no JSON ({error}); run the preset again"
                 ) from None
+            if "form" not in found:
+                raise ConfigError(
+                    f'{place}: expected a result that says its "form" (full, small or quick), found none, as before '
+                    "0.2.0; run the preset again, or move the file away"
+                )
             return found
     return None

@@ -215,6 +215,13 @@ def test_a_result_of_make_gpu_counts_for_a_gpu_alone(tmp_path):
         ready.time_of("a/b", {}, Options(form="quick"), tmp_path, "cpu")
 
 
+def test_a_result_of_before_there_were_forms_is_no_result(tmp_path):
+    old = {key: value for key, value in RESULT.items() if key != "form"} | {"quick": True}
+    (tmp_path / "a_b.json").write_text(json.dumps(old))
+    with pytest.raises(ConfigError, match=r"a_b\.json: expected a result that says its \"form\""):
+        ready.time_of("a/b", {}, Options(), tmp_path, "cpu")
+
+
 def test_the_command_ends_with_1_where_something_is_missing_and_with_2_where_there_is_no_such_preset(
     monkeypatch, tmp_path, capsys
 ):
