@@ -7,6 +7,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fedveil.benchmarks import ready, run
 from fedveil.benchmarks.common import data, pictures
 from fedveil.benchmarks.common.data import Need
 from fedveil.benchmarks.run import Options
+from fedveil.console.commands.trying import bench
 from fedveil.console.main import main
 from fedveil.errors import ConfigError
 from tests.conftest import ROOT
@@ -254,6 +256,22 @@ def test_a_real_run_without_its_data_says_where_each_folder_comes_from_and_train
         assert f"data {folder}: expected" in error
         assert ready.SOURCES[folder] in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_to_see_it_work_takes_no_measured_result_s_place(monkeypatch, tmp_path, capsys):
+    """Of a preset without a small form the quick one is what is measured."""
+    monkeypatch.setattr(bench, "_results", lambda: tmp_path)
+    monkeypatch.setattr(ready, "require", lambda name, options: None)
+    monkeypatch.setattr(run, "runner", lambda preset: SimpleNamespace(run=lambda *_: run.Outcome([{"name": "x"}])))
+    (tmp_path / "dp_fpl_table3.json").write_text("measured")
+    for name, form in (("dp_fpl/table3", "--quick"), ("dp_fpl/table2", "--small"), ("fedrand/quantised", "--quick")):
+        assert main(["bench", name, form]) == 0
+    written = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.json")}
+    assert written == {"dp_fpl_table3.json", "quick/dp_fpl_table3.json", "dp_fpl_table2.json", "fedrand_quantised.json"}
+    assert (tmp_path / "dp_fpl_table3.json").read_text() == "measured"
+    assert main(["bench", "dp_fpl/nothing", "--quick"]) == 2
+    assert main(["bench", "fedrand/quantised", "--small"]) == 2
+    assert "which has full and quick" in capsys.readouterr().err
 
 
 def test_a_preset_whose_data_are_here_is_run(monkeypatch):

@@ -47,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="file for the JSON; default: in benchmarks/results/, or results/"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file for the JSON; default: in benchmarks/results/, or results/; --quick beside --small: in quick/ there",
     )
     parser.set_defaults(run=run, form="full")
 
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         return _dry_run(args, console)
     if args.preset is None:
         raise ConfigError(f"preset: expected one of {benchmarks.names()}, found none; name one")
-    file: Path = args.out or _results() / f"{args.preset.replace('/', '_')}.json"
+    file: Path = args.out or _file(args.preset, args.form)
     options = benchmarks.Options(
         form=args.form,
         seeds=args.seeds,
@@ -113,6 +116,13 @@ def _command(name: str, args: argparse.Namespace) -> str:
     device = "" if args.device == "auto" else f" --device {args.device}"
     form = "" if args.form == "full" else f" --{args.form}"
     return f"fedveil bench {name}{form}{seeds}{device}"
+
+
+def _file(name: str, form: benchmarks.Form) -> Path:
+    """Where a result goes. One that is there to see a preset work must not take the place of a measured one."""
+    benchmarks.read(name, form)
+    trial = form == "quick" and "small" in benchmarks.forms(name)
+    return _results() / ("quick" if trial else "") / f"{name.replace('/', '_')}.json"
 
 
 def _results() -> Path:
