@@ -100,7 +100,7 @@ def _found(preset: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 def time_of(name: str, settings: Mapping[str, Any], options: Options, results: Path, device: str) -> str:
     """How long the last run took, whose result is there, and what follows for this one."""
-    found = _last(results, name, device)
+    found = _last(results, name, device, options.form)
     if found is None:
         return f"time: not known, no result of {name} is in {results}"
     where, count, asked = found["environment"], seeds_of(found), options.seeds or settings.get("seeds", 0)
@@ -136,10 +136,11 @@ def seeds_of(result: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _last(results: Path, name: str, device: str) -> dict[str, Any] | None:
-    """The result of the preset; one that `make gpu` wrote before others where the device is a GPU."""
+def _last(results: Path, name: str, device: str, form: run.Form) -> dict[str, Any] | None:
+    """The result of the preset; that of a quick run, or of `make gpu`, before others where it is asked for."""
     file = f"{name.replace('/', '_')}.json"
-    for place in [*([results / "gpu" / file] if device == "cuda" else []), results / file]:
+    folders = [*(["gpu"] if device == "cuda" else []), *(["quick"] if form == "quick" else []), ""]
+    for place in (results / folder / file for folder in folders):
         if place.is_file():
             try:
                 found: dict[str, Any] = json.loads(place.read_text())

@@ -217,6 +217,14 @@ def test_a_result_of_make_gpu_counts_for_a_gpu_alone(tmp_path):
         ready.time_of("a/b", {}, Options(form="quick"), tmp_path, "cpu")
 
 
+def test_a_quick_result_of_its_own_folder_counts_for_a_quick_run_alone(tmp_path):
+    (tmp_path / "quick").mkdir()
+    (tmp_path / "a_b.json").write_text(json.dumps(RESULT | {"form": "small", "seconds": 90.0}))
+    (tmp_path / "quick" / "a_b.json").write_text(json.dumps(RESULT | {"seconds": 9.0}))
+    assert "took 9 s" in ready.time_of("a/b", {}, Options(form="quick"), tmp_path, "cpu")
+    assert "took 90 s" in ready.time_of("a/b", {}, Options(form="small"), tmp_path, "cpu")
+
+
 def test_a_result_of_before_there_were_forms_is_no_result(tmp_path):
     old = {key: value for key, value in RESULT.items() if key != "form"} | {"quick": True}
     (tmp_path / "a_b.json").write_text(json.dumps(old))
