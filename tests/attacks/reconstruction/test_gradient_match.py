@@ -9,10 +9,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import interpolate
 
-from fedveil.attacks.reconstruction import gradient_match
-from fedveil.attacks.reconstruction.gradient_match import first_order, levenberg_marquardt, total_variation
+from fedveil.attacks.reconstruction.gradient_match import coarser, first_order, levenberg_marquardt, total_variation
 from fedveil.attacks.reconstruction.gradients import Observed, everything, union
 from fedveil.attacks.reconstruction.images import mean_image, psnr
+from fedveil.attacks.reconstruction.residual import residual_of
 from tests.attacks.reconstruction.small_vit import LABEL, gradients, masked, masks, smooth, vit
 
 IMAGES = smooth(6, 8)
@@ -50,7 +50,9 @@ def small(model):
 
 
 def test_a_mask_that_is_known_does_not_hide_the_image(model, sent):
-    match = levenberg_marquardt(model, [observed(sent, 0.2)], LABEL, (1, 3, 8, 8), generator=seeded(), starts=4)
+    match = levenberg_marquardt(
+        model, [observed(sent, 0.2)], LABEL, (1, 3, 8, 8), generator=seeded(), starts=4, coarse=0
+    )
     assert psnr(match.image[0], IMAGES[0], 2) > 40
     assert match.residual < 1e-8
 
@@ -90,7 +92,7 @@ def test_a_batch_s_jacobian_image_by_image_is_that_of_all_at_once(model):
     for of, rate, weights in ((model, 0.5, None), (other, 0.9, {n: t.clone() for n, t in other.state_dict().items()})):
         sent = gradients(of, twice(true), labels)
         exchanges.append(Observed(masked(sent, rate, 7), masks(sent, rate, 7), weights))
-    residual = gradient_match._residual(model, exchanges, labels, twice, torch.float64)
+    residual = residual_of(model, exchanges, labels, twice, torch.float64)
     assert residual(true).norm() < 1e-10
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         at = true + 0.1
@@ -98,12 +100,32 @@ def test_a_batch_s_jacobian_image_by_image_is_that_of_all_at_once(model):
         torch.testing.assert_close(residual.jacobian(at), whole, rtol=1e-9, atol=1e-12)
 
 
+def test_a_start_is_of_ever_finer_images():
+    assert coarser((1, 3, 8, 8)) == [(1, 1), (2, 2), (4, 4)]
+    assert coarser((2, 3, 4, 6)) == [(1, 1), (2, 3)]
+    assert coarser((1, 3, 1, 5)) == []
+
+
+def test_a_coarse_image_is_found_before_the_first_step_of_the_fine_ones(model):
+    """Half of its pixels a side say all of it; from grey noise nothing is found in no step."""
+    true = twice(smooth(1, 4))
+    exchange = observed(gradients(model, true), 0.2)
+
+    def found(coarse):
+        match = levenberg_marquardt(
+            model, [exchange], LABEL, true.shape, generator=seeded(), starts=1, iterations=0, coarse=coarse
+        )
+        return psnr(match.image[0], true[0], 2)
+
+    assert found(coarse=30) > 40 > 20 > found(coarse=0)
+
+
 @pytest.mark.long
 def test_two_images_of_a_batch_are_found(model):
     labels = torch.tensor([1, 0])
     sent = gradients(model, IMAGES[:2], labels)
     match = levenberg_marquardt(
-        model, [observed(sent, 0.2)], labels, (2, 3, 8, 8), generator=seeded(), starts=4, tolerance=1e-8
+        model, [observed(sent, 0.2)], labels, (2, 3, 8, 8), generator=seeded(), starts=4, tolerance=1e-8, coarse=0
     )
     assert min(psnr(found, true, 2) for found, true in zip(match.image, IMAGES[:2], strict=True)) > 40
 
