@@ -11,7 +11,7 @@ from fedveil.benchmarks.lora import canaries
 from fedveil.config import parse
 from fedveil.privacy.dp_sgd import DpSgd
 
-SETTINGS = run.read("lora/canaries", False)["settings"]
+SETTINGS = run.read("lora/canaries", "full")["settings"]
 
 
 def config_of(name: str, **changes: object):

@@ -10,7 +10,7 @@ from fedveil.benchmarks.lora.participation import _area, _Cut
 from fedveil.contract.task import Example
 from fedveil.errors import ConfigError
 
-SETTINGS = run.read("lora/participation", False)["settings"]
+SETTINGS = run.read("lora/participation", "full")["settings"]
 SMALL = SETTINGS | {"clients": 3, "absent": 2, "rows_a_site": 10, "rows_known": 5}
 ROWS = Example.of([{"mr": f"name[R{i % 8}], food[Any]", "ref": f"row {i}"} for i in range(240)])
 

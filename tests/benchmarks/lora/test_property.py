@@ -13,7 +13,7 @@ from fedveil.benchmarks.run import Options
 from fedveil.contract.task import Example
 from fedveil.errors import ConfigError
 
-SETTINGS = run.read("lora/property", False)["settings"] | {"clients": 5, "rows_a_site": 20, "rows_known": 8}
+SETTINGS = run.read("lora/property", "full")["settings"] | {"clients": 5, "rows_a_site": 20, "rows_known": 8}
 KINDS = ("name[A], area[riverside]", "name[B], area[city centre]", "name[C]")
 ROWS = Example.of([{"mr": KINDS[i % 3], "ref": f"row {i}"} for i in range(600)])
 
@@ -49,12 +49,12 @@ def test_too_few_rows_are_refused():
 
 def judged(monkeypatch, row: str, value: float) -> str:
     """The word of the preset's claim on concordance of that row beside 0.5, over five seeds that differ by little."""
-    rows = run.read("lora/property", False)["settings"]["rows"]
+    rows = run.read("lora/property", "full")["settings"]["rows"]
     at = dict.fromkeys(rows, 0.8) | {row: value}
     offs = (-0.02, -0.01, 0.0, 0.01, 0.02)
     answers = [{name: {"concordance": at[name] + off, "members": 0.9 + off} for name in rows} for off in offs]
     monkeypatch.setattr(benchmark.seeds, "run", lambda *_: answers)
-    said = benchmark.run(run.read("lora/property", False)["settings"], Options()).verdicts
+    said = benchmark.run(run.read("lora/property", "full")["settings"], Options()).verdicts
     (sentence,) = [s for s in said if s.startswith(f"concordance of {row} less 0.5: ")]
     return sentence.rpartition(": ")[2]
 
