@@ -98,12 +98,12 @@ def read(name: str, form: Form) -> dict[str, Any]:
     """
     if name not in names():
         raise ConfigError(f'preset: expected one of {names()}, found "{name}"')
-    if form not in forms(name):
+    preset = _parsed(name)
+    if form not in (known := _forms(preset)):
         raise ConfigError(
-            f"--{form}: expected a preset that has this form, found {name}, which has {' and '.join(forms(name))}; "
+            f"--{form}: expected a preset that has this form, found {name}, which has {' and '.join(known)}; "
             "leave it out, or take the other"
         )
-    preset = _parsed(name)
     settings, differences = preset["settings"], list(preset.get("differences", []))
     for part in {"full": (), "small": ("small",), "quick": ("small", "quick")}[form]:
         settings = _merged(settings, preset.get(part, {}))
@@ -115,9 +115,12 @@ def read(name: str, form: Form) -> dict[str, Any]:
 
 def forms(name: str) -> list[Form]:
     """The forms that a preset has, the largest first."""
-    found = _parsed(name)
+    return _forms(_parsed(name))
+
+
+def _forms(preset: Mapping[str, Any]) -> list[Form]:
     every: tuple[Form, ...] = ("full", "small", "quick")
-    return [form for form in every if form == "full" or form in found]
+    return [form for form in every if form == "full" or form in preset]
 
 
 def _parsed(name: str) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class _Result:
         try:
             found = json.loads(_file(folder, preset).read_text())
             rows = {str(row["name"]): row["metrics"] for row in found["rows"]}
-            command = f"fedveil bench {preset}{'' if found['form'] == 'full' else ' --' + str(found['form'])}"
+            command = f"fedveil bench {preset}{'' if found['form'] == 'full' else ' --' + shown(found['form'], 8)}"
             return cls(preset, command, shown(found["commit"], 40), rows)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(

@@ -160,6 +160,7 @@ def test_cases_of_the_presets_have_a_model_and_a_name_of_their_own(name):
     assert {c["model"] for c in cases} <= set(settings["settings"]["models"])
     assert all(("share" in c) == (c.get("expect") in ("read", "hidden")) for c in cases)
     skipped = [set(part.get("skip", [])) for part in (settings["settings"], settings["small"])]
+    assert set(settings["quick"].get("skip", [])) <= {c["name"] for c in cases}
     assert set().union(*skipped) <= {c["name"] for c in cases}
     assert not skipped[0] & skipped[1]  # a case that no form has
 

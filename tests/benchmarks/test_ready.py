@@ -245,6 +245,9 @@ def test_the_command_ends_with_1_where_something_is_missing_and_with_2_where_the
     assert main(["bench", "fedqsn/distributed", "--dry-run", "--quick", "--device", "cpu"]) == 0
     assert "quick --device cpu: ready\n" in capsys.readouterr().out
     assert main(["bench", "fedqsn/nothing", "--dry-run"]) == 2
+    assert main(["bench", "--dry-run", "--small", "--device", "cpu"]) == 1
+    listed = re.findall(r"^fedveil bench (\S+) --small", capsys.readouterr().out, re.MULTILINE)
+    assert listed == [name for name in run.names() if "small" in run.forms(name)]
     assert {file.name: file.stat().st_mtime_ns for file in (ROOT / "benchmarks" / "results").iterdir()} == before
 
 

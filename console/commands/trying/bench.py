@@ -120,8 +120,7 @@ def _command(name: str, args: argparse.Namespace) -> str:
 
 def _file(name: str, form: benchmarks.Form) -> Path:
     """Where a result goes. One that is there to see a preset work must not take the place of a measured one."""
-    benchmarks.read(name, form)
-    trial = form == "quick" and "small" in benchmarks.forms(name)
+    trial = form == "quick" and "small" in benchmarks.read(name, form)
     return _results() / ("quick" if trial else "") / f"{name.replace('/', '_')}.json"
 
 
