@@ -33,7 +33,7 @@ OfSeed = Callable[[dict[str, Any], int, Options], Any]
 
 
 def run(module: str, settings: dict[str, Any], options: Options, in_pieces: bool = False) -> list[Any]:
-    """What `of_seed` of `module` returns for each seed, in order, by way of JSON.
+    """What `of_seed` of `module` returns for each seed, in order, by way of JSON. They are counted from `first_seed`.
 
     With `in_pieces` it gets the file of pieces and the minutes that are left, and keeps its pieces there.
 
@@ -42,7 +42,8 @@ def run(module: str, settings: dict[str, Any], options: Options, in_pieces: bool
     Raises:
         ConfigError: a seed that failed, with its reason.
     """
-    seeds, began = range(options.seeds or settings["seeds"]), time.monotonic()
+    first, began = settings.get("first_seed", 0), time.monotonic()
+    seeds = range(first, first + (options.seeds or settings["seeds"]))
     file = None if in_pieces else _file(options.pieces)
     asked, writing = _digest(module, settings, options), threading.Lock()
     processes: list[subprocess.Popen[str]] = []

@@ -206,7 +206,7 @@ class _Target:
         most = max(settings["images"], *(each.get("batch", 1) for each in settings["cases"]))
         self.width, start = min(_SHOWN, most), seed * most  # images of a sheet's row; the first of the seed's
         self._pictures = [self._at_size(p) for p in task.encode(examples[start : start + count])]
-        last = settings["seeds"] * most  # none of any seed is in the mean
+        last = (settings.get("first_seed", 0) + settings["seeds"]) * most  # none of any seed is in the mean
         self.others = self._stacked(
             [self._at_size(p) for p in task.encode(examples[last : last + settings["mean_of"]])]
         )

@@ -176,6 +176,12 @@ def test_without_a_file_every_seed_is_measured(measured):
     ]
 
 
+def test_seeds_are_counted_from_the_first_that_the_settings_name(measured):
+    measured.failing = frozenset()
+    answers = seeds.run("a.module", {"seeds": 2, "rate": 1.0, "first_seed": 12}, Options())
+    assert [answer["seed"] for answer in answers] == [12, 13]
+
+
 def test_a_module_in_pieces_gets_their_file_and_what_is_left_of_the_minutes(monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(seeds, "_one", lambda module, settings, seed, options, started: given.append(options))

@@ -147,3 +147,13 @@ def test_a_batch_has_its_images_where_a_seed_has_fewer(tmp_path):
     first, second = (reconstruction._Target(settings, batch, seed, tmp_path, Options()) for seed in (0, 1))
     assert (len(first.images), len(second.images), first.width) == (2, 2, 2)
     assert not any(torch.equal(mine, theirs) for mine in first.images for theirs in second.images)
+
+
+def test_the_mean_image_leaves_out_the_images_of_seeds_that_are_counted_from_another(tmp_path):
+    settings = {
+        "data": "noise", "classes": 3, "seeds": 1, "first_seed": 1, "images": 2, "mean_of": 6, "models": {"vit": VIT},
+        "cases": [case("matching")],
+    }  # fmt: skip
+    target = reconstruction._Target(settings, case("matching"), 1, tmp_path, Options())
+    assert (len(target.images), len(target.others)) == (2, 6)
+    assert not any(torch.equal(mine, other) for mine in target.images for other in target.others)
