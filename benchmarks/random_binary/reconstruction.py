@@ -11,7 +11,7 @@ server, knows the model at the weights that it broadcast, and knows the labels. 
 PSNR is of values in [-1, 1], per image. "recovered" is the share of images above 30 dB, "read" that of seeds with such
 an image: a search succeeds or fails as a whole, so that means of dB say little of a few (see `shares`). A seed draws
 the model's weights and has images of its own; intervals are of 95 %, over images and seeds (`resampling`). A case with
-`expect` ends in a sentence:
+`seeds` has the first so many; one with `expect` ends in a sentence:
 
 | expect | the case's |
 |---|---|
@@ -79,17 +79,16 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
     settings["cases"] = [case for case in settings["cases"] if case["name"] not in settings.get("skip", [])]
     settings["seeds"] = options.seeds or settings["seeds"]  # the mean image leaves out the images of them all
     answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
-    names = list(answers[0]["rows"])
     rows: list[dict[str, Any]] = []
     figures: dict[str, dict[str, Figure]] = {}
-    for name in names:
-        of_seeds = [answer["rows"][name] for answer in answers]
+    for name in answers[0]["rows"]:
+        of_seeds = [answer["rows"][name] for answer in answers if name in answer["rows"]]
         figures[name] = {
             m: resampling.over_seeds([resampling.mean(each["values"][m], _ROWS) for each in of_seeds])
             for m in of_seeds[0]["values"]
         }
-        row: dict[str, Any] = {"name": name, "metrics": {m: resampling.interval(f) for m, f in figures[name].items()}}
-        row["metrics"]["read"] = shares.interval(_read(figures[name]))
+        metrics = {m: resampling.interval(f) for m, f in figures[name].items()}
+        row: dict[str, Any] = {"name": name, "metrics": metrics | {"read": shares.interval(_read(figures[name]))}}
         if of_seeds[0]["upload_bytes"]:
             row["upload_bytes"] = round(statistics.fmean(each["upload_bytes"] for each in of_seeds))
             row["seconds"] = round(sum(each["seconds"] for each in of_seeds), 1)
@@ -141,6 +140,8 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
     sheet: list[tuple[Tensor, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         for case in settings["cases"]:
+            if seed - settings.get("first_seed", 0) >= case.get("seeds", settings["seeds"]):
+                continue
             target = _Target(settings, case, seed, Path(folder), options)
             if _baseline(case) not in rows:
                 guess = mean_image(target.others)
@@ -148,16 +149,15 @@ def of_seed(settings: dict[str, Any], seed: int, options: Options) -> Any:
                 sheet += _labelled(target.shown(target.images), f"{case['model']}: the images themselves")
             started = time.perf_counter()
             found, upload_bytes, notes = target.attacked()
-            rows[case["name"]] = _scores(target.images, found, upload_bytes, time.perf_counter() - started)
+            scores = rows[case["name"]] = _scores(target.images, found, upload_bytes, time.perf_counter() - started)
             sheet += _labelled(target.shown(found), case["name"])
-            of_case = rows[case["name"]]["values"]
             options.say(
-                f"seed {seed}: {case['name']}: PSNR {' '.join(f'{v:.0f}' for v in of_case['psnr'])} {notes}"
-                f"in {rows[case['name']]['seconds']:.0f} s"
+                f"seed {seed}: {case['name']}: PSNR {' '.join(f'{v:.0f}' for v in scores['values']['psnr'])} {notes}"
+                f"in {scores['seconds']:.0f} s"
             )
     images, labels = zip(*sheet, strict=True)
-    png = contact_sheet(images, labels, _LOW, _HIGH, target.width)
-    return {"rows": rows, "sheet": base64.b64encode(png).decode()}
+    png = base64.b64encode(contact_sheet(images, labels, _LOW, _HIGH, target.width))
+    return {"rows": rows, "sheet": png.decode()}
 
 
 def _labelled(images: Sequence[Tensor], label: str) -> list[tuple[Tensor, str]]:

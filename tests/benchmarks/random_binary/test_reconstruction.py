@@ -157,3 +157,18 @@ def test_the_mean_image_leaves_out_the_images_of_seeds_that_are_counted_from_ano
     target = reconstruction._Target(settings, case("matching"), 1, tmp_path, Options())
     assert (len(target.images), len(target.others)) == (2, 6)
     assert not any(torch.equal(mine, other) for mine in target.images for other in target.others)
+
+
+def test_a_case_with_seeds_has_the_first_so_many(monkeypatch, tmp_path):
+    costly = {**case("direct"), "name": "costly", "seeds": 1}
+    settings = {
+        "data": "noise", "classes": 3, "seeds": 2, "first_seed": 1, "images": 1, "mean_of": 6, "models": {"vit": VIT},
+        "cases": [case("direct"), costly],
+    }  # fmt: skip
+    monkeypatch.setattr(
+        reconstruction.seeds, "run", lambda _, given, how: [reconstruction.of_seed(given, seed, how) for seed in (1, 2)]
+    )
+    rows = {row["name"]: row for row in reconstruction.run(settings, Options()).rows}
+    assert {name: len(row["metrics"]["read"]["seeds"]) for name, row in rows.items()} == {
+        "mean image, vit": 2, case("direct")["name"]: 2, "costly": 1,
+    }  # fmt: skip
