@@ -34,7 +34,6 @@ from typing import Any
 from flwr.supercore import log
 
 from fedveil.guard import repeats, superlink, supernode
-from fedveil.guard.flower import unfinished
 from fedveil.guard.operators import App, Scope
 
 _TABLE = Path("/proc/net/tcp")
@@ -112,9 +111,10 @@ def main(program: str) -> None:
         fronts.serve(also=closed_to_others)
     else:
         superlink.serve_through(closed_to_others)
-    repeats.of_flower()
     if program == "flower-superlink":
-        unfinished.of_flower()
+        superlink.mend()
+    else:
+        repeats.of_flower()
     module, function = _PROGRAMS[program]
     getattr(importlib.import_module(module), function)()
 

@@ -26,7 +26,7 @@ import uvicorn
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.guard import flower, repeats
 from fedveil.guard.control_log import ControlLog
-from fedveil.guard.flower import unfinished
+from fedveil.guard.flower import unfinished, unreceived
 from fedveil.guard.members import Members
 from fedveil.guard.operators import App, Operators
 
@@ -68,11 +68,17 @@ def main() -> None:
     fronts = prepare()
     if fronts is not None:
         fronts.serve()
-    repeats.of_flower()
-    unfinished.of_flower()
+    mend()
     from flwr.superlink.cli import flower_superlink  # a second of imports, which the scripts' tests do without
 
     flower_superlink()
+
+
+def mend() -> None:
+    """From now on the state of this process does what Flower's does not (docs/decisions/0008)."""
+    repeats.of_flower()
+    unfinished.of_flower()
+    unreceived.of_flower()
 
 
 def prepare() -> Fronts | None:

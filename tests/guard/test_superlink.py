@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -138,3 +139,24 @@ def test_every_server_of_the_process_is_behind_it(monkeypatch):
     monkeypatch.setattr(uvicorn.Config, "__init__", uvicorn.Config.__init__)  # put back afterwards
     superlink.serve_through(lambda app: (app, "wrapped"))
     assert uvicorn.Config("app", port=1).app == ("app", "wrapped")
+
+
+@pytest.mark.parametrize("main", ["superlink.main()", "loopback.main('flower-superlink')"])
+def test_a_superlink_has_all_that_is_mended(main):
+    code = f"""
+import atexit, sys
+from fedveil.guard import loopback, superlink
+
+def show():
+    from flwr.server.superlink.linkstate import in_memory_linkstate, sql_linkstate
+    for state in (in_memory_linkstate.InMemoryLinkState, sql_linkstate.SqlLinkState):
+        for name in ("store_object", "get_message_res", "get_message_ins"):
+            print(getattr(state, name).__module__, file=sys.stderr)
+
+atexit.register(show)
+sys.argv = ["flower-superlink", "--help"]
+{main}
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    mended = ("repeats", "flower.unfinished", "flower.unreceived")
+    assert ended.stderr.split() == [f"fedveil.guard.{name}" for name in mended] * 2

@@ -1,0 +1,82 @@
+"""A message whose site never said that it has it is handed out again when that site asks anew.
+
+Flower marks a message as delivered when it is asked for. Where the answer is lost on its way, as with the connection,
+the site asks again and is told that there is nothing, and the server waits for it until the round's deadline.
+
+| a site asks, and its last message | Flower's own | here |
+|---|---|---|
+| was received | the next one | the next one |
+| was handed out, and the answer was lost | nothing, or the next one | that message again |
+| was handed out, and its parts could not be fetched, or the site was killed meanwhile | the same | that message again |
+| is answered, received or not | the next one | the next one |
+| is past its deadline, or of a run that has ended | the next one | the next one |
+| is another site's | nothing | nothing |
+
+A SuperNode asks for one message at a time, and says of each that it has it before it asks for the next. The server then
+drops the message's parts: a message that has its parts was not received. The site alone asks, and gets what was sent to
+it; how often its rows are used for a turn that came twice is in its ledger, as for every turn (`max-repeats`).
+
+It is part of the SuperLink's process. A SuperLink that is Flower's own does as Flower does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+_Mark = Callable[[Any, int], None]
+
+
+def of_flower() -> None:
+    """From now on the state of a SuperLink of this process hands out so."""
+    for module, name, mark in (
+        ("sql_linkstate", "SqlLinkState", _in_sql),
+        ("in_memory_linkstate", "InMemoryLinkState", _in_memory),
+    ):
+        state = getattr(importlib.import_module(f"flwr.server.superlink.linkstate.{module}"), name)
+        _again(state, mark)
+
+
+def _again(state: Any, mark: _Mark) -> None:
+    """Changes Flower's class. `mark` takes back that a node's messages were delivered, where they were not received."""
+    hand_out = state.get_message_ins
+
+    def get_message_ins(self: Any, node_id: int, limit: int | None, **more: Any) -> Any:
+        mark(self, node_id)
+        return hand_out(self, node_id, limit, **more)
+
+    state.get_message_ins = get_message_ins
+
+
+def _in_memory(state: Any, node_id: int) -> None:
+    with state.lock:
+        for name, message in state.message_ins_store.items():
+            of, answered = message.metadata, name in state.message_ins_id_to_message_res_id
+            if of.dst_node_id == node_id and of.delivered_at and not answered and _has_parts(state.object_store, name):
+                of.delivered_at = ""
+
+
+def _in_sql(state: Any, node_id: int) -> None:
+    from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
+    from flwr.supercore.utils import uint64_to_int64
+    from sqlalchemy import select, update
+
+    answered = select(MessageRes.message_id).where(MessageRes.reply_to_message_id == MessageIns.message_id).exists()
+    handed_out = select(MessageIns.message_id).where(
+        MessageIns.dst_node_id == uint64_to_int64(node_id), MessageIns.delivered_at != "", ~answered
+    )
+    with state.session() as session:
+        names = [name for name in session.scalars(handed_out).all() if _has_parts(state.object_store, name)]
+        if names:
+            session.execute(update(MessageIns).where(MessageIns.message_id.in_(names)).values(delivered_at=""))
+
+
+def _has_parts(store: Any, message: str) -> bool:
+    from flwr.supercore.object_store import NoObjectInStoreError
+
+    try:
+        store.get_object_tree(message)
+    except NoObjectInStoreError:
+        return False
+    return True
