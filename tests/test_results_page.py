@@ -87,7 +87,9 @@ def is_shown(text: str, value: float) -> bool:
 
 def seeds_of(result: dict[str, Any], preset: str, measured: str = "") -> int:
     """How many seeds the file has: what its own sentences say, else its preset; of a table by bases, which can be of
-    fewer seeds than asked for, what all rows have that the row names."""
+    fewer seeds than asked for, what all rows have that the row names; of a share, what the quoted sentence says."""
+    if shares := re.findall(r"read on \d+ of (\d+) seeds", measured):
+        return min(map(int, shares))
     settings = run.read(preset, result["form"])["settings"]
     quoted = re.findall(r'"Accuracy of ([^,"]+), ([^"]+?) less that of ([^":]+):', measured)
     named_ = set(re.findall("`([^`]+)`", measured)) | {f"{base}, {m}" for base, *pair in quoted for m in pair}

@@ -3,8 +3,9 @@
 Zhu, Liu, Han: Deep Leakage from Gradients. NeurIPS 2019, with two changes: only observed entries are matched, and small
 images are found by Levenberg-Marquardt (Marquardt 1963). The prior is that of Geiping, Bauermeister, Dröge, Moeller:
 Inverting Gradients. NeurIPS 2020. The start from coarse images is ours: three from grey noise ended in wrong minima on
-4 of 12 of CIFAR-10's pictures at 8 x 8 pixels, with no mask at all, and this one on one of those. All its draws end
-alike, so the other starts are of noise: of sums of waves some are found from there alone.
+4 of 12 of CIFAR-10's pictures at 8 x 8 pixels, with no mask at all, and this one on one of those; it and seven more, of
+50 steps, on 1 of 20 others. All its draws end alike, so the other starts are of noise: of sums of waves some are found
+from there alone.
 
     r(u) = m o (grad_w L(f_w(T u), y) - g) / ||m o g||         the residual is ||r||
     levenberg_marquardt:  (J^T J + mu t I) du = -J^T r,        J = dr/du,  t = mean diagonal of J^T J

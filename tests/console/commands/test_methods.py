@@ -89,7 +89,7 @@ def test_an_attack_stands_beside_the_undefended_and_the_one_that_knows():
     assert "attack at epsilon 8 0.54 [0.51, 0.57], on FedOTP's prompts, undefended, 0.66 [" in found["dp_fpl"]
     assert " by noise alone " in found["dp_fpl"]
     bounds = [float(x) for x in re.findall(r"reads [\d.]+ \[(-?[\d.]+), ([\d.]+)\]", found["fixed_position"])[-1]]
-    assert bounds == [0.21, 0.79]  # exact, of twelve searches
+    assert bounds == [0.62, 0.97]  # exact, of twenty searches
 
 
 def test_without_a_checkout_nothing_is_measured_and_a_file_that_is_no_result_is_said(monkeypatch, tmp_path, capsys):
