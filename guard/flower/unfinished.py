@@ -21,22 +21,18 @@ It is part of the SuperLink's process. A SuperLink that is Flower's own does as 
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from fedveil.guard.flower import linkstates
 
 _Replies = Callable[[Any, set[str]], Iterator[tuple[str, str, bool]]]
 
 
 def of_flower() -> None:
     """From now on the state of a SuperLink of this process hands out whole replies alone."""
-    for module, name, replies in (
-        ("sql_linkstate", "SqlLinkState", _in_sql),
-        ("in_memory_linkstate", "InMemoryLinkState", _in_memory),
-    ):
-        state = getattr(importlib.import_module(f"flwr.server.superlink.linkstate.{module}"), name)
-        _only_whole(state, replies)
+    linkstates.change(_only_whole, _in_sql, _in_memory)
 
 
 def _only_whole(state: Any, replies: _Replies) -> None:
@@ -53,7 +49,9 @@ def _only_whole(state: Any, replies: _Replies) -> None:
     def get_message_res(self: Any, message_ids: set[str], run_id: int) -> Any:
         with one_at_a_time:
             found = list(replies(self, message_ids)) if message_ids else []
-            lacking = {message: may_come for message, reply, may_come in found if _lacks(self.object_store, reply)}
+            lacking = {
+                message: may_come for message, reply, may_come in found if linkstates.lacks(self.object_store, reply)
+            }
             lost = {message for message, may_come in lacking.items() if not may_come}
             self.delete_messages(lost)  # of these Flower says that they are lost
             return find(self, message_ids - (lacking.keys() - lost), run_id)
@@ -94,29 +92,3 @@ def _in_sql(state: Any, message_ids: set[str]) -> Iterator[tuple[str, str, bool]
         rows = session.execute(told).all()
     for message_id, reply, of_session, node in rows:
         yield message_id, reply, of_session is not None and node is not None
-
-
-def _lacks(store: Any, root: str) -> bool:
-    """Whether an object of the tree below `root` is not there, or `root` itself is unknown."""
-    entries = getattr(store, "store", None)
-    if isinstance(entries, dict):  # InMemoryObjectStore
-        with store.lock_store:
-            seen, left = set[str](), [root]
-            while left:
-                if (name := left.pop()) not in seen:
-                    seen.add(name)
-                    if (entry := entries.get(name)) is None or not entry.is_available:
-                        return True
-                    left += entry.child_object_ids
-        return False
-
-    from flwr.supercore.state.schema.objectstore_models import ObjectChild, StoredObject
-    from sqlalchemy import func, literal, select
-
-    # A site announces a tree of its own size: the walk stops at the first object that is not there, as above.
-    tree = select(literal(root).label("name")).cte(recursive=True)
-    tree = tree.union(select(ObjectChild.child_id).join(tree, ObjectChild.parent_id == tree.c.name))
-    there = func.coalesce(StoredObject.is_available, 0) == 1
-    missing = select(tree.c.name).outerjoin(StoredObject, StoredObject.object_id == tree.c.name).where(~there).limit(1)
-    with store.session() as session:
-        return session.scalar(missing) is not None

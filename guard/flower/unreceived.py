@@ -13,29 +13,25 @@ the site asks again and is told that there is nothing, and the server waits for 
 | is another site's | nothing | nothing |
 
 A SuperNode asks for one message at a time, and says of each that it has it before it asks for the next. The server then
-drops the message's parts: a message that has its parts was not received. The site alone asks, and gets what was sent to
-it; how often its rows are used for a turn that came twice is in its ledger, as for every turn (`max-repeats`).
+drops the message's parts: a message that has all of its parts was not received. The site alone asks, and gets what was
+sent to it; how often its rows are used for a turn that came twice is in its ledger, as for every turn (`max-repeats`).
 
 It is part of the SuperLink's process. A SuperLink that is Flower's own does as Flower does.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
+
+from fedveil.guard.flower import linkstates
 
 _Mark = Callable[[Any, int], None]
 
 
 def of_flower() -> None:
     """From now on the state of a SuperLink of this process hands out so."""
-    for module, name, mark in (
-        ("sql_linkstate", "SqlLinkState", _in_sql),
-        ("in_memory_linkstate", "InMemoryLinkState", _in_memory),
-    ):
-        state = getattr(importlib.import_module(f"flwr.server.superlink.linkstate.{module}"), name)
-        _again(state, mark)
+    linkstates.change(_again, _in_sql, _in_memory)
 
 
 def _again(state: Any, mark: _Mark) -> None:
@@ -53,7 +49,9 @@ def _in_memory(state: Any, node_id: int) -> None:
     with state.lock:
         for name, message in state.message_ins_store.items():
             of, answered = message.metadata, name in state.message_ins_id_to_message_res_id
-            if of.dst_node_id == node_id and of.delivered_at and not answered and _has_parts(state.object_store, name):
+            if of.dst_node_id != node_id or not of.delivered_at or answered:
+                continue
+            if not linkstates.lacks(state.object_store, name):
                 of.delivered_at = ""
 
 
@@ -67,16 +65,6 @@ def _in_sql(state: Any, node_id: int) -> None:
         MessageIns.dst_node_id == uint64_to_int64(node_id), MessageIns.delivered_at != "", ~answered
     )
     with state.session() as session:
-        names = [name for name in session.scalars(handed_out).all() if _has_parts(state.object_store, name)]
+        names = [name for name in session.scalars(handed_out).all() if not linkstates.lacks(state.object_store, name)]
         if names:
             session.execute(update(MessageIns).where(MessageIns.message_id.in_(names)).values(delivered_at=""))
-
-
-def _has_parts(store: Any, message: str) -> bool:
-    from flwr.supercore.object_store import NoObjectInStoreError
-
-    try:
-        store.get_object_tree(message)
-    except NoObjectInStoreError:
-        return False
-    return True

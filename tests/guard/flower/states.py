@@ -39,9 +39,12 @@ class Superlink:
             self.send(site)
 
     def send(self, site: int) -> int:
-        """Announces one more message for the site: its number."""
+        """One more message for the site, with all of its parts: its number."""
         message = self._made(SUPERLINK_NODE_ID, self.nodes[site], "")
-        self._announced(message)
+        session, missing = self._announced(message)
+        parts = get_all_nested_objects(message)
+        for name in missing:
+            self.take(session, name, parts[name].deflate())
         self.sent.append(message.metadata.message_id)
         return len(self.sent) - 1
 
