@@ -6,6 +6,8 @@
 | small | those of `[small]` over them, where there are any | the bundled base: what was measured without a GPU |
 | quick | those of `[quick]` over either | to see it work, in less than four minutes on two cores |
 
+One that differs from another in a few settings names it (`like = "<paper>/<table>"`) and has those alone.
+
 A runner is a module below this folder with `run(preset, options) -> Outcome`. The result has one schema for all:
 
     {"preset", "form", "seconds", "commit", "environment",
@@ -124,7 +126,9 @@ def _forms(preset: Mapping[str, Any]) -> list[Form]:
 
 
 def _parsed(name: str) -> dict[str, Any]:
-    return tomllib.loads((places.folder("benchmarks/presets") / f"{name}.toml").read_text())
+    """What the file has, over what that which it is `like` has."""
+    own = tomllib.loads((places.folder("benchmarks/presets") / f"{name}.toml").read_text())
+    return _merged(_parsed(own["like"]), own) if "like" in own else own
 
 
 def runner(preset: Mapping[str, Any]) -> ModuleType:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fedveil.attacks.membership.scores import loss_of
@@ -26,6 +27,7 @@ from fedveil.training import text_metrics
 
 METRICS = ("loss", "bleu", "nist", "rouge_l", "meteor", "cider")
 _TEST = 8  # the name of the draws
+_OTHERWISE = ("dart", "dialogsum")  # whose lines are not {"mr", "ref"}
 
 Row = dict[str, str]
 
@@ -43,9 +45,20 @@ def rows(name: str, split: str) -> list[Row]:
     return found
 
 
-def need(name: str, *splits: str) -> data.Need:
-    """The files that `rows` reads for those splits."""
-    return data.Need(name, tuple(dict.fromkeys(_file(name, split) for split in splits)), (".jsonl",))
+def folder(name: str, scratch: Path) -> Path:
+    """Where a task finds {"mr", "ref"} in a file of each split: the data folder, else `scratch`, written here."""
+    if name not in _OTHERWISE:
+        return data.folder(name)
+    for split in ("train", "validation", "test"):
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows(name, split))
+        (scratch / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    return scratch
+
+
+def need(name: str, *splits: str, by_task: bool = False) -> data.Need:
+    """The files that `rows` reads for those splits; `by_task`: or that a task reads in `folder`, Parquet too."""
+    suffixes = data.ROWS if by_task and name not in _OTHERWISE else (".jsonl",)
+    return data.Need(name, tuple(dict.fromkeys(_file(name, split) for split in splits)), suffixes)
 
 
 def _file(name: str, split: str) -> str:

@@ -30,7 +30,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from fedveil.benchmarks.common import data, pieces, resampling, seeds
+from fedveil.benchmarks.common import data, pieces, resampling, seeds, texts
 from fedveil.benchmarks.common import verdicts as common
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.fedrand import curves
@@ -93,7 +93,7 @@ def outcome(done: Sequence[Mapping[str, Run]], settings: Settings) -> Outcome:
 def needs(settings: Settings) -> list[data.Need]:
     """Rows to train and test on, and to choose learning rates on; the base."""
     splits = ("train", "validation", "test") if "learning_rates" in settings else ("train", "test")
-    return [data.Need(settings["data"], splits), *data.base(settings)]
+    return [texts.need(settings["data"], *splits, by_task=True), *data.base(settings)]
 
 
 def figures_of(scores: Sequence[Mapping[str, float]]) -> dict[str, Figure]:

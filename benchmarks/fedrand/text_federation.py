@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from fedveil import rng, strategies, tasks
 from fedveil.algebra.factors import aggregation_gap
-from fedveil.benchmarks.common import data, resampling
+from fedveil.benchmarks.common import resampling, texts
 from fedveil.benchmarks.common.federations import federation
 from fedveil.benchmarks.common.resampling import Figure
 from fedveil.benchmarks.fedrand import curves
@@ -61,7 +63,8 @@ class Seed:
 
     def __init__(self, settings: Mapping[str, Any], number: int, options: Options) -> None:
         self._settings, self._number, self._options = settings, number, options
-        self._folder = data.folder(settings["data"])
+        self._scratch = tempfile.TemporaryDirectory(prefix="fedveil-")
+        self._folder = texts.folder(settings["data"], Path(self._scratch.name))
         self._flat = settings["config"] | {"run.seed": number, "run.deterministic": True}
 
     def before(self) -> Run:

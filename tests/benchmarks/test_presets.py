@@ -20,7 +20,29 @@ from fedveil.training import text_metrics
 
 
 def preset(name: str) -> dict:
-    return tomllib.loads((places.folder("benchmarks/presets") / f"{name}.toml").read_text())
+    return run.read(name, "full")
+
+
+def test_a_preset_that_is_like_another_has_the_settings_of_that_one_but_for_its_own():
+    ours, theirs = preset("lora/viggo"), preset("lora/quality")
+    own = tomllib.loads((places.folder("benchmarks/presets") / "lora" / "viggo.toml").read_text())
+    assert "runner" not in own
+    assert ours["runner"] == theirs["runner"]
+    assert (ours["title"], ours["differences"]) == (own["title"], own["differences"])
+    kept, changed = ours["settings"], own["settings"]
+    assert kept["methods"]["HetLoRA"] == theirs["settings"]["methods"]["HetLoRA"]
+    assert kept["methods"]["RoLoRA, 2 x rounds"] == {"name": "rolora", "config": {"run.rounds": 24}}
+    assert kept["config"] == theirs["settings"]["config"] | changed["config"]
+    assert kept["claims"] == changed["claims"]
+    assert run.read("lora/viggo", "quick")["settings"]["config"]["run.rounds"] == 2
+
+
+@pytest.mark.parametrize("name", ["viggo", "dart"])
+def test_the_texts_of_another_kind_are_asked_what_the_first_are(name):
+    """The same claims in the same order, but for the margin."""
+    asked, first = (preset(f"lora/{each}")["settings"]["claims"] for each in (name, "quality"))
+    assert [c | {"margin": 0} for c in asked] == [c | {"margin": 0} for c in first]
+    assert [("margin" in c) for c in asked] == [("margin" in c) for c in first]
 
 
 @pytest.mark.parametrize("name", run.names())

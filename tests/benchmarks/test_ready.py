@@ -61,6 +61,7 @@ def test_the_page_lists_every_preset_with_the_folders_of_its_full_form():
         ("fedqsn/table1", "full", "dart", ("test", "dev")),
         ("fedqsn/table1", "small", "viggo", ("train", "validation", "test")),
         ("fedqsn/distributed", "small", "viggo", ("train", "test")),
+        ("lora/dart", "full", "dart", ("test", "dev")),
         ("fedrand/table1", "full", "coco2017-caption", ("train", "test")),
         ("fedrand/table1", "small", "caltech101", ("train", "test")),
         ("fedrand/table4", "small", "cifar10", ("test",)),
@@ -74,7 +75,8 @@ def test_the_page_lists_every_preset_with_the_folders_of_its_full_form():
 def test_of_a_folder_the_files_that_are_read_are_needed(name, form, folder, splits):
     found = {need.name: need for need in ready.needs(run.read(name, form))}
     assert found[folder].splits == splits
-    assert found[folder].suffixes == ((".jsonl",) if name.startswith("fedqsn") or name == "core/rows" else data.ROWS)
+    by_line = name.startswith("fedqsn") or name in ("core/rows", "lora/dart")
+    assert found[folder].suffixes == ((".jsonl",) if by_line else data.ROWS)
 
 
 class Asked(Exception):

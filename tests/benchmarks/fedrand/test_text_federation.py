@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from fedveil.benchmarks.common import texts
 from fedveil.benchmarks.fedrand import curves
 from fedveil.benchmarks.fedrand.text_federation import Seed
 from fedveil.benchmarks.run import Options
@@ -23,6 +24,21 @@ METHODS = {
 def seed(folder):
     asked = settings(METHODS) | {"data": "e2e_nlg", "client": "all", "clients_test": 2, "rate_test": 2}
     return Seed(asked, 0, Options(device="cpu"))
+
+
+def test_lines_of_another_form_are_read_as_rows_of_a_source_and_a_reference(folder):
+    """DART: each reference a row, its test part to train on, and a source's rows with one client as anywhere."""
+    asked = settings(METHODS) | {"data": "dart", "config": settings(METHODS)["config"] | {"task.partition": "iid"}}
+    seed = Seed(asked, 0, Options(device="cpu"))
+    dealt = [row.values for rows in seed._rows.values() for row in rows]
+    assert sorted(map(str, dealt)) == sorted(map(str, texts.rows("dart", "train")))
+    assert len(dealt) == 16
+    assert [row.values for row in seed._test] == texts.rows("dart", "test")
+    assert [row.values for row in seed._validation] == texts.rows("dart", "validation")
+    kept = seed._folder
+    assert kept != folder / "dart"
+    del seed
+    assert not kept.exists()
 
 
 @pytest.mark.long
