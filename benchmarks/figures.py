@@ -101,6 +101,8 @@ _OF_DP_FPL = (
     "zero-shot", "PromptFL", "FedOTP without transport", "FedPGP without contrast", "DP-FPL, no noise",
     "DP-FPL, epsilon 8", "DP-FPL, epsilon 8, noise only",
 )  # fmt: skip
+_ALONE, _TWICE = "one client alone", tuple(f"{name}, 2 x rounds" for name in ("FedRand", "RoLoRA", "FFA-LoRA"))
+_ON_TEXTS = (_ALONE, *_LORA, *_TWICE)
 _BITS = ("w = 1", "w = 2", "w = 3", "w = 4")
 FIGURES = {
     "fedrand": Figure(
@@ -112,6 +114,18 @@ FIGURES = {
             "round 0": (("round 0", "caption 10%"), ("round 0", "loss"), None, None)
         },  # calibrated, all its rows are alike
         guess=0.5,
+    ),
+    "lora-quality": Figure(
+        "lora/quality",
+        "loss on test rows, nats a token",
+        _ON_TEXTS,
+        {
+            "server's model": tuple(None if row in (_ALONE, "FedSA-LoRA") else (row, "loss") for row in _ON_TEXTS),
+            "a client's own": tuple(
+                (row, "loss" if row == _ALONE else "client_loss") if row in (_ALONE, "FedSA-LoRA") else None
+                for row in _ON_TEXTS
+            ),
+        },
     ),
     "dp-fpl": Figure(
         "dp_fpl/table2",
