@@ -27,7 +27,7 @@ def seed(folder):
 
 
 def test_lines_of_another_form_are_read_as_rows_of_a_source_and_a_reference(folder):
-    """DART: each reference a row, its test part to train on, and a source's rows with one client as anywhere."""
+    """DART: each reference a row, of its test part to train on and of halves of its dev part to look at."""
     asked = settings(METHODS) | {"data": "dart", "config": settings(METHODS)["config"] | {"task.partition": "iid"}}
     seed = Seed(asked, 0, Options(device="cpu"))
     dealt = [row.values for rows in seed._rows.values() for row in rows]
