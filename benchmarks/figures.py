@@ -103,6 +103,7 @@ _OF_DP_FPL = (
 )  # fmt: skip
 _ALONE, _TWICE = "one client alone", tuple(f"{name}, 2 x rounds" for name in ("FedRand", "RoLoRA", "FFA-LoRA"))
 _ON_TEXTS = (_ALONE, *_LORA, *_TWICE)
+_OWN = {_ALONE: "loss", "FedSA-LoRA": "client_loss"}  # rows without a model at the server
 _BITS = ("w = 1", "w = 2", "w = 3", "w = 4")
 FIGURES = {
     "fedrand": Figure(
@@ -120,11 +121,8 @@ FIGURES = {
         "loss on test rows, nats a token",
         _ON_TEXTS,
         {
-            "server's model": tuple(None if row in (_ALONE, "FedSA-LoRA") else (row, "loss") for row in _ON_TEXTS),
-            "a client's own": tuple(
-                (row, "loss" if row == _ALONE else "client_loss") if row in (_ALONE, "FedSA-LoRA") else None
-                for row in _ON_TEXTS
-            ),
+            "server's model": tuple(None if row in _OWN else (row, "loss") for row in _ON_TEXTS),
+            "a client's own": tuple((row, _OWN[row]) if row in _OWN else None for row in _ON_TEXTS),
         },
     ),
     "dp-fpl": Figure(
