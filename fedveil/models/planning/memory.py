@@ -2,8 +2,11 @@
 
     base        entries x 4, or x 2 if it is only read, under train.precision = bf16; quantised layers: `base.Layer`
     adapter     fp32: 4 bytes an entry; its gradient as much; AdamW's two moments 8 bytes, adamw-8bit's 2 and 8 / 256
-    kept        what a forward pass keeps for the backward pass: counted, see `activations`
-    gradients   of what one layer keeps, at most as much again
+    kept        what a forward pass keeps for the backward pass: counted, see `activations`; on a GPU in fp32, where
+                heads of queries share keys, also 4 bytes for a row, a head and two tokens, a layer: torch has no kernel
+                for it there that does without the matrix, as long as no row is padded
+    gradients   of what one layer keeps, at most as much again; of what is trained 4 bytes an entry, less what of the
+                other layers is kept, for that goes as they come; all of them with train.accumulate, which holds them
     logits      12 bytes for a row, a token and an entry of the vocabulary: logits, those of the targets, and their
                 logarithms in fp32; in the backward pass their gradients take the same room; 8 while it scores
     working     two tensors of the size of the largest trained one: the two gradients of a tied embedding, and on a CPU
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedveil.config import RunConfig, TrainConfig
 from fedveil.contract.adapter import Adapter
@@ -127,12 +130,13 @@ def plan(
     under = [Part("CUDA and its libraries (assumed)", CONTEXT)] if on_gpu else _under(messages[0])
     file = Part("the base's files, mapped", stored or shape.parameters * settings.stored)
     own = ranks.share(train.batch_size)
-    kept = activations.count(settings, adapter, own, config.task.max_tokens, train.precision == "bf16")
+    kept = _kept(settings, config, adapter, own, on_gpu)
+    all_kept = kept.of(settings.layers, train.checkpointing)
     vocabulary = config.task.max_tokens * int(settings.values["vocab_size"])
     phases = {
         "training": (
-            *under, *held, *_stepped(moved, train, ranks),
-            Part("kept for the backward pass", kept.of(settings.layers, train.checkpointing)),
+            *under, *held, *_stepped(moved, train, ranks, all_kept - kept.layer),
+            Part("kept for the backward pass", all_kept),
             Part("gradients of one layer's", kept.layer),
             Part("logits", own * vocabulary * _LOGITS),
             _working(moved, shape, train, itemsize),
@@ -150,6 +154,13 @@ def plan(
     return Plan(phases, tuple(host) if on_gpu else ())
 
 
+def _kept(settings: Settings, config: RunConfig, adapter: Adapter, rows: int, on_gpu: bool) -> activations.Kept:
+    tokens, is_half = config.task.max_tokens, config.train.precision == "bf16"
+    kept = activations.count(settings, adapter, rows, tokens, is_half)
+    matrix = on_gpu and settings.shares_keys and not is_half
+    return replace(kept, layer=kept.layer + 4 * rows * settings.heads * tokens**2) if matrix else kept
+
+
 def _working(spec: Spec, shape: Base, train: TrainConfig, itemsize: int) -> Part:
     whole = max((layer.entries for layer in shape.small), default=0) * itemsize
     return Part(
@@ -164,11 +175,12 @@ def _before(under: list[Part], loaded: Part, file: Part, adapter: Adapter) -> di
     return found
 
 
-def _stepped(spec: Spec, train: TrainConfig, ranks: Ranks) -> list[Part]:
+def _stepped(spec: Spec, train: TrainConfig, ranks: Ranks, gone: int) -> list[Part]:
     sizes = [4 * _entries(tensor) for tensor in spec.values()]
+    gradients = sum(sizes) if train.accumulate > 1 else max(0, sum(sizes) - gone)
     sums = [Part("their sums, a piece", min(sum(sizes), max(_PIECE, *sizes)))] if ranks.count > 1 else []
     states = Part(f"states of {train.optimiser}", _states(spec, train))
-    return [Part("gradients of what is trained", sum(sizes)), *sums, states]
+    return [Part("gradients of what is trained", gradients), *sums, states]
 
 
 def _split(base_: Part, shape: Base, settings: Settings, itemsize: int, ranks: Ranks) -> list[Part]:

@@ -76,6 +76,11 @@ class Settings:
         return int(self.values[self._key("n_head", "num_attention_heads")])
 
     @property
+    def shares_keys(self) -> bool:
+        """Whether several heads of queries have one of keys (grouped-query attention)."""
+        return int(self.values.get("num_key_value_heads", self.heads)) != self.heads
+
+    @property
     def context(self) -> int | None:
         """Tokens that the base has positions for; None where the file does not say."""
         return self.values.get(self._key("n_positions", "max_position_embeddings"))

@@ -73,7 +73,7 @@ def parts_of(plan: memory.Plan) -> dict[str, int]:
 @pytest.mark.parametrize(("settings", "entries"), [(EIGHT, 20_971_520), (SEVENTY, 103_546_880)])
 def test_an_8_b_and_a_70_b_base_by_part(settings, entries):
     train = {"train.quantized-base": "4bit", "train.precision": "bf16", "train.checkpointing": True}
-    plan = memory.plan(settings, config_of(**train), LORA, on_gpu=True)
+    plan = memory.plan(settings, config_of(**train, **{"train.accumulate": 2}), LORA, on_gpu=True)
     found, shape = parts_of(plan), base.of(settings)
     assert found["base, NF4, the rest bf16"] == shape.nbytes("4bit", 2)
     assert (found["adapter, fp32"], found["gradients of what is trained"]) == (4 * entries, 4 * entries)
@@ -83,6 +83,34 @@ def test_an_8_b_and_a_70_b_base_by_part(settings, entries):
     assert found["working space"] == 2 * mlp * width + 8 * 8 * mlp  # a layer in bf16, and two of the largest B or A
     inputs = settings.layers * 2 * 32 * width * 2
     assert inputs < found["kept for the backward pass"] < 2.5 * inputs
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_gradients_come_as_what_is_kept_of_other_layers_goes(is_recomputed):
+    train, name = {"train.checkpointing": is_recomputed}, "gradients of what is trained"
+    whole = strategies.create("fedqsn").adapter
+    kept = activations.count(SMALL, whole, 2, 32, bf16=False)
+    gone = kept.of(3, is_recomputed) - kept.layer
+    all_of_them = 4 * base.of(SMALL).parameters
+    assert 0 < gone < all_of_them
+    for changed, expected in ({}, all_of_them - gone), ({"train.accumulate": 2}, all_of_them):
+        assert parts_of(memory.plan(SMALL, config_of(**train | changed), whole, on_gpu=False))[name] == expected
+    many = config_of(**train, **{"train.batch-size": 64})
+    assert parts_of(memory.plan(SMALL, many, whole, on_gpu=False))[name] == 0
+
+
+@pytest.mark.parametrize(
+    "on_gpu,changed,keys,matrices",
+    [(True, {}, 2, 3), (True, {"train.checkpointing": True}, 2, 1), (True, {}, 4, 0), (False, {}, 2, 0),
+     (True, {"train.precision": "bf16"}, 2, 0)],
+)  # fmt: skip
+def test_on_a_gpu_in_fp32_heads_that_share_keys_keep_a_matrix_of_tokens_by_tokens(on_gpu, changed, keys, matrices):
+    """Seen on an H200: of 32 heads on 8 of keys, 8 rows of 512 tokens, a layer kept (8, 32, 512, 512) in fp32."""
+    settings = Settings("llama", SMALL.values | {"num_key_value_heads": keys})
+    config = config_of(**changed)
+    kept = activations.count(settings, LORA, 2, 32, bf16=config.train.precision == "bf16")
+    found = parts_of(memory.plan(settings, config, LORA, on_gpu))["kept for the backward pass"]
+    assert found - kept.of(3, config.train.checkpointing) == matrices * 4 * 2 * 4 * 32 * 32
 
 
 def test_a_site_of_several_processes_divides_rows_and_with_shard_base_the_base():
