@@ -46,12 +46,12 @@ def mask(key: bytes, number: int, keep: float, shape: tuple[int, ...], device: t
     if device.type == "cpu":
         return rng.decided(_context(key, number, _ENTRIES), lambda: _context(key, number, _TIES), keep, shape)
     first, rest = rng.threshold(keep)
-    entries, ties = (state(key, number, stream).to(device) for stream in (_ENTRIES, _TIES))
+    both = states(key, number).to(device)
     kernels = compiled.kernels(device)
     if kernels and first < 256 and count:
-        found: Tensor = kernels.mask(entries, ties, first, rest, count)
+        found: Tensor = kernels.mask(both, first, rest, count)
         return found.view(shape)
-    return decided(entries, ties, first, rest, count).view(shape)
+    return decided(both[0], both[1], first, rest, count).view(shape)
 
 
 def _context(key: bytes, number: int, stream: int) -> CipherContext:
@@ -62,9 +62,10 @@ def _nonce(number: int, stream: int) -> bytes:
     return number.to_bytes(8, "little") + stream.to_bytes(4, "little")
 
 
-def state(key: bytes, number: int, stream: int) -> Int32[Tensor, "16"]:
-    """The first block before its rounds, on the CPU: constant, key, the block's number 0, nonce."""
-    return torch.frombuffer(bytearray(_CONSTANT + key + bytes(4) + _nonce(number, stream)), dtype=torch.int32)
+def states(key: bytes, number: int) -> Int32[Tensor, "2 16"]:
+    """The first blocks of entries and ties before their rounds, on the CPU: constant, key, block number 0, nonce."""
+    blocks = [_CONSTANT + key + bytes(4) + _nonce(number, stream) for stream in (_ENTRIES, _TIES)]
+    return torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.int32).view(2, 16)
 
 
 def decided(

@@ -4,8 +4,8 @@ A mask has one bit a column, True where the column is visible. A weight and its 
 and an output head that is not tied to it: their columns are the features of the hidden state. A tied head is the same
 tensor as the embedding and so has its mask.
 
-    pack(x, M)[..., j'] = x[..., j] for the visible columns j, in their order
-    unpack(pack(x, M), M) = x where M is True, 0 elsewhere
+    pack(x, J)[..., j'] = x[..., j] for the visible columns j, J = positions(M), in their order
+    unpack(pack(x, J), M) = x where M is True, 0 elsewhere
 
 | case | result |
 |---|---|
@@ -15,8 +15,10 @@ tensor as the embedding and so has its mask.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from jaxtyping import Bool, Shaped
+from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
 
@@ -25,9 +27,18 @@ def along(row: Shaped[Tensor, " n"], axis: int, ndim: int) -> Shaped[Tensor, "..
     return row.reshape([-1 if i == axis else 1 for i in range(ndim)])
 
 
-def pack(x: Shaped[Tensor, "..."], visible: Bool[Tensor, " n"], axis: int) -> Shaped[Tensor, "..."]:
-    """The visible columns, contiguous."""
-    return x.index_select(axis, visible.nonzero().squeeze(1).to(x.device))
+def positions(visible: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+    """The visible columns of each layer, ascending, on `device`; all in one copy, for a GPU is waited for at each."""
+    found = {layer: mask.nonzero().squeeze(1) for layer, mask in visible.items()}
+    if not found or device is None:
+        return found
+    there = torch.cat(list(found.values())).to(device)
+    return dict(zip(found, torch.split(there, [len(places) for places in found.values()]), strict=True))
+
+
+def pack(x: Shaped[Tensor, "..."], positions: Int64[Tensor, " m"], axis: int) -> Shaped[Tensor, "..."]:
+    """The columns at these positions, contiguous."""
+    return x.index_select(axis, positions.to(x.device))
 
 
 def packed_shape(shape: tuple[int, ...], visible: Bool[Tensor, " n"], axis: int) -> tuple[int, ...]:

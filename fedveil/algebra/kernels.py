@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 _LANES = 128  # blocks of a keystream in a program, one a thread
 _DRAWN = 64 * _LANES  # entries of a mask in a program
-_PACKED = 4096  # entries in a program that packs or unpacks
+_PACKED = 2048  # entries in a program that packs or unpacks
 _CODED = 4096  # entries in a program that quantises, or one block
 
 
@@ -36,8 +36,7 @@ def _there(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 def trial(device: torch.device) -> None:
     """Runs every kernel once. Raises whatever keeps one from working."""
-    state = torch.zeros(16, dtype=torch.int32, device=device)
-    drawn = mask(state, state, 128, 1, 100)
+    drawn = mask(torch.zeros(2, 16, dtype=torch.int32, device=device), 128, 1, 100)
     values = torch.ones(100, dtype=torch.int16, device=device)
     unpack(pack(values, drawn), drawn, counted(drawn)[0])
     for middles in ((), (0.0,)):
@@ -45,21 +44,21 @@ def trial(device: torch.device) -> None:
 
 
 @_there
-def mask(entries: Tensor, ties: Tensor, first: int, rest: int, count: int) -> Tensor:
+def mask(states: Tensor, first: int, rest: int, count: int) -> Tensor:
     """`chacha.decided` for `first` below 256 and at least one entry: (count,), bool."""
     programs = -(-count // _DRAWN)
-    out = torch.empty(programs * _DRAWN, dtype=torch.uint8, device=entries.device)
-    tied = torch.empty(programs, dtype=torch.int32, device=entries.device)
+    out = torch.empty(programs * _DRAWN // 4, dtype=torch.int32, device=states.device)
+    tied = torch.empty(programs, dtype=torch.int32, device=states.device)
     splat = int.from_bytes(bytes([first] * 4), "little", signed=True)
-    _draw[(programs,)](entries, out.view(torch.int32), tied, splat, rest > 0, _LANES)
+    _draw[(programs,)](states[0], out, tied, splat, rest > 0, _LANES)
     if rest:
         ends = tied.cumsum(0)
         blocks = -(-int(ends[-1]) // (16 * _LANES)) * _LANES
         words = torch.empty(max(1, blocks) * 16, dtype=torch.int32, device=out.device)
         if blocks:
-            _words[(blocks // _LANES,)](ties, words, _LANES)
-        _settle[(programs,)](out, words, ends - tied, rest, _DRAWN)
-    return out[:count].view(torch.bool)
+            _words[(blocks // _LANES,)](states[1], words, _LANES)
+        _settle[(programs,)](out, words, ends, rest, _DRAWN // 4)
+    return out.view(torch.bool)[:count]
 
 
 @triton.jit
@@ -145,44 +144,58 @@ def _draw(state, out, tied, splat, TIES: tl.constexpr, LANES: tl.constexpr):
     tl.store(out + _places(LANES), found.to(tl.int32, bitcast=True))
 
 
+@triton.jit
+def _before(ends):
+    """What the programs before this one have; `ends` has what there is until the end of each."""
+    number = tl.program_id(0)
+    return tl.load(ends + number - 1, mask=number > 0, other=0)
+
+
 @triton.jit(do_not_specialize=["rest"])
-def _settle(drawn, words, starts, rest, SIZE: tl.constexpr):
-    """Decides what ties: the ties in their order take the words."""
+def _settle(drawn, words, ends, rest, SIZE: tl.constexpr):
+    """Decides what ties, four entries a word: the ties in their order take the words."""
     at = drawn + tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    ties = tl.load(at) == 2
-    rank = tl.load(starts + tl.program_id(0)) + tl.cumsum(ties.to(tl.int32), 0) - 1
-    word = tl.load(words + rank, mask=ties, other=0).to(tl.uint32, bitcast=True) >> 8
-    tl.store(at, (word.to(tl.int32) < rest).to(tl.uint8), mask=ties)
+    found = tl.load(at)
+    ties = (found >> 1) & 0x01010101
+    upto = ties * 0x01010101  # in each byte the ties of the word until there
+    many = upto >> 24
+    words += _before(ends)  # so that the ranks of this program fit into int32
+    rank = tl.cumsum(many, 0) - many - 1
+    for i in tl.static_range(4):
+        tied = ((ties >> (8 * i)) & 1) != 0
+        word = tl.load(words + rank + ((upto >> (8 * i)) & 255), mask=tied, other=0).to(tl.uint32, bitcast=True) >> 8
+        found -= tl.where(tied, 2 - (word.to(tl.int32) < rest).to(tl.int32), 0) << (8 * i)
+    tl.store(at, found, mask=many > 0)
 
 
 @_there
 def pack(values: Tensor, mask: Tensor) -> Tensor:
     """The entries of `values`, flat integers, under the flat mask's ones, in their order."""
-    starts, ones = counted(mask)
+    ends, ones = counted(mask)
     out = torch.empty(ones, dtype=values.dtype, device=values.device)
     if ones:
-        _gather[(len(starts),)](values, mask.view(torch.uint8), starts, out, len(mask), _PACKED)
+        _gather[(len(ends),)](values, mask.view(torch.uint8), ends, out, len(mask), _PACKED)
     return out
 
 
 @_there
-def unpack(values: Tensor, mask: Tensor, starts: Tensor) -> Tensor:
+def unpack(values: Tensor, mask: Tensor, ends: Tensor) -> Tensor:
     """`values`, flat integers, as many as the flat mask has ones, in the ones' places, and zeros elsewhere."""
     out = torch.empty(len(mask), dtype=values.dtype, device=values.device)
     if len(mask):
-        _scatter[(len(starts),)](values, mask.view(torch.uint8), starts, out, len(mask), _PACKED)
+        _scatter[(len(ends),)](values, mask.view(torch.uint8), ends, out, len(mask), _PACKED)
     return out
 
 
 @_there
 def counted(mask: Tensor) -> tuple[Tensor, int]:
-    """The number of ones before the entries of every program, and of all in a flat mask."""
-    counts = torch.zeros(-(-len(mask) // _PACKED), dtype=torch.int32, device=mask.device)
+    """The number of ones until the end of every program's entries, and of all in a flat mask."""
+    counts = torch.empty(-(-len(mask) // _PACKED), dtype=torch.int32, device=mask.device)
     if not len(mask):
         return counts, 0
     _count[(len(counts),)](mask.view(torch.uint8), counts, len(mask), _PACKED)
     ends = counts.cumsum(0)
-    return ends - counts, int(ends[-1])
+    return ends, int(ends[-1])
 
 
 @triton.jit
@@ -203,19 +216,19 @@ def _count(mask, counts, n, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _gather(values, mask, starts, out, n, SIZE: tl.constexpr):
+def _gather(values, mask, ends, out, n, SIZE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * SIZE
     kept = _loaded(mask, start, n, SIZE).to(tl.int32)
     rank = tl.cumsum(kept, 0) - 1
-    tl.store(out + tl.load(starts + tl.program_id(0)) + rank, _loaded(values, start, n, SIZE), mask=kept != 0)
+    tl.store(out + _before(ends) + rank, _loaded(values, start, n, SIZE), mask=kept != 0)
 
 
 @triton.jit
-def _scatter(values, mask, starts, out, n, SIZE: tl.constexpr):
+def _scatter(values, mask, ends, out, n, SIZE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * SIZE
     kept = _loaded(mask, start, n, SIZE).to(tl.int32)
     rank = tl.cumsum(kept, 0) - 1
-    value = tl.load(values + tl.load(starts + tl.program_id(0)) + rank, mask=kept != 0, other=0)
+    value = tl.load(values + _before(ends) + rank, mask=kept != 0, other=0)
     at = tl.arange(0, SIZE)
     if start + SIZE <= n:
         tl.store(out + start + at, value)
@@ -234,12 +247,18 @@ def quantise(flat: Tensor, block: int, half: int, middles: Sequence[float]) -> t
     codes = torch.empty(len(flat), dtype=torch.uint8, device=flat.device)
     scales = torch.empty(blocks, device=flat.device)
     if blocks:
-        edges = torch.tensor(middles or (0.0,), dtype=torch.float32, device=flat.device)
+        edges = _edges(tuple(middles), flat.device)
         # Fused, a product and a sum are rounded once; the CPU rounds both.
         _code[(-(-blocks // rows),)](
             flat, codes, scales, edges, len(flat), block, half, len(middles), wide, rows, enable_fp_fusion=False
         )
     return codes, scales
+
+
+@functools.cache
+def _edges(middles: tuple[float, ...], device: torch.device) -> Tensor:
+    """On the device once: for each tensor of a model anew, the GPU would be waited for as often."""
+    return torch.tensor(middles or (0.0,), dtype=torch.float32, device=device)
 
 
 @triton.jit

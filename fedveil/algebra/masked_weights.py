@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedveil.algebra import quantise
-from fedveil.algebra.columns import along, pack, unpack
+from fedveil.algebra.columns import along, pack, positions, unpack
 from fedveil.algebra.quantise import Quantiser
 from fedveil.contract.codec import Coded, Value
 from fedveil.contract.layout import Direction, Field, Payload
@@ -61,11 +61,11 @@ class Veil:
         coded is so there, and stays there. Raises TaskError where a value that is to be coded is not finite.
         """
         fields: dict[str, Value] = {_VISIBLE + layer: mask for layer, mask in visible.items()}
-        coded = []
+        coded, shown = [], positions(visible, device)
         for name, w in weights.items() if isinstance(weights, Mapping) else weights:
             w = w.to(device) if name in self.masked or name in self.coders else w
             if name in self.masked:
-                w = pack(w, visible[self.masked[name].columns], self.masked[name].axis)
+                w = pack(w, shown[self.masked[name].columns], self.masked[name].axis)
                 w = w.mul_(scale) if scale != 1.0 else w
             if name in self.coders:
                 coded.append(self.coders[name].coded(w))

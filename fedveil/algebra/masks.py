@@ -133,9 +133,9 @@ def unpack(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "*s"]) -> 
 def _unpacked_there(name: str, values: Tensor, mask: Tensor) -> Tensor:
     """The same on a GPU, where both lie, flat."""
     if kernels := compiled.kernels(values.device):
-        starts, ones = kernels.counted(mask)
+        ends, ones = kernels.counted(mask)
         _check(name, values, ones)
-        found: Tensor = kernels.unpack(_integers(values), mask, starts)
+        found: Tensor = kernels.unpack(_integers(values), mask, ends)
         return found.view(values.dtype)
     _check(name, values, _ones(mask))
     return torch.zeros(len(mask), dtype=values.dtype, device=values.device).masked_scatter_(mask, values)

@@ -161,10 +161,10 @@ def test_the_loss_and_its_gradient_wait_for_the_gpu_no_more_than_the_library(gpu
 
 
 @pytest.mark.gpu
-def test_adamw_is_fused_on_a_gpu(gpu):
+def test_adamw_is_fused_there_too(gpu):
     parameter = torch.nn.Parameter(torch.ones(3, device=gpu))
     optimiser = optimisers.create([parameter], run_config.parse({}).train)
-    assert bool(optimiser.param_groups[0]["fused"]) == (gpu == "cuda")
+    assert optimiser.param_groups[0]["fused"]
     parameter.sum().backward()
     optimiser.step()
     assert float(parameter.detach().max()) < 1
