@@ -59,13 +59,13 @@ _TESTS = ("beartype", "cryptography", "pydantic", "pytest", "typing-extensions",
 _FEDERATION = (*CONSOLE, *_MODELS, "datasets", "flwr", "grpcio", "pillow")
 # `quick`: the full form takes longer than its share on a machine that was measured, or needs a base nobody bundles.
 PARTS = (
-    Part("tests", 110, _TESTS),
-    Part("fedqsn/speed", 70, (*CONSOLE, *_MODELS), quick=True),
-    Part("random_binary/speed", 25, (*CONSOLE, "jaxtyping", "numpy", "scipy", "torch")),
-    Part("dp_fpl/speed", 70, (*CONSOLE, *_MODELS, "datasets", "opacus", "pillow"), quick=True, data="caltech101"),
-    Part("core/training", 105, (*CONSOLE, *_MODELS)),
-    Part("core/planned", 60, (*CONSOLE, *_MODELS, "bitsandbytes")),
-    Part("core/worker", 120, _FEDERATION, quick=True),
+    Part("tests", 105, _TESTS),
+    Part("fedqsn/speed", 60, (*CONSOLE, *_MODELS), quick=True),
+    Part("random_binary/speed", 15, (*CONSOLE, "jaxtyping", "numpy", "scipy", "torch")),
+    Part("dp_fpl/speed", 60, (*CONSOLE, *_MODELS, "datasets", "opacus", "pillow"), quick=True, data="caltech101"),
+    Part("core/training", 115, (*CONSOLE, *_MODELS)),
+    Part("core/planned", 75, (*CONSOLE, *_MODELS, "bitsandbytes")),
+    Part("core/worker", 130, _FEDERATION, quick=True),
 )
 
 _PROBE = """

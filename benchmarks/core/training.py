@@ -2,7 +2,8 @@
 
 The bare loop is plain transformers and peft, written without a line of FedVeil's training: its batches lie on the
 device before the clock starts, and it waits for the device once, at its end. Both have the same model, adapter,
-precision and rows in each batch; their repeats alternate in one process. A first repeat of each is not counted.
+precision and rows in each batch; their repeats alternate in one process. A first repeat of each is not counted, and all
+have the same batches: on a GPU whoever meets a length first waits for the plans of its kernels.
 
 "tokens" are those of the rows, padding apart. "seconds_around" is what a training needs besides its steps: weights
 in and out, and the loss of the weights received. "working_mb" is the peak on the GPU beyond what lay there before.
@@ -66,7 +67,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
                 )
             measured[name] = []
             for repeat in range(settings["repeats"] + 1):
-                pair = _peak(ours, repeat, device), _peak(bare, repeat, device)
+                pair = _peak(ours, device), _peak(bare, device)
                 label = f"repeat {repeat}" if repeat else "warm-up"
                 options.say(
                     f"{name}: {label}: {pair[0].tokens_per_second:,.0f} and {pair[1].tokens_per_second:,.0f} tokens/s"
@@ -105,8 +106,8 @@ def _verdicts(rows: Sequence[Mapping[str, Any]], device: torch.device) -> list[s
     medians = {row["name"]: {key: m["median"] for key, m in row["metrics"].items()} for row in rows}
     ratios = {row["name"]: row["metrics"]["ratio"]["of_medians"] for row in rows}
     default = medians["default"]
-    reached = "reached" if ratios["default"] >= _ASKED else "missed"
-    asked = f"asked: at least {_ASKED}, {reached}" if device.type == "cuda" else f"at least {_ASKED} is asked on a GPU"
+    held = "held" if ratios["default"] >= _ASKED else "NOT HELD"
+    asked = f"asked: at least {_ASKED}, {held}" if device.type == "cuda" else f"at least {_ASKED} is asked on a GPU"
     lines = [
         f"default: {default['tokens_per_second']:,.0f} tokens/s, the bare loop "
         f"{default['bare_tokens_per_second']:,.0f}: a ratio of {ratios['default']:.3f} ({asked})."
@@ -185,9 +186,9 @@ class _Ours:
         self._start = task.initial(rng.initial(_SEED, "benchmark"))
         self.parameters = sum(weight.numel() for weight in self._start.values())
 
-    def train(self, repeat: int) -> _Measured:
+    def train(self) -> _Measured:
         seen: list[Step] = []
-        local = self._task.trainer(self._rows, rng.initial(repeat, "batches"), seen.append)
+        local = self._task.trainer(self._rows, rng.initial(_SEED, "batches"), seen.append)
         report = local.train(self._start).report
         last = seen[-1]
         return _Measured(last.tokens / last.seconds, last.tokens, report["train_seconds"] - last.seconds)
@@ -219,8 +220,8 @@ class _Bare:
         self.parameters = sum(p.numel() for p in self._trained)
         self._model: Any = torch.compile(model, dynamic=True) if of.keys.get("train.compile", False) else model
 
-    def train(self, repeat: int) -> _Measured:
-        steps = self._steps(repeat)
+    def train(self) -> _Measured:
+        steps = self._steps()
         fused = True if self._device.type == "cuda" else None
         optimiser = torch.optim.AdamW(self._trained, lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, fused=fused)
         losses = []
@@ -241,9 +242,9 @@ class _Bare:
         tokens = sum(len(row.ids) for row in self._rows)
         return _Measured(tokens / seconds, tokens)
 
-    def _steps(self, repeat: int) -> list[tuple[list[dict[str, torch.Tensor]], torch.Tensor]]:
+    def _steps(self) -> list[tuple[list[dict[str, torch.Tensor]], torch.Tensor]]:
         """An epoch on the device: the batches of each step, and how many target tokens they have."""
-        generator = rng.initial(repeat, "batches").torch_generator()
+        generator = rng.initial(_SEED, "batches").torch_generator()
         drawn = batches.order(self._rows, self._batch, generator, self._by_length)  # ours too: the padding is the same
         rows = [self._rows[i] for i in drawn]
         cut = [rows[i : i + self._batch] for i in range(0, len(rows), self._batch)]
@@ -274,12 +275,12 @@ class _Bare:
             torch.cuda.synchronize(self._device)
 
 
-def _peak(side: _Ours | _Bare, repeat: int, device: torch.device) -> _Measured:
+def _peak(side: _Ours | _Bare, device: torch.device) -> _Measured:
     """One repeat, on a GPU with its peak memory."""
     if device.type != "cuda":
-        return side.train(repeat)
+        return side.train()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    measured = side.train(repeat)
+    measured = side.train()
     peak = torch.cuda.max_memory_allocated(device)
     return _Measured(measured.tokens_per_second, measured.tokens, measured.seconds_around, (peak - before) / 1e6)
