@@ -53,7 +53,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         for name, batches in answers[0].items()
     }
     rows = [{"name": n, "metrics": {m: resampling.interval(f) for m, f in of.items()}} for n, of in figures.items()]
-    claims = common.table(common.compared(figures, settings.get("claims", []), "+.2f"), len(answers))
+    claims = common.table(common.compared(figures, common.claims_of(settings), "+.2f"), len(answers))
     said = [*_verdicts({row["name"]: row["metrics"] for row in rows}, settings), *claims]
     return Outcome(rows, said, [f"this run: {settings['batches']} batches a seed, {len(answers)} seeds"])
 

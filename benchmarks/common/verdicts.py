@@ -120,6 +120,12 @@ def claim_in_words(claim: Mapping[str, Any]) -> str:
     return f"it {claim['is']}" + (f" (within {claim['margin']:g})" if "margin" in claim else "")
 
 
+def claims_of(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A preset's claims; those that need a margin and have none have that of the settings, where it has one."""
+    shared = {"margin": settings["margin"]} if "margin" in settings else {}
+    return [(shared if claim["is"] in _NEED_MARGIN else {}) | claim for claim in settings.get("claims", [])]
+
+
 def compared(
     rows: Mapping[str, Mapping[str, Figure]], claims: Sequence[Mapping[str, Any]], form: str = "+.3f"
 ) -> list[tuple[str, Said]]:

@@ -79,7 +79,7 @@ def run(settings: dict[str, Any], options: Options) -> Outcome:
         f"{config['run.rounds']} rounds of {config['train.max-steps']} steps of {config['train.batch-size']} rows, "
         f"the last {settings['averaged']} rounds averaged; {len(answers)} seeds"
     )
-    said = common.table(common.compared(figures, settings.get("claims", []), "+.1f"), len(answers))
+    said = common.table(common.compared(figures, common.claims_of(settings), "+.1f"), len(answers))
     return Outcome(rows, said, [done])
 
 

@@ -111,7 +111,7 @@ def verdicts(figures: Mapping[str, Mapping[str, Figure]], settings: Mapping[str,
             else:
                 sides = ("below 0.5", "above 0.5", "not told from 0.5")
                 found.append((text, common.told(resampling.less(figure, resampling.fixed(0.5)), *sides)))
-    found += common.compared(figures, settings.get("claims", []))
+    found += common.compared(figures, common.claims_of(settings))
     said = common.table(found, max(len(of_row[LOSS].seeds) for of_row in figures.values()))
     return [*common.controls(controls), *said]
 

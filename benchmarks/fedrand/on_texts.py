@@ -84,7 +84,7 @@ def outcome(done: Sequence[Mapping[str, Run]], settings: Settings) -> Outcome:
     runs = {name: [of_seed[name] for of_seed in whole] for name in names}
     figures = {name: figures_of([r.scores for r in measured]) for name, measured in runs.items()}
     rows = [_row(name, measured, figures[name]) for name, measured in runs.items()]
-    claims = common.table(common.compared(figures, settings.get("claims", [])), len(whole))
+    claims = common.table(common.compared(figures, common.claims_of(settings)), len(whole))
     followed = {name: [_curve(r) for r in measured] for name, measured in runs.items()}
     costs = curves.costs(followed, settings.get("curve_targets", []))
     return Outcome(rows, [*_verdicts(runs, settings), *claims, *costs, *said], [f"this run: {len(whole)} seeds"])

@@ -38,7 +38,7 @@ def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[s
         said.append(common.how("all pairs of an order", seeds))
     said += _controls(rows, settings)
     of_claims = max((len(f.seeds) for of_row in rows.values() for f in of_row.values()), default=0)
-    said += common.table(common.compared(rows, settings.get("claims", [])), of_claims)
+    said += common.table(common.compared(rows, common.claims_of(settings)), of_claims)
     pairs = settings.get("errors", [])
     errors = [[rows[f"{name} client"]["reconstruction error"] for name in pair] for pair in pairs]
     less = [resampling.less(smaller, larger) for smaller, larger in errors]

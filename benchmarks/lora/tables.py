@@ -19,5 +19,5 @@ def outcome(answers: Answers, settings: Mapping[str, Any], said: Sequence[str] =
         for name, metrics in answers[0].items()
     }
     rows = [{"name": n, "metrics": {m: resampling.interval(f) for m, f in of.items()}} for n, of in figures.items()]
-    claims = common.table(common.compared(figures, settings.get("claims", []), "+.2f"), len(answers))
+    claims = common.table(common.compared(figures, common.claims_of(settings), "+.2f"), len(answers))
     return Outcome(rows, [*said, *claims], [f"this run: {len(answers)} seeds"])

@@ -133,6 +133,15 @@ def test_a_claim_of_equality_without_a_margin_is_refused(claim, message):
         verdicts.claimed(by_seed(1.0, 2.0), claim)
 
 
+def test_the_margin_of_a_preset_is_that_of_its_claims_that_need_one_and_have_none():
+    claims = [{"is": "equal"}, {"is": "not lower", "margin": 3.0}, {"is": "lower"}]
+    assert verdicts.claims_of({"margin": 2.0, "claims": claims}) == [
+        {"is": "equal", "margin": 2.0}, {"is": "not lower", "margin": 3.0}, {"is": "lower"},
+    ]  # fmt: skip
+    assert verdicts.claims_of({"claims": claims}) == claims
+    assert verdicts.claims_of({"margin": 2.0}) == []
+
+
 def test_words_are_corrected_together():
     """Student's t with two degrees of freedom: p is 1 - t / sqrt(2 + t^2)."""
     alone = verdicts.told(by_seed(0.9, 1.0, 1.1))
