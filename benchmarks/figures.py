@@ -104,6 +104,16 @@ _OF_DP_FPL = (
 _ALONE, _TWICE = "one client alone", tuple(f"{name}, 2 x rounds" for name in ("FedRand", "RoLoRA", "FFA-LoRA"))
 _ON_TEXTS = (_ALONE, *_LORA, *_TWICE)
 _OWN = {_ALONE: "loss", "FedSA-LoRA": "client_loss"}  # rows without a model at the server
+
+
+def _on_texts(preset: str) -> Figure:
+    series = {
+        "server's model": tuple(None if row in _OWN else (row, "loss") for row in _ON_TEXTS),
+        "a client's own": tuple((row, _OWN[row]) if row in _OWN else None for row in _ON_TEXTS),
+    }
+    return Figure(preset, "loss on test rows, nats a token", _ON_TEXTS, series)
+
+
 _BITS = ("w = 1", "w = 2", "w = 3", "w = 4")
 FIGURES = {
     "fedrand": Figure(
@@ -116,15 +126,8 @@ FIGURES = {
         },  # calibrated, all its rows are alike
         guess=0.5,
     ),
-    "lora-quality": Figure(
-        "lora/quality",
-        "loss on test rows, nats a token",
-        _ON_TEXTS,
-        {
-            "server's model": tuple(None if row in _OWN else (row, "loss") for row in _ON_TEXTS),
-            "a client's own": tuple((row, _OWN[row]) if row in _OWN else None for row in _ON_TEXTS),
-        },
-    ),
+    "lora-quality": _on_texts("lora/quality"),
+    "lora-viggo": _on_texts("lora/viggo"),
     "dp-fpl": Figure(
         "dp_fpl/table2",
         "per cent right",
