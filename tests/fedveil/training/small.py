@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedveil import config as run_config
 from fedveil.adapters.lora import Lora
+from fedveil.rows.batches import TokenRow
 from fedveil.tasks import load
 from fedveil.tasks.text_generation import TextGeneration
 
@@ -28,3 +29,13 @@ def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor], start: Mapping
     """How far two trainings, of any device, end from each other, beside how far the first went from `start`."""
     norms = [float(torch.stack([(one[n].cpu() - to[n].cpu()).norm() for n in start]).norm()) for to in (other, start)]
     return norms[0] / norms[1]
+
+
+def gradients(task: TextGeneration, rows: list[TokenRow]) -> dict[str, torch.Tensor]:
+    """Of the mean loss of one batch; the parameters are left without."""
+    batch = task.collate(rows)
+    (task.loss_sum(batch) / batch.terms).backward()
+    found = {name: p.grad.clone() for name, p in task.trained.items()}
+    for p in task.trained.values():
+        p.grad = None
+    return found

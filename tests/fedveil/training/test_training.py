@@ -1,13 +1,10 @@
-"""Local training beyond its plain loop: accumulation, bucketing, recomputed activations, the watch, what waits for a
-GPU.
-"""
+"""Local training beyond its plain loop: accumulation, losses that are not finite, the watch, what waits for a GPU."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import threading
-from collections import Counter
 
 import pytest
 import torch
@@ -15,63 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil import config as run_config
 from fedveil import strategies
-from fedveil.adapters.all_weights import AllWeights
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import memory
 from fedveil.rng import Stream
 from fedveil.rows import batches
-from fedveil.rows.batches import TokenRow
 from fedveil.tasks import load
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import optimisers, per_sample, progress
-from fedveil.training.threads import threads
-from tests.fedveil.training.small import DATA, KEY, make
-
-
-@pytest.fixture(scope="module")
-def task() -> TextGeneration:
-    return make()
-
-
-@pytest.fixture
-def configured(task, monkeypatch):
-    """The one loaded task under other keys: a base costs more to load than to train here."""
-
-    def configure(**keys: object) -> TextGeneration:
-        flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
-        monkeypatch.setattr(task, "config", run_config.parse(flat))
-        return task
-
-    return configure
-
-
-@pytest.fixture
-def one_thread():
-    """How a sum is split over threads shows in its last bits."""
-    with threads(run_config.parse({"run.deterministic": True})):
-        yield
-
-
-@pytest.fixture(scope="module")
-def rows(task) -> list[TokenRow]:
-    return task.encode(task.examples(DATA, "train")[:29])
-
-
-@pytest.fixture(scope="module")
-def start(task) -> dict[str, torch.Tensor]:
-    """No zero factor: with B = 0 the gradient of A is 0, and an error in it would not show."""
-    generator = torch.Generator().manual_seed(271828)
-    return {n: 0.05 * torch.randn(s.shape, generator=generator) for n, s in task.spec.items()}
-
-
-def gradients(task: TextGeneration, rows: list[TokenRow]) -> dict[str, torch.Tensor]:
-    """Of the mean loss of one batch; the parameters are left without."""
-    batch = task.collate(rows)
-    (task.loss_sum(batch) / batch.terms).backward()
-    found = {name: p.grad.clone() for name, p in task.trained.items()}
-    for p in task.trained.values():
-        p.grad = None
-    return found
+from tests.fedveil.training.small import KEY, gradients, make
 
 
 @pytest.mark.long
@@ -160,125 +107,6 @@ def test_what_an_error_left_of_a_gradient_is_dropped(configured, rows, start, mo
     assert any(p.grad is not None for p in task.trained.values())
     again = task.trainer(rows, Stream(KEY)).train(start)
     assert all(torch.equal(again.weights[n], expected.weights[n]) for n in start)
-
-
-def spread(count: int) -> list[TokenRow]:
-    generator = torch.Generator().manual_seed(141421)
-    lengths = torch.randint(8, 90, (count,), generator=generator).tolist()
-    return [TokenRow([i] * length, 3) for i, length in enumerate(lengths)]
-
-
-def padding(chosen: list[list[TokenRow]]) -> int:
-    return sum(sum(max(len(r.ids) for r in batch) - len(row.ids) for row in batch) for batch in chosen)
-
-
-def test_bucketing_pads_less_and_takes_every_row_once_an_epoch(configured):
-    uneven = spread(531)  # 66 batches of 8 and one of 3; three windows, the last one short
-
-    def epochs(key: bytes, **keys: object) -> list[list[list[TokenRow]]]:
-        local = configured(train__batch_size=8, train__epochs=2, **keys).trainer(uneven, Stream(key))
-        drawn = [list(batch) for batch in local._batches()]
-        assert len(drawn) == 134
-        return [drawn[:67], drawn[67:]]
-
-    plain, bucketed = epochs(KEY), epochs(KEY, train__bucketing=True)
-    for epoch in bucketed:
-        assert Counter(row.ids[0] for batch in epoch for row in batch) == Counter(range(531))
-        assert [len(batch) for batch in epoch] == [8] * 66 + [3]
-        assert padding(epoch) < 0.2 * padding(plain[0])
-        means = [sum(len(row.ids) for row in batch) / len(batch) for batch in epoch]
-        assert 20 < sum(later < earlier for earlier, later in itertools.pairwise(means)) < 46  # no sorted epoch
-    assert bucketed[0] != bucketed[1]
-    assert epochs(KEY, train__bucketing=True) == bucketed
-    assert epochs(bytes(32), train__bucketing=True) != bucketed
-
-
-def test_bucketing_leaves_the_last_short_batch_to_chance():
-    """Sorted rows would end with the longest ones of a window, and these would count most in a mean over batches."""
-    uneven = spread(70)
-    mean = sum(row.length for row in uneven) / 70
-    short = [
-        uneven[i].length
-        for seed in range(60)
-        for i in batches.order(uneven, 8, torch.Generator().manual_seed(seed), True)[64:]
-    ]
-    assert abs(sum(short) / len(short) - mean) < 5  # 360 draws, of a standard deviation of 24
-
-
-def test_bucketing_and_accumulation_keep_batches_whole(configured):
-    """A step's batches are those that were cut: rows of like length stay together."""
-    local = configured(train__batch_size=4, train__accumulate=3, train__bucketing=True).trainer(spread(62), Stream(KEY))
-    steps = [local._collated(rows) for rows in local._batches()]
-    assert [[len(batch.ids) for batch in step] for step in steps] == [[4, 4, 4]] * 5 + [[2]]
-    whole = [batch for step in steps for batch in step if len(batch.ids) == 4]
-    apart = [int(batch.mask.sum(1).max() - batch.mask.sum(1).min()) for batch in whole]
-    assert max(apart) < 25
-
-
-def test_recomputed_activations_give_the_same_gradients(configured, rows, start):
-    task = configured()
-    task.base.put(start)
-    block = task.base.model.transformer.h[1]
-    passes, kept = [], []
-    hook = block.mlp.c_fc.base_layer.register_forward_hook(lambda *_: passes.append(block.training))
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        expected = gradients(task, rows[:6])
-        plain, passes_plain = sum(kept), list(passes)
-        kept.clear()
-        passes.clear()
-        with configured(train__checkpointing=True).training(Stream(KEY)):
-            got = gradients(task, rows[:6])
-            flags = {name for name, m in task.base.model.named_modules() if m.training}
-            how = [h._gradient_checkpointing_func.keywords for h in task.base.model.transformer.h]
-    hook.remove()
-    assert how == [{"use_reentrant": False, "preserve_rng_state": False}] * 4
-    assert (passes_plain, passes) == ([False], [True, True])
-    assert flags == {f"transformer.h.{i}" for i in range(4)}  # and what is inside drops nothing out
-    assert sum(kept) < plain  # only what lies outside the layers passes these hooks, and each layer's input
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-    assert not any(m.training for m in task.base.model.modules())
-
-
-def test_checkpointing_trains_to_the_same_weights_and_leaves_generation_alone(configured, rows, start):
-    plain = configured(train__max_steps=3, train__batch_size=4).trainer(rows, Stream(KEY)).train(start)
-    task = configured(train__max_steps=3, train__batch_size=4, train__checkpointing=True, evaluate__max_new_tokens=6)
-    passes = []
-    hook = task.base.model.transformer.h[0].mlp.c_fc.register_forward_hook(
-        lambda *_: passes.append(torch.is_grad_enabled())
-    )
-    saved = task.trainer(rows, Stream(KEY)).train(start)
-    hook.remove()
-    assert passes.count(True) == 2 * 3  # twice a step
-    assert all(torch.equal(saved.weights[n], plain.weights[n]) for n in start)
-    sources = ["name[The Mill]", "name[X], area[riverside]"]
-    texts = task.generate(start, sources)
-    assert texts == configured(evaluate__max_new_tokens=6).generate(start, sources)
-    assert not any(m.training for m in task.base.model.modules())
-
-
-def test_a_layers_own_dropout_is_off_while_it_is_recomputed(configured, rows, start):
-    """OPT's layers drop out by themselves, by their own `training` flag."""
-    task = configured()
-    task.base.put(start)
-    layer = task.base.model.transformer.h[2]
-    layer.dropout = 0.25
-    with memory.recomputing(task.base.model, "tiny"):
-        assert (layer.dropout, layer.training) == (0.0, True)
-    assert (layer.dropout, layer.training) == (0.25, False)
-    del layer.dropout
-
-
-def test_a_model_without_such_layers_is_refused():
-    with (
-        pytest.raises(ConfigError, match=r'train.checkpointing: expected .* found none in "x" \(Linear\); set'),
-        memory.recomputing(torch.nn.Linear(2, 2), "x"),
-    ):
-        pass
 
 
 def poisoned(task: TextGeneration, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
@@ -519,114 +347,3 @@ def test_adamw_is_fused_on_a_cpu_too(task):
     assert (group["lr"], group["weight_decay"]) == (3e-4, 1e-6)
     with pytest.raises(ConfigError, match="train.accumulate: .*found 0"):
         run_config.parse({"train.accumulate": 0})
-
-
-def test_all_weights_train_under_checkpointing_too(rows):
-    task = load(run_config.parse({"train.checkpointing": True, "train.max-steps": 1}), AllWeights(), "cpu")
-    assert isinstance(task, TextGeneration)
-    base = task.initial(Stream(KEY))
-    plain = load(run_config.parse({"train.max-steps": 1}), AllWeights(), "cpu")
-    expected = plain.trainer(rows, Stream(KEY)).train(base)
-    got = task.trainer(rows, Stream(KEY)).train(base)
-    assert all(torch.equal(got.weights[n], expected.weights[n]) for n in base)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("one_thread")
-def test_all_weights_train_as_by_hand_and_belong_to_the_caller(rows):
-    """Bit for bit; the model keeps no copy, and a second training changes nothing of the first."""
-    task = load(run_config.parse({"train.batch-size": 8, "train.learning-rate": 1e-2}), AllWeights(), "cpu")
-    assert isinstance(task, TextGeneration)
-    start = {n: w.clone() for n, w in task.initial(Stream(KEY)).items()}
-    first = task.trainer(rows, Stream(KEY)).train(start).weights
-    assert all(p.untyped_storage().nbytes() == 4 and p.isnan().all() for p in task.trained.values())
-    kept = {n: w.clone() for n, w in first.items()}
-    second = task.trainer(rows[:9], Stream(KEY)).train(first).weights
-    assert all(torch.equal(first[n], w) and not torch.equal(second[n], w) for n, w in kept.items())
-    assert all(torch.equal(task.initial(Stream(KEY))[n], w) for n, w in start.items())  # read anew
-    task.put(start)
-    optimiser = torch.optim.AdamW(task.trained.values(), lr=1e-2, weight_decay=1e-6, fused=True)
-    order = torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()
-    for i in range(0, 29, 8):
-        optimiser.zero_grad()
-        batch = task.collate([rows[j] for j in order[i : i + 8]])
-        (task.loss_sum(batch) / batch.terms).backward()
-        optimiser.step()
-    assert all(torch.equal(first[n], p) for n, p in task.trained.items())
-
-
-def test_weights_that_are_shown_are_read_where_they_lie_and_never_written(rows):
-    task = load(run_config.parse({"train.max-steps": 1}), AllWeights(), "cpu")
-    assert isinstance(task, TextGeneration)
-    start = dict(task.initial(Stream(KEY)))
-    crooked = start | {"transformer.wte.weight": start["transformer.wte.weight"].T.contiguous().T}
-    kept = {n: w.clone() for n, w in start.items()}
-    for weights in (start, crooked):
-        list(task.predict(weights, rows[:2]))
-        shared = {n for n, p in task.trained.items() if p.data_ptr() == weights[n].data_ptr()}
-        assert shared == {n for n, w in weights.items() if w.is_contiguous()}
-        trained = task.trainer(rows, Stream(KEY)).train(weights).weights
-        assert any(not torch.equal(trained[n], w) for n, w in kept.items())
-        assert all(torch.equal(weights[n], w) for n, w in kept.items())
-    with pytest.raises(TaskError, match="expected transformer.wte.weight of shape"):
-        list(task.predict(start | {"transformer.wte.weight": torch.zeros(2, 2)}, rows[:1]))
-
-
-# --- one batch's gradient
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_the_gradient_is_autograd_s_of_the_first_batch_of_the_stream(configured, rows, start):
-    task = configured(train__batch_size=8, train__accumulate=2, train__epochs=0)
-    kept, seen = {n: w.clone() for n, w in start.items()}, []
-    found = task.trainer(rows, Stream(KEY), seen.append).gradient(start)
-    drawn = torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()[:8]
-    task.base.put(start)
-    expected = gradients(task, [rows[i] for i in drawn])
-    assert {n: (g.shape, g.dtype) for n, g in found.weights.items()} == {
-        n: (s.shape, s.dtype) for n, s in task.spec.items()
-    }
-    assert all(torch.equal(found.weights[n], g) for n, g in expected.items())
-    assert all(g.any() for g in expected.values())
-    assert all(torch.equal(start[n], w) for n, w in kept.items())
-    assert all(torch.equal(p, start[n]) and p.grad is None for n, p in task.trained.items())
-    batch = task.collate([rows[i] for i in drawn])
-    with torch.no_grad():
-        loss = float(task.loss_sum(batch) / batch.terms)
-    assert found.report["loss_received"] == pytest.approx(loss, rel=1e-6)
-    assert (found.report["tokens"], found.report["steps"]) == (sum(len(rows[i].ids) for i in drawn), 1)
-    assert (seen[-1].step, seen[-1].steps) == (1, 1)
-
-
-def test_the_gradient_is_the_first_step_of_train(configured, rows, start, monkeypatch):
-    """What reaches the optimiser in `train` of one batch is what `gradient` gives, whatever was left over before."""
-    given = []
-    monkeypatch.setattr(
-        torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]])
-    )
-    task = configured(train__batch_size=5, train__max_steps=1)
-    task.trainer(rows, Stream(KEY)).train(start)
-    for parameter in task.trained.values():
-        parameter.grad = torch.ones_like(parameter)
-    found = task.trainer(rows, Stream(KEY)).gradient(start)
-    for got, expected in zip(found.weights.values(), given[0], strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
-    other = task.trainer(rows, Stream(KEY[::-1])).gradient(start)
-    assert not any(torch.equal(found.weights[n], g) for n, g in other.weights.items())
-
-
-def test_a_tensor_without_gradient_gives_zeros(configured, rows, start, monkeypatch):
-    task = configured(train__batch_size=4)
-    idle = torch.nn.Parameter(torch.ones(3))
-    monkeypatch.setattr(type(task), "trained", {**task.trained, "idle": idle})
-    monkeypatch.setattr(task, "put", lambda weights: None)
-    found = task.trainer(rows, Stream(KEY)).gradient({**start, "idle": torch.ones(3)})
-    assert found.weights["idle"].tolist() == [0.0, 0.0, 0.0]
-    assert set(found.weights) == {*start, "idle"}
-
-
-def test_a_gradient_of_a_loss_that_is_not_finite_is_refused(configured, rows, start):
-    task = configured(train__batch_size=4)
-    broken = {n: w * float("nan") for n, w in start.items()}
-    with pytest.raises(TaskError, match=r"expected a finite loss, found nan at step 1 .* rows (\d+, ){3}\d+; lower"):
-        task.trainer(rows, Stream(KEY)).gradient(broken)

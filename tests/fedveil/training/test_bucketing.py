@@ -1,0 +1,66 @@
+"""Which rows share a batch: by length, every row once an epoch."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import torch
+
+from fedveil.rng import Stream
+from fedveil.rows import batches
+from fedveil.rows.batches import TokenRow
+from tests.fedveil.training.small import KEY
+
+
+def spread(count: int) -> list[TokenRow]:
+    generator = torch.Generator().manual_seed(141421)
+    lengths = torch.randint(8, 90, (count,), generator=generator).tolist()
+    return [TokenRow([i] * length, 3) for i, length in enumerate(lengths)]
+
+
+def padding(chosen: list[list[TokenRow]]) -> int:
+    return sum(sum(max(len(r.ids) for r in batch) - len(row.ids) for row in batch) for batch in chosen)
+
+
+def test_bucketing_pads_less_and_takes_every_row_once_an_epoch(configured):
+    uneven = spread(531)  # 66 batches of 8 and one of 3; three windows, the last one short
+
+    def epochs(key: bytes, **keys: object) -> list[list[list[TokenRow]]]:
+        local = configured(train__batch_size=8, train__epochs=2, **keys).trainer(uneven, Stream(key))
+        drawn = [list(batch) for batch in local._batches()]
+        assert len(drawn) == 134
+        return [drawn[:67], drawn[67:]]
+
+    plain, bucketed = epochs(KEY), epochs(KEY, train__bucketing=True)
+    for epoch in bucketed:
+        assert Counter(row.ids[0] for batch in epoch for row in batch) == Counter(range(531))
+        assert [len(batch) for batch in epoch] == [8] * 66 + [3]
+        assert padding(epoch) < 0.2 * padding(plain[0])
+        means = [sum(len(row.ids) for row in batch) / len(batch) for batch in epoch]
+        assert 20 < sum(later < earlier for earlier, later in itertools.pairwise(means)) < 46  # no sorted epoch
+    assert bucketed[0] != bucketed[1]
+    assert epochs(KEY, train__bucketing=True) == bucketed
+    assert epochs(bytes(32), train__bucketing=True) != bucketed
+
+
+def test_bucketing_leaves_the_last_short_batch_to_chance():
+    """Sorted rows would end with the longest ones of a window, and these would count most in a mean over batches."""
+    uneven = spread(70)
+    mean = sum(row.length for row in uneven) / 70
+    short = [
+        uneven[i].length
+        for seed in range(60)
+        for i in batches.order(uneven, 8, torch.Generator().manual_seed(seed), True)[64:]
+    ]
+    assert abs(sum(short) / len(short) - mean) < 5  # 360 draws, of a standard deviation of 24
+
+
+def test_bucketing_and_accumulation_keep_batches_whole(configured):
+    """A step's batches are those that were cut: rows of like length stay together."""
+    local = configured(train__batch_size=4, train__accumulate=3, train__bucketing=True).trainer(spread(62), Stream(KEY))
+    steps = [local._collated(rows) for rows in local._batches()]
+    assert [[len(batch.ids) for batch in step] for step in steps] == [[4, 4, 4]] * 5 + [[2]]
+    whole = [batch for step in steps for batch in step if len(batch.ids) == 4]
+    apart = [int(batch.mask.sum(1).max() - batch.mask.sum(1).min()) for batch in whole]
+    assert max(apart) < 25
