@@ -177,10 +177,12 @@ def _before(under: list[Part], loaded: Part, file: Part, adapter: Adapter) -> di
 
 def _stepped(spec: Spec, train: TrainConfig, ranks: Ranks, gone: int) -> list[Part]:
     sizes = [4 * _entries(tensor) for tensor in spec.values()]
-    gradients = sum(sizes) if train.accumulate > 1 else max(0, sum(sizes) - gone)
+    gradients = Part("gradients of what is trained", sum(sizes))
+    if train.accumulate == 1:
+        gradients = Part("gradients beyond what is kept", max(0, sum(sizes) - gone))
     sums = [Part("their sums, a piece", min(sum(sizes), max(_PIECE, *sizes)))] if ranks.count > 1 else []
     states = Part(f"states of {train.optimiser}", _states(spec, train))
-    return [Part("gradients of what is trained", gradients), *sums, states]
+    return [gradients, *sums, states]
 
 
 def _split(base_: Part, shape: Base, settings: Settings, itemsize: int, ranks: Ranks) -> list[Part]:

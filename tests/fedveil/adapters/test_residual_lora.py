@@ -129,7 +129,7 @@ def test_a_round_on_a_real_model_scores_as_the_mean_of_the_two_models():
 
 def test_a_plan_has_its_residual_in_memory_and_no_states_for_it():
     values = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    settings, config = Settings("gpt2", values), run_config.parse({"task.max-tokens": 16})
+    settings, config = Settings("gpt2", values), run_config.parse({"task.max-tokens": 16, "train.accumulate": 2})
     spec = planned_base.spec(settings, ResidualLora(rank=2))
     assert {name for name, t in spec.items() if t.fixed} == set(residuals(spec))
     dense = 4 * sum(t.shape[0] * t.shape[1] for t in residuals(spec).values())

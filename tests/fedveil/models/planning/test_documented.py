@@ -33,7 +33,7 @@ def test_memory_by_part_and_seconds(column, settings):
     plan = memory.plan(settings, CONFIG, Lora(), on_gpu=True)
     parts = {part.name: part.nbytes / 1e9 for part in plan.phases["training"]}
     assert row("parameters")[column] == f"{base.of(settings).parameters:,}"
-    trained = ("adapter, fp32", "gradients of what is trained", "states of adamw")
+    trained = ("adapter, fp32", "gradients beyond what is kept", "states of adamw")
     for name, wanted in {
         "base in 4 bits": ["base, NF4, the rest bf16"],
         "adapter, its": trained,
