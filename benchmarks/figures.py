@@ -128,6 +128,7 @@ FIGURES = {
     ),
     "lora-quality": _on_texts("lora/quality"),
     "lora-viggo": _on_texts("lora/viggo"),
+    "lora-dart": _on_texts("lora/dart"),
     "dp-fpl": Figure(
         "dp_fpl/table2",
         "per cent right",
