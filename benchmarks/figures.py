@@ -126,9 +126,7 @@ FIGURES = {
         },  # calibrated, all its rows are alike
         guess=0.5,
     ),
-    "lora-quality": _on_texts("lora/quality"),
-    "lora-viggo": _on_texts("lora/viggo"),
-    "lora-dart": _on_texts("lora/dart"),
+    **{f"lora-{texts}": _on_texts(f"lora/{texts}") for texts in ("quality", "viggo", "dart")},
     "dp-fpl": Figure(
         "dp_fpl/table2",
         "per cent right",

@@ -28,7 +28,7 @@ def along(row: Shaped[Tensor, " n"], axis: int, ndim: int) -> Shaped[Tensor, "..
 
 
 def positions(visible: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-    """The visible columns of each layer, ascending, on `device`; all in one copy, for a GPU is waited for at each."""
+    """The visible columns of each layer, ascending, on `device`; in one copy, for each waits for the GPU."""
     found = {layer: mask.nonzero().squeeze(1) for layer, mask in visible.items()}
     if not found or device is None:
         return found

@@ -7,7 +7,7 @@ CPU, slowly, for tests.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -237,7 +237,7 @@ def _scatter(values, mask, ends, out, n, SIZE: tl.constexpr):
 
 
 @_there
-def quantise(flat: Tensor, block: int, half: int, middles: Sequence[float]) -> tuple[Tensor, Tensor]:
+def quantise(flat: Tensor, block: int, half: int, middles: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     """Codes (uint8) and scales (fp32, one a block) of a flat tensor; NaN in the scale of a block that has one.
 
     Without `middles`, the code is the nearest even step from -half to half; with them, how many of them are below.
@@ -247,7 +247,7 @@ def quantise(flat: Tensor, block: int, half: int, middles: Sequence[float]) -> t
     codes = torch.empty(len(flat), dtype=torch.uint8, device=flat.device)
     scales = torch.empty(blocks, device=flat.device)
     if blocks:
-        edges = _edges(tuple(middles), flat.device)
+        edges = _edges(middles, flat.device)
         # Fused, a product and a sum are rounded once; the CPU rounds both.
         _code[(-(-blocks // rows),)](
             flat, codes, scales, edges, len(flat), block, half, len(middles), wide, rows, enable_fp_fusion=False
@@ -257,7 +257,7 @@ def quantise(flat: Tensor, block: int, half: int, middles: Sequence[float]) -> t
 
 @functools.cache
 def _edges(middles: tuple[float, ...], device: torch.device) -> Tensor:
-    """On the device once: for each tensor of a model anew, the GPU would be waited for as often."""
+    """Copied to the device once: a copy waits for the GPU, and a model has hundreds of tensors."""
     return torch.tensor(middles or (0.0,), dtype=torch.float32, device=device)
 
 

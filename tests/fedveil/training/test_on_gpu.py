@@ -14,28 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedveil import config as run_config
 from fedveil.contract.trainer import Batch
 from fedveil.rng import Stream
-from fedveil.rows.batches import TokenRow
-from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import optimisers, per_sample
-from tests.fedveil.training.small import DATA, KEY, apart, make
+from tests.fedveil.training.small import KEY, apart, make
 from tests.prompt_toy import PromptTask, examples
-
-
-@pytest.fixture(scope="module")
-def on_cpu() -> TextGeneration:
-    return make()
-
-
-@pytest.fixture(scope="module")
-def rows(on_cpu) -> list[TokenRow]:
-    return on_cpu.encode(on_cpu.examples(DATA, "train")[:29])
-
-
-@pytest.fixture(scope="module")
-def start(on_cpu) -> dict[str, torch.Tensor]:
-    """No zero factor: with B = 0 the gradient of A is 0, and an error in it would not show."""
-    generator = torch.Generator().manual_seed(271828)
-    return {n: 0.05 * torch.randn(s.shape, generator=generator) for n, s in on_cpu.spec.items()}
 
 
 @pytest.mark.gpu

@@ -36,7 +36,7 @@ def test_memory_by_part_and_seconds(column, settings):
     trained = ("adapter, fp32", "gradients beyond what is kept", "states of adamw")
     for name, wanted in {
         "base in 4 bits": ["base, NF4, the rest bf16"],
-        "adapter, its": trained,
+        "adapter, AdamW": trained,
         "kept for": ["kept for the backward pass", "gradients of one layer's"],
         "logits": ["logits"],
         "working": ["working space", "CUDA and its libraries (assumed)"],
